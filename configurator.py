@@ -1,0 +1,330 @@
+"""
+Configuration: every key, its default and its meaning, and the rules for overriding them.
+
+    python train.py config/gpt124m_4070.py --batch_size=4      files and flags are applied left to right
+    python train.py --help                                     every key with type, default and meaning
+    python configurator.py config/x.py --lr_schedule=linear    print the resolved configuration as a config file
+
+A config file is Python. It is run with the values so far as its variables, so `lr_decay_iters = max_iters` works.
+The names are nanoGPT's wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.
+"""
+
+import ast
+import difflib
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+
+class UserError(Exception):
+    """Something the user can mend: `problems` holds one line for each. Scripts print them and exit with `exit_code`."""
+
+    exit_code = 2  # found before any long work
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+class RunError(UserError):
+    """A UserError found only while running."""
+
+    exit_code = 1
+
+
+def key(default: Any, meaning: str, choices: tuple = (), low: float = -math.inf, high: float = math.inf, group: str = ""):
+    """One key: its default, its meaning, the values it may take (low and high included); `group` opens a new group."""
+    return field(default=default, metadata=dict(meaning=meaning, choices=choices, low=low, high=high, group=group))
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class Config:
+    out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
+    init_from: str = key("scratch", "scratch | resume | auto (resume where out_dir holds a run) | gpt2[-medium|-large|-xl] | a path")
+    overwrite: bool = key(False, "start from scratch in an out_dir that holds another run, deleting that run's files")
+    eval_interval: int = key(2000, "iterations between evaluations", low=1)
+    eval_iters: int = key(200, "evaluation size in micro-batches, where eval_tokens is 0", low=1)
+    eval_tokens: int = key(0, "evaluation size in tokens of each split; 0: eval_iters * batch_size * block_size", low=0)
+    eval_only: bool = key(False, "evaluate once and exit")
+    sample_tokens: int = key(0, "print a sample of this many tokens after each evaluation; 0: none", low=0)
+    always_save_checkpoint: bool = key(True, "save at every evaluation, not only when the validation loss improves")
+    checkpoint_interval: int = key(0, "also save every this many iterations; 0: at evaluations only", low=0)
+    keep_checkpoints: int = key(2, "how many of the newest checkpoints to keep (best.pt is kept besides)", low=1)
+    log_interval: int = key(1, "iterations between log lines", low=1, group="logging")
+    tracker: str = key("none", "also report to", ("none", "wandb", "tensorboard"))
+    wandb_log: bool = key(False, "nanoGPT's spelling of tracker = 'wandb'")
+    wandb_project: str = key("owt", "wandb project")
+    wandb_run_name: str = key("gpt2", "wandb run name")
+    dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards", group="data")
+    batch_size: int = key(12, "sequences in a micro-batch", low=1)
+    block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
+    gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all processes together", low=1)
+    tokens_per_iter: int = key(0, "tokens per iteration; where set, gradient_accumulation_steps follows from it; 0: off", low=0)
+    n_layer: int = key(12, "transformer blocks", low=1, group="model")
+    n_head: int = key(12, "attention heads; must divide n_embd", low=1)
+    n_embd: int = key(768, "width", low=1)
+    dropout: float = key(0.0, "0 for pre-training, 0.1 and more for fine-tuning", low=0.0, high=0.99)
+    bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
+    tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
+    flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: the four plain lines")
+    pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple of this: 50257 -> 50304; 1: unpadded", low=1)
+    learning_rate: float = key(6e-4, "highest learning rate", low=0.0, group="optimizer")
+    weight_decay: float = key(0.1, "weight decay of matrices and embeddings", low=0.0)
+    beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
+    beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
+    grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
+    max_skips: int = key(10, "stop after this many updates in a row skipped for a non-finite gradient", low=1)
+    max_iters: int = key(600000, "iterations: 0 to max_iters - 1", low=0, group="schedule")
+    max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
+    decay_lr: bool = key(True, "decay the learning rate after warm-up")
+    lr_schedule: str = key("cosine", "shape of the decay; wsd: constant, then linear", ("cosine", "linear", "wsd"))
+    decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
+    warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
+    lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
+    min_lr: float = key(6e-5, "learning rate at the end of the decay", low=0.0)
+    device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
+    dtype: str = key("auto", "auto: bfloat16 where native, else float16 on CUDA, else float32", DTYPES)
+    compile: bool = key(True, "torch.compile the model; falls back with one warning where no compiler works")
+    tf32: bool = key(True, "TF32 tensor cores for float32 matrix products on CUDA")
+    deterministic: bool = key(False, "the same bits on every run on CUDA, at some cost in speed")
+    seed: int = key(1337, "initial weights, dropout and the order of the data", low=0, high=2**63 - 1)
+    peak_tflops: float = key(0.0, "this device's dense peak for MFU, in place of gpus.csv's; 0: look it up", low=0.0)
+
+
+FIELDS = {f.name: f for f in fields(Config)}
+# What load_config found in files and flags, before it became a Config: values by key, and the problems on the way.
+Values = dict[str, Any]
+Problems = list[str]
+
+
+def load_config(argv: list[str], checks: tuple[Callable[[Config], Problems], ...] = ()) -> Config:
+    """
+    Build the Config from config files and --key=value flags, left to right.
+
+    `checks` are further functions from a Config to a list of problems (device, data), so that everything that is
+    wrong with a command line is reported together. Raises UserError with one line per problem.
+    """
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        sys.exit(0)
+    values: Values = {name: f.default for name, f in FIELDS.items()}
+    problems: Problems = []
+    flags = [argument for argument in argv if argument.startswith("-")]
+    for argument in argv:
+        if argument in flags:
+            read_flag(argument, values, problems)
+        elif "=" in argument:
+            problems.append(f"{argument}: a setting needs two dashes: --{argument}")
+        else:
+            read_file(Path(argument), values, problems)
+    names = [flag.partition("=")[0] for flag in dict.fromkeys(flags)]
+    problems += [f"{name}: given twice with different values; keep one" for name in names if names.count(name) > 1]
+    config = Config(**values)
+    problems += check_ranges(config)
+    for check in (resolve, *checks):
+        problems += check(config)
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+    return config
+
+
+def read_flag(argument: str, values: Values, problems: Problems) -> None:
+    name, equals, text = argument.lstrip("-").partition("=")
+    if not argument.startswith("--"):
+        problems.append(f"{argument}: flags are written --key=value")
+    elif name not in FIELDS:
+        problems.append(f"--{name}: unknown key{did_you_mean(name, FIELDS)}")
+    elif not equals and FIELDS[name].type is not bool:
+        problems.append(f"--{name}: needs a value: --{name}={FIELDS[name].default}")
+    else:
+        try:
+            values[name] = parse(text, FIELDS[name].type) if equals else True
+        except ValueError as error:
+            problems.append(f"--{name}: {error}")
+
+
+def read_file(path: Path, values: Values, problems: Problems) -> None:
+    if not path.is_file():
+        known = [str(p) for p in sorted(path.parent.glob("*.py"))] + [str(p) for p in sorted(Path("config").glob("*.py"))]
+        problems.append(f"{path}: no such config file{did_you_mean(str(path), known)}")
+        return
+    try:
+        source = path.read_text(encoding="utf-8")
+        problems += assigned_twice(path, source)
+        namespace = dict(values)
+        exec(compile(source, str(path), "exec"), namespace)
+    except SyntaxError as error:
+        problems.append(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}")
+        return
+    except (Exception, SystemExit) as error:  # a config file may do anything; whatever it raises is the user's to see
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        problems.append(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}")
+        return
+    for name, value in namespace.items():
+        if name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)):
+            continue
+        if name not in FIELDS:
+            problems.append(f"{path}: {name}: unknown key{did_you_mean(name, FIELDS)}; a helper variable starts with _")
+            continue
+        try:
+            values[name] = convert(value, FIELDS[name].type)
+        except ValueError as error:
+            problems.append(f"{path}: {name}: {error}")
+
+
+def assigned_twice(path: Path, source: str) -> Problems:
+    """Two plain assignments of a constant to one key: the upper one was forgotten."""
+    lines: dict[str, int] = {}
+    problems = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in lines:
+                problems.append(f"{path}:{node.lineno}: {name}: already set on line {lines[name]}; keep one")
+            lines[name] = node.lineno
+    return problems
+
+
+def parse(text: str, kind: type) -> Any:
+    """A flag's text as a value of `kind`. Raises ValueError with a hint."""
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() in ("true", "1", "yes", "on"):
+            return True
+        if text.lower() in ("false", "0", "no", "off"):
+            return False
+        raise ValueError(f"needs true or false, got {text!r}")
+    try:
+        return convert(int(text), kind)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"needs {a(kind)}, got {text!r}") from None
+    return convert(number, kind)
+
+
+def convert(value: Any, kind: type) -> Any:
+    """A config file's value as a value of `kind`: an int for a float, an integral float for an int. Raises ValueError."""
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        if kind is float and not math.isfinite(value):
+            raise ValueError(f"needs a finite number, got {value}")
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is bool and isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"needs {a(kind)}, got {value!r}")
+
+
+def a(kind: type) -> str:
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
+
+
+def did_you_mean(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def check_ranges(config: Config) -> Problems:
+    """List the values out of range, and put the default in their place so that the checks after this one can go on."""
+    problems = []
+    for name, f in FIELDS.items():
+        value, choices, low, high = getattr(config, name), *(f.metadata[k] for k in ("choices", "low", "high"))
+        if choices and value not in choices:
+            problems.append(f"{name}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}")
+        elif f.type in (int, float) and not low <= value <= high:
+            problems.append(f"{name}: {value} is outside {low} to {high}".replace(" to inf", " and up"))
+        elif name in ("out_dir", "init_from", "dataset") and not value.strip():
+            problems.append(f"{name}: must not be empty")
+        else:
+            continue
+        setattr(config, name, f.default)
+    return problems
+
+
+def resolve(config: Config) -> Problems:
+    """Fill in what follows from other keys; list the combinations that cannot work."""
+    problems = []
+    if config.n_embd % config.n_head:
+        fits = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
+        nearest = min(fits, key=lambda n: abs(n - config.n_head))
+        problems.append(f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; nearest that does: {nearest}")
+    micro_batch = config.batch_size * config.block_size
+    if config.tokens_per_iter:
+        steps, rest = divmod(config.tokens_per_iter, micro_batch)
+        if rest:
+            nearest = [n * micro_batch for n in (steps, steps + 1) if n]
+            problems.append(
+                f"tokens_per_iter: {config.tokens_per_iter:,} is no multiple of batch_size * block_size = {micro_batch:,}; "
+                f"nearest: {' or '.join(map(str, nearest))}{batch_sizes_that_divide(config)}"
+            )
+        else:
+            config.gradient_accumulation_steps = steps
+    if config.wandb_log:
+        config.tracker = "wandb"
+    if config.init_from in ("resume", "auto") and config.overwrite:
+        problems.append(f"overwrite: deletes the run that init_from={config.init_from} goes on with; drop one of the two")
+    return problems
+
+
+def batch_sizes_that_divide(config: Config) -> str:
+    sequences, rest = divmod(config.tokens_per_iter, config.block_size)
+    if rest:
+        return ""
+    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    below = [n for n in sizes if n <= config.batch_size][-1:]
+    above = [n for n in sizes if n > config.batch_size][:1]
+    return f"; or batch_size {' or '.join(map(str, below + above))}"
+
+
+def print_config(config: Config) -> str:
+    """The configuration as a config file: running that file gives this configuration."""
+    lines = []
+    for name, f in FIELDS.items():
+        lines += ["", f"# {f.metadata['group']}"] if f.metadata["group"] else []
+        lines.append(f"{name} = {getattr(config, name)!r}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def print_help() -> None:
+    print(f"usage: python {os.path.basename(sys.argv[0])} [config.py ...] [--key=value ...]   (applied left to right)")
+    for name, f in FIELDS.items():
+        if f.metadata["group"]:
+            print(f"\n{f.metadata['group']}:")
+        choices = f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
+        print(f"  --{f'{name}={f.default!r}':<32} {f.type.__name__:<6} {f.metadata['meaning']}{choices}")
+
+
+def run_main(main: Callable[[list[str]], int | None]) -> None:
+    """Run a script's main(argv): a UserError becomes one `error:` line per problem and its exit code, no traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]) or 0)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def main(argv: list[str]) -> None:
+    print(print_config(load_config(argv)), end="")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,190 @@
+"""
+GPT-2, the whole of it.
+
+Parameter names are nanoGPT's, so its checkpoints load as they are; the mathematics is GPT-2's (tanh GELU, learned
+positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in comments: B sequences of T tokens,
+C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn import functional as F
+
+GPT2_VOCAB = 50257  # tokens of GPT-2's BPE, end-of-text included
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304  # 50257 padded up to a multiple of 128: the head's matrix product runs on full tiles
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
+    tie_weights: bool = True  # the output head is the token embedding
+    flash: bool = True  # fused attention kernel; False: the plain formula
+
+
+def pad_vocab(vocab_size: int, multiple: int) -> int:
+    """The vocabulary size rounded up to a multiple: 50257, 128 -> 50304."""
+    return -(-vocab_size // multiple) * multiple
+
+
+# -----------------------------------------------------------------------------
+# The layers
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one product
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.attn_dropout = nn.Dropout(config.dropout)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).transpose(1, 2).chunk(3, dim=1)
+        if self.flash:  # (B, nh, T, hs)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
+            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+            y = self.attn_dropout(weights) @ v
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate="tanh")  # GPT-2's own; the exact GELU moves its logits by up to 1e-3
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+# -----------------------------------------------------------------------------
+# The model
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                drop=nn.Dropout(config.dropout),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_weights:
+            self.transformer.wte.weight = self.lm_head.weight
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """
+        GPT-2's initialisation: N(0, 0.02), biases zero; the projections back into the residual stream by a further
+        1/sqrt(2 n_layer), so that the sum over 2 n_layer of them keeps its size (GPT-2 paper, section 2.3).
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(p, std=residual_std)
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)  # LayerNorm weights are born as ones
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """
+        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B, T), in nats per token;
+        targets of -1 count for nothing. T may be anything up to block_size.
+        """
+        positions = torch.arange(idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+    def parameter_groups(self, weight_decay: float) -> list[dict]:
+        """AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
+        decayed = [p for p in self.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]
+        groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+        return [group for group in groups if group["params"]]
+
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int, vocab: int, temperature: float = 1.0, top_k: int = 0,
+                 generator: torch.Generator | None = None) -> Tensor:
+        """
+        Continue idx (B, T) by max_new_tokens, -> (B, T + max_new_tokens). Only ids below `vocab` (the vocabulary
+        before padding) are drawn; temperature 0 takes the likeliest; top_k 0 draws from all.
+        """
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.config.block_size :])[:, -1, :vocab].float()  # (B, vocab)
+            if temperature == 0:
+                chosen = logits.argmax(dim=-1, keepdim=True)
+            else:
+                if top_k:
+                    kth_largest = logits.topk(min(top_k, vocab)).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth_largest, float("-inf"))
+                chosen = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+            idx = torch.cat((idx, chosen), dim=1)
+        return idx
+
+
+# -----------------------------------------------------------------------------
+# Arithmetic
+
+
+def count_parameters(config: GPTConfig) -> tuple[int, int]:
+    """(all parameters, those that take part in matrix products and norms: N in the FLOP formula below)."""
+    with torch.device("meta"):  # shapes without memory
+        model = GPT(config)
+    total = sum(p.numel() for p in model.parameters())
+    tables = model.transformer.wpe.weight.numel()
+    if not config.tie_weights:
+        tables += model.transformer.wte.weight.numel()
+    return total, total - tables
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """
+    Floating-point operations per trained token, forward and backward: 6 N + 12 L H Q T, with N the parameters less
+    look-up tables, L layers, H heads of size Q, T = block_size (PaLM paper, appendix B; nanoGPT's number for the tied
+    model). A token embedding of its own is a table: tying changes nothing. Recomputed activations do not count.
+    """
+    _, n = count_parameters(config)
+    return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size
