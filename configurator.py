@@ -49,7 +49,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 @dataclass
 class Config:
     out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
-    init_from: str = key("scratch", "scratch | resume | auto (resume where out_dir holds a run) | gpt2[-medium|-large|-xl] | a path")
+    init_from: str = key("scratch", "scratch | resume | auto (resume if out_dir holds a run) | gpt2[-medium|-large|-xl] | path")
     overwrite: bool = key(False, "start from scratch in an out_dir that holds another run, deleting that run's files")
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
     eval_iters: int = key(200, "evaluation size in micro-batches, where eval_tokens is 0", low=1)
@@ -70,8 +70,8 @@ class Config:
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all processes together", low=1)
     tokens_per_iter: int = key(0, "tokens per iteration; where set, gradient_accumulation_steps follows from it; 0: off", low=0)
     n_layer: int = key(12, "transformer blocks", low=1, group="model")
-    n_head: int = key(12, "attention heads; must divide n_embd", low=1)
-    n_embd: int = key(768, "width", low=1)
+    n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
+    n_embd: int = key(768, "width", low=1, high=65536)
     dropout: float = key(0.0, "0 for pre-training, 0.1 and more for fine-tuning", low=0.0, high=0.99)
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
@@ -98,15 +98,15 @@ class Config:
     deterministic: bool = key(False, "the same bits on every run on CUDA, at some cost in speed")
     seed: int = key(1337, "initial weights, dropout and the order of the data", low=0, high=2**63 - 1)
     peak_tflops: float = key(0.0, "this device's dense peak for MFU, in place of gpus.csv's; 0: look it up", low=0.0)
+    # Not a key: the names of those that a file or flag has set.
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
 
-FIELDS = {f.name: f for f in fields(Config)}
-# What load_config found in files and flags, before it became a Config: values by key, and the problems on the way.
-Values = dict[str, Any]
-Problems = list[str]
+FIELDS = {f.name: f for f in fields(Config) if f.metadata}
+BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
 
-
-def load_config(argv: list[str], checks: tuple[Callable[[Config], Problems], ...] = ()) -> Config:
+def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ...] = ()) -> Config:
     """
     Build the Config from config files and --key=value flags, left to right.
 
@@ -116,28 +116,24 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], Problems], ...
     if "--help" in argv or "-h" in argv:
         print_help()
         sys.exit(0)
-    values: Values = {name: f.default for name, f in FIELDS.items()}
-    problems: Problems = []
-    flags = [argument for argument in argv if argument.startswith("-")]
-    for argument in argv:
-        if argument in flags:
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for argument in dict.fromkeys(argv):
+        if argument.startswith("-") or "=" in argument:
             read_flag(argument, values, problems)
-        elif "=" in argument:
-            problems.append(f"{argument}: a setting needs two dashes: --{argument}")
         else:
             read_file(Path(argument), values, problems)
-    names = [flag.partition("=")[0] for flag in dict.fromkeys(flags)]
+    names = [argument.partition("=")[0] for argument in dict.fromkeys(argv) if argument.startswith("--")]
     problems += [f"{name}: given twice with different values; keep one" for name in names if names.count(name) > 1]
-    config = Config(**values)
-    problems += check_ranges(config)
-    for check in (resolve, *checks):
+    config = Config(**values, given=frozenset(values))
+    for check in (check_ranges, *checks, resolve):
         problems += check(config)
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return config
 
 
-def read_flag(argument: str, values: Values, problems: Problems) -> None:
+def read_flag(argument: str, values: dict[str, Any], problems: list[str]) -> None:
     name, equals, text = argument.lstrip("-").partition("=")
     if not argument.startswith("--"):
         problems.append(f"{argument}: flags are written --key=value")
@@ -146,92 +142,68 @@ def read_flag(argument: str, values: Values, problems: Problems) -> None:
     elif not equals and FIELDS[name].type is not bool:
         problems.append(f"--{name}: needs a value: --{name}={FIELDS[name].default}")
     else:
-        try:
-            values[name] = parse(text, FIELDS[name].type) if equals else True
-        except ValueError as error:
-            problems.append(f"--{name}: {error}")
+        set_value(values, name, parse(text, FIELDS[name].type) if equals else True, f"--{name}", problems)
 
 
-def read_file(path: Path, values: Values, problems: Problems) -> None:
+def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
     if not path.is_file():
-        known = [str(p) for p in sorted(path.parent.glob("*.py"))] + [str(p) for p in sorted(Path("config").glob("*.py"))]
+        known = [str(p) for folder in (path.parent, Path("config")) for p in sorted(folder.glob("*.py"))]
         problems.append(f"{path}: no such config file{did_you_mean(str(path), known)}")
         return
+    namespace = {name: f.default for name, f in FIELDS.items()} | values
     try:
-        source = path.read_text(encoding="utf-8")
-        problems += assigned_twice(path, source)
-        namespace = dict(values)
-        exec(compile(source, str(path), "exec"), namespace)
-    except SyntaxError as error:
-        problems.append(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}")
-        return
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        exec(compile(tree, str(path), "exec"), namespace)
     except (Exception, SystemExit) as error:  # a config file may do anything; whatever it raises is the user's to see
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        problems.append(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}")
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 1
+        problems.append(f"{path}:{line}: {type(error).__name__}: {error}")
         return
+    problems += assigned_twice(path, tree)
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for name, value in namespace.items():
-        if name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)):
+        if name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)) or name in FIELDS.keys() - assigned:
             continue
-        if name not in FIELDS:
+        if name in FIELDS:
+            set_value(values, name, value, f"{path}: {name}", problems)
+        else:
             problems.append(f"{path}: {name}: unknown key{did_you_mean(name, FIELDS)}; a helper variable starts with _")
-            continue
-        try:
-            values[name] = convert(value, FIELDS[name].type)
-        except ValueError as error:
-            problems.append(f"{path}: {name}: {error}")
 
 
-def assigned_twice(path: Path, source: str) -> Problems:
+def assigned_twice(path: Path, tree: ast.Module) -> list[str]:
     """Two plain assignments of a constant to one key: the upper one was forgotten."""
     lines: dict[str, int] = {}
     problems = []
-    for node in ast.parse(source).body:
+    for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            if name in lines:
+            if lines.setdefault(name, node.lineno) != node.lineno:
                 problems.append(f"{path}:{node.lineno}: {name}: already set on line {lines[name]}; keep one")
-            lines[name] = node.lineno
     return problems
 
 
 def parse(text: str, kind: type) -> Any:
-    """A flag's text as a value of `kind`. Raises ValueError with a hint."""
-    if kind is str:
-        return text
+    """A flag's text as a Python value, for set_value to judge."""
     if kind is bool:
-        if text.lower() in ("true", "1", "yes", "on"):
-            return True
-        if text.lower() in ("false", "0", "no", "off"):
-            return False
-        raise ValueError(f"needs true or false, got {text!r}")
+        return BOOLEANS.get(text.lower(), text)
     try:
-        return convert(int(text), kind)
-    except ValueError:
+        return text if kind is str else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def set_value(values: dict[str, Any], name: str, value: Any, where: str, problems: list[str]) -> None:
+    """Set a key to a value of its type: a whole float serves as an int, an int as a float, 0 and 1 as booleans."""
+    kind = FIELDS[name].type
+    try:
+        if kind is not str and not isinstance(value, bool) and kind(value) == value:
+            value = kind(value)
+    except (ArithmeticError, TypeError, ValueError):
         pass
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError(f"needs {a(kind)}, got {text!r}") from None
-    return convert(number, kind)
-
-
-def convert(value: Any, kind: type) -> Any:
-    """A config file's value as a value of `kind`: an int for a float, an integral float for an int. Raises ValueError."""
-    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        if kind is float and not math.isfinite(value):
-            raise ValueError(f"needs a finite number, got {value}")
-        return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if kind is bool and isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise ValueError(f"needs {a(kind)}, got {value!r}")
-
-
-def a(kind: type) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
+    if type(value) is not kind or kind is float and not math.isfinite(value):
+        problems.append(f"{where}: needs {KIND_NAMES[kind]}, got {value!r}")
+    else:
+        values[name] = value
 
 
 def did_you_mean(name: str, known) -> str:
@@ -239,7 +211,7 @@ def did_you_mean(name: str, known) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def check_ranges(config: Config) -> Problems:
+def check_ranges(config: Config) -> list[str]:
     """List the values out of range, and put the default in their place so that the checks after this one can go on."""
     problems = []
     for name, f in FIELDS.items():
@@ -256,7 +228,7 @@ def check_ranges(config: Config) -> Problems:
     return problems
 
 
-def resolve(config: Config) -> Problems:
+def resolve(config: Config) -> list[str]:
     """Fill in what follows from other keys; list the combinations that cannot work."""
     problems = []
     if config.n_embd % config.n_head:
@@ -270,7 +242,7 @@ def resolve(config: Config) -> Problems:
             nearest = [n * micro_batch for n in (steps, steps + 1) if n]
             problems.append(
                 f"tokens_per_iter: {config.tokens_per_iter:,} is no multiple of batch_size * block_size = {micro_batch:,}; "
-                f"nearest: {' or '.join(map(str, nearest))}{batch_sizes_that_divide(config)}"
+                f"nearest: {' or '.join(map(str, nearest))}"
             )
         else:
             config.gradient_accumulation_steps = steps
@@ -281,14 +253,9 @@ def resolve(config: Config) -> Problems:
     return problems
 
 
-def batch_sizes_that_divide(config: Config) -> str:
-    sequences, rest = divmod(config.tokens_per_iter, config.block_size)
-    if rest:
-        return ""
-    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
-    below = [n for n in sizes if n <= config.batch_size][-1:]
-    above = [n for n in sizes if n > config.batch_size][:1]
-    return f"; or batch_size {' or '.join(map(str, below + above))}"
+def config_values(config: Config) -> dict[str, Any]:
+    """The keys and their values, as checkpoints and metrics.jsonl keep them."""
+    return {name: getattr(config, name) for name in FIELDS}
 
 
 def print_config(config: Config) -> str:

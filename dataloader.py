@@ -13,9 +13,8 @@ import bisect
 import hashlib
 import json
 import os
-import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config, RunError, UserError
-from model import GPT2_VOCAB
+from tokenizer import GPT2_VOCAB, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
@@ -128,7 +127,7 @@ class Dataset:
     train: TokenStream
     val: TokenStream
     vocab: int  # before padding
-    tokenizer: dict  # what `tokenizer()` below needs; travels in checkpoints
+    tokenizer: dict  # what Tokenizer needs to encode and decode; travels in checkpoints
     fingerprint: str  # changes when the tokens do
 
 
@@ -200,33 +199,6 @@ def read_json(path: Path) -> dict:
         raise UserError(f"{path}: not readable as JSON ({error}); prepare the dataset again") from None
 
 
-def read_meta(path: Path) -> dict:
-    """nanoGPT's meta.pkl. A pickle can run code when it is loaded: this reads plain containers and refuses the rest."""
-
-    class PlainUnpickler(pickle.Unpickler):
-        def find_class(self, module, name):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    try:
-        with open(path, "rb") as file:
-            return dict(PlainUnpickler(file).load())
-    except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(f"{path}: refused, not a plain dictionary ({error}); prepare the dataset again") from None
-
-
-def tokenizer(spec: dict) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """(encode, decode) of a dataset's or checkpoint's tokenizer: kind gpt2 (tiktoken), byte, or char with its table."""
-    if spec["kind"] == "byte":
-        return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace")
-    if spec["kind"] == "char":
-        itos, stoi = spec["itos"], {char: i for i, char in enumerate(spec["itos"])}
-        return lambda text: [stoi[char] for char in text if char in stoi], lambda ids: "".join(itos[i] for i in ids)
-    import tiktoken  # fetches its vocabulary on first use, so only where text is wanted
-
-    bpe = tiktoken.get_encoding(spec["kind"])
-    return lambda text: bpe.encode(text, allowed_special={"<|endoftext|>"}), bpe.decode
-
-
 # -----------------------------------------------------------------------------
 # Order and batches
 
@@ -294,6 +266,11 @@ class TrainBatches:
         block = self.pending.popleft().result()
         self.read_ahead()
         return split_block(block, self.device)
+
+    def locate(self, n: int) -> str:
+        """Where the n-th sequence stands on the disk, for messages."""
+        number, offset = self.stream.locate(WindowOrder(len(self.stream), self.block_size, self.order.seed).start(n))
+        return f"{self.stream.shards[number].path} at token {offset:,}"
 
     def close(self) -> None:
         self.reader.shutdown(wait=False, cancel_futures=True)

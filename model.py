@@ -14,8 +14,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
 
-GPT2_VOCAB = 50257  # tokens of GPT-2's BPE, end-of-text included
-
 
 @dataclass
 class GPTConfig:

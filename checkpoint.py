@@ -1,0 +1,203 @@
+"""
+Checkpoints that survive a kill, a full disk and a flipped bit.
+
+out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name, flushed to the disk,
+read back, and only then renamed, so a file under a checkpoint's name is whole. Its last bytes are a sha256 of all
+bytes before them; torch.load ignores such a trailer, so `torch.load(path, weights_only=True)` reads the file alone.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from configurator import Config, UserError, config_values
+
+TRAILER = b"\nsha256 of all bytes before this line: "
+TRAILER_BYTES = len(TRAILER) + 64
+CHUNK_BYTES = 1 << 24
+# What the weights, the data's order and the position in it rest on: on resume these come from the checkpoint.
+FIXED_ON_RESUME = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "pad_vocab_multiple", "seed")
+
+
+class HashingWriter:
+    """A file for torch.save that hashes what passes through it."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def save(state: dict, path: Path) -> int:
+    """Write `state` to `path`, all or nothing; returns the file's size in bytes. Raises OSError, leaving `path` as it was."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        check_space(state, path.parent)
+        with open(temporary, "wb") as file:
+            writer = HashingWriter(file)
+            torch.save(state, writer)
+            file.write(TRAILER + writer.sha256.hexdigest().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if damage := find_damage(temporary):
+            raise OSError(f"{temporary} reads back wrong: {damage}")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)  # the rename itself must reach the disk
+    return writer.bytes + TRAILER_BYTES
+
+
+def check_space(state: dict, folder: Path) -> None:
+    needed = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)) + (1 << 20)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB")
+
+
+def fsync_folder(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def find_damage(path: Path) -> str:
+    """What is wrong with a checkpoint file, in a few words; empty if its checksum holds."""
+    try:
+        left = path.stat().st_size - TRAILER_BYTES
+        sha256 = hashlib.sha256()
+        with open(path, "rb") as file:
+            while left > 0 and (chunk := file.read(min(CHUNK_BYTES, left))):
+                sha256.update(chunk)
+                left -= len(chunk)
+            trailer = file.read()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not trailer.startswith(TRAILER):
+        return "cut short, or not written by this program"
+    return "" if trailer[len(TRAILER) :] == sha256.hexdigest().encode() else "its checksum does not match: bytes have changed"
+
+
+def load(path: Path) -> dict:
+    """A checkpoint's state, in CPU memory. Runs no code from the file. Raises UserError where the file is damaged."""
+    if damage := find_damage(path):
+        raise UserError(f"{path}: {damage}")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def list_checkpoints(out_dir: Path) -> list[Path]:
+    """ckpt-*.pt, oldest first."""
+    return sorted(out_dir.glob("ckpt-" + "[0-9]" * 8 + ".pt"))
+
+
+def load_newest(out_dir: Path) -> dict | None:
+    """
+    The newest valid checkpoint's state; damaged ones are named on the way. None where out_dir holds no run at all.
+    Raises UserError where there are checkpoints and none is valid: never a silent new start.
+    """
+    paths = list_checkpoints(out_dir)
+    for path in reversed(paths):
+        if damage := find_damage(path):
+            print(f"warning: {path}: {damage}; trying the one before", file=sys.stderr, flush=True)
+            continue
+        return torch.load(path, map_location="cpu", weights_only=True)
+    if paths:
+        raise UserError(f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere")
+    return None
+
+
+def prune(out_dir: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what killed saves left behind."""
+    for path in [*list_checkpoints(out_dir)[: -keep or None], *out_dir.glob("*.tmp")]:
+        path.unlink(missing_ok=True)
+
+
+def mark_best(path: Path) -> None:
+    """Make best.pt the same file as `path`, atomically; a copy where the file system has no links."""
+    best, temporary = path.with_name("best.pt"), path.with_name("best.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, best)
+
+
+def make_out_dir(out_dir: Path, fresh: bool) -> None:
+    """Create out_dir; for a fresh run, clear it of an earlier run's files. Raises UserError where it cannot be written."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            prune(out_dir, keep=0)
+            for name in ("best.pt", "metrics.jsonl", "loss.png"):
+                (out_dir / name).unlink(missing_ok=True)
+        fsync_folder(out_dir)
+    except OSError as error:
+        raise UserError(f"out_dir: {out_dir}: {error.strerror}; choose another --out_dir") from None
+
+
+def holds_run(out_dir: Path) -> bool:
+    return bool(list_checkpoints(out_dir)) or (out_dir / "metrics.jsonl").exists()
+
+
+class Start:
+    """Where a run begins. `find` is a check for load_config: it reads the checkpoint that init_from means, if any."""
+
+    def __init__(self) -> None:
+        self.state: dict | None = None
+
+    def find(self, config: Config) -> list[str]:
+        """Load the state to resume, let it set the keys that must not change, list what contradicts it."""
+        out_dir = Path(config.out_dir)
+        if config.init_from not in ("resume", "auto"):
+            if holds_run(out_dir) and not (config.overwrite or config.eval_only):
+                return [f"out_dir: {out_dir} holds another run; go on with it: --init_from=resume; or choose another: "
+                        f"--out_dir=...; or delete it: --overwrite=True"]  # fmt: skip
+            return []
+        try:
+            self.state = load_newest(out_dir)
+        except UserError as error:
+            return error.problems
+        if self.state is None:
+            return [f"init_from: {out_dir} holds no checkpoint to resume"] if config.init_from == "resume" else []
+        return adopt(self.state["config"], config)
+
+    def finished(self, config: Config) -> bool:
+        """Whether there is nothing left to do; says so. Otherwise prints which keys differ from the checkpoint's."""
+        if self.state is None:
+            return False
+        progress, saved = self.state["progress"], self.state["config"]
+        if progress["iter_num"] >= config.max_iters and progress["evaluated_at"] >= 0 and not config.eval_only:
+            print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
+            return True
+        for name, value in config_values(config).items():
+            if saved.get(name, value) != value and name not in ("init_from", "out_dir"):
+                print(f"resume: {name} = {value!r} (the checkpoint had {saved[name]!r})", flush=True)
+        return False
+
+
+def adopt(saved: dict, config: Config) -> list[str]:
+    """Set what a resumed run may not change from the checkpoint's config; list the flags and files that contradict it."""
+    problems = []
+    for name in FIXED_ON_RESUME:
+        if name in config.given and getattr(config, name) != saved[name]:
+            problems.append(f"{name}: {getattr(config, name)!r}, but the checkpoint has {saved[name]!r}; drop it to resume")
+        setattr(config, name, saved[name])
+    if "dataset" not in config.given:
+        config.dataset = saved["dataset"]
+    return problems

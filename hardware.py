@@ -1,0 +1,186 @@
+"""
+The machine: device, dtype, peak speed, and the arithmetic of MFU.
+
+MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak for the dtype in use (PaLM paper,
+appendix B). The peaks stand in gpus.csv beside this file, each row with its sources.
+"""
+
+import contextlib
+import csv
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configurator import Config
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
+
+GPU_TABLE = Path(__file__).with_name("gpus.csv")
+GIB = 2**30
+
+
+@dataclass
+class Hardware:
+    device: torch.device
+    dtype: torch.dtype
+    name: str  # what the device calls itself
+    peak_tflops: float | None  # dense, for `dtype`; None: unknown
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The forward pass runs its matrix products in `dtype` inside this."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """float16 gradients underflow unless the loss is scaled; for other dtypes the scaler passes everything through."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.device.type in ("cuda", "mps"):
+            getattr(torch, self.device.type).synchronize()
+
+    def peak_memory_gib(self) -> float | None:
+        """The most memory in use so far, GiB: the allocator's on CUDA, the process's on the CPU; None where unknown."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / GIB
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory() / GIB
+        if sys.platform == "win32":
+            return None
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB  # macOS counts bytes, Linux KiB
+
+    def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
+        """Model FLOPs utilisation as a fraction; not clamped; None where the peak is unknown."""
+        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices) if self.peak_tflops else None
+
+
+def check_device(config: Config) -> list[str]:
+    """What is wrong with config.device and config.dtype on this machine (for load_config)."""
+    try:
+        device = torch.device("cpu" if config.device == "auto" else config.device)
+    except RuntimeError:
+        return [f"device: {config.device!r} is none of auto, cuda, cuda:N, mps, cpu"]
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return [f"device: {config.device} asked for, but torch {torch.__version__} sees no CUDA GPU; --device=cpu"]
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return [f"device: there is no {config.device}; the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}"]
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        return ["device: mps asked for, but this is no Mac with Metal; --device=cpu"]
+    if device.type not in ("cuda", "mps", "cpu"):
+        return [f"device: {config.device!r} is none of auto, cuda, cuda:N, mps, cpu"]
+    return []
+
+
+def set_up(config: Config) -> Hardware:
+    """Choose device and dtype, set torch's switches for them, and look up the peak."""
+    device = torch.device(config.device if config.device != "auto" else best_device())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
+    # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.tf32
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with fixed workspaces
+        torch.use_deterministic_algorithms(True)
+    if dtype == torch.float16 and device.type == "cpu":
+        print("warning: float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16", file=sys.stderr)
+    if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
+        print("warning: this GPU only emulates bfloat16, many times slower; --dtype=float16", file=sys.stderr)
+    peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
+    return Hardware(device, dtype, device_name(device), peak)
+
+
+def best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware computes in it; a T4 claims support, but emulates (nanoGPT #525)."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return torch.bfloat16
+    return torch.float32
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The random states that dropout draws on. No wait for the device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
+    """This device's dense peak for `dtype` in TFLOP/s; None where it is not known for sure."""
+    if device.type != "cuda":
+        return None
+    row = find_row(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).multi_processor_count)
+    return row_peak(row, dtype, tf32) if row else None
+
+
+def read_gpu_table() -> list[dict[str, str]]:
+    with open(GPU_TABLE, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
+    """
+    The row of gpus.csv for a device name as torch gives it: the whole name, less one leading "NVIDIA ", since names
+    contain each other (A10 in A100, 4070 in 4070 Ti). The SM count tells parts of one name apart; another count is a
+    cut-down or partitioned device, and unknown.
+    """
+    for row in read_gpu_table():
+        names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]
+        if name.removeprefix("NVIDIA ") in names and (not row["sm_count"] or int(row["sm_count"]) == sm_count):
+            return row
+    return None
+
+
+def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
+    """A table row's dense peak, TFLOP/s: fp32 products run at the TF32 rate where that is on and the card has it."""
+    if "UNVERIFIED" in row["note"].replace("spelling UNVERIFIED", ""):  # a doubt about an alias is none about the peak
+        return None
+    columns = {torch.bfloat16: ["bf16_tflops"], torch.float16: ["fp16_tflops"]}.get(dtype, ["fp32_tflops"])
+    if dtype == torch.float32 and tf32:
+        columns.insert(0, "tf32_tflops")
+    return next((float(row[column]) for column in columns if row[column]), None)
+
+
+def tensor_core_hints(config: Config, vocab_size: int) -> list[str]:
+    """Sizes that keep matrix products off full tensor-core tiles (NVIDIA's matrix multiplication guide), one line each."""
+    hints = []
+    for what, size, multiple in (
+        ("n_embd", config.n_embd, 64),
+        ("n_embd / n_head, the head size,", config.n_embd // config.n_head, 8),
+        ("the padded vocabulary", vocab_size, 64),
+    ):
+        if size % multiple:
+            hints.append(f"hint: {what} is {size}, no multiple of {multiple}; tensor cores run it slower")
+    return hints

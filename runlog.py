@@ -1,0 +1,247 @@
+"""
+What a run says: lines on the console, records in out_dir/metrics.jsonl, and where the time went.
+
+Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings go to stderr. Every second of the run
+is booked in the Ledger under one category, so evaluation, checkpoints and compilation never enter an iteration's time.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from configurator import Config, RunError, config_values
+from dataloader import Dataset, TrainBatches
+from hardware import Hardware, tensor_core_hints
+from model import GPTConfig, count_parameters, flops_per_token
+from tracker import Tracker
+
+CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
+
+
+class Ledger:
+    """
+    Books wall time under exactly one category at a time: "start-up" until the first `resume_other`, then "other"
+    except inside `book`. Nested bookings take their time out of the outer one. Times are in seconds.
+    """
+
+    def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
+        self.clock, self.since, self.category = clock, began, "start-up"
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+
+    def switch(self, category: str) -> str:
+        """Charge the time since the last switch to the category that ends; returns that category."""
+        now = self.clock()
+        self.seconds[self.category] += now - self.since
+        self.since, ended, self.category = now, self.category, category
+        return ended
+
+    @contextmanager
+    def book(self, category: str) -> Iterator[None]:
+        outer = self.switch(category)
+        try:
+            yield
+        finally:
+            self.switch(outer)
+
+    def book_waits(self, batches: Iterator) -> Iterator:
+        """The same batches, each wait for one booked as data wait."""
+        while True:
+            with self.book("data wait"):
+                batch = next(batches)
+            yield batch
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    def total(self) -> float:
+        self.switch(self.category)
+        return sum(self.seconds.values())
+
+
+@dataclass
+class IterationResult:
+    """What an iteration leaves behind, its tensors still on the device."""
+
+    iter_num: int
+    tokens: int  # trained on before this iteration, as sequences below
+    sequences: int
+    lr: float
+    losses: Tensor  # (micro-steps,), nats per token
+    grad_norm: Tensor
+
+
+class RunLog:
+    """
+    Console and metrics.jsonl of one run (eval_only: console alone). On resume at iteration N the records that the
+    resumed run will write again are dropped from the file, so it reads as one run.
+    """
+
+    def __init__(self, config: Config, ledger: Ledger, hw: Hardware, resumed_at: int | None = None):
+        self.config, self.ledger, self.hw, self.file, self.tracker = config, ledger, hw, None, Tracker(config)
+        self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
+        self.results: list[IterationResult] = []  # since the last line
+        self.logged = dict(ledger.seconds)  # as of the last line
+        self.skips_in_a_row = 0
+        if not config.eval_only:
+            path = Path(config.out_dir) / "metrics.jsonl"
+            if resumed_at is not None:
+                drop_records(path, resumed_at)
+            self.file = open(path, "w" if resumed_at is None else "a", encoding="utf-8")
+
+    def record(self, kind: str, **values) -> None:
+        """One line of metrics.jsonl, flushed."""
+        record = dict(kind=kind, **{k: round(v, 7) if isinstance(v, float) else v for k, v in values.items()})
+        if self.file:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        self.tracker.log(record)
+
+    def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
+        """The first lines: what is trained, on what, with what."""
+        c, hw = self.config, self.hw
+        self.train_tokens, self.flops_per_token = len(data.train), flops_per_token(model)
+        parameters, _ = count_parameters(model)
+        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, so mfu n/a (--peak_tflops sets it)"
+        dtype = str(hw.dtype).removeprefix("torch.")
+        say(f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> {model.vocab_size}, "
+            f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)")  # fmt: skip
+        say(f"device: {hw.name}, {dtype}, {peak}")
+        say(f"data: {data.folder}, {count(len(data.train))} train and {count(len(data.val))} val tokens")
+        say(f"tokens per iteration will be: {self.tokens_per_iter:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
+            f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
+        for hint in tensor_core_hints(c, model.vocab_size):
+            print(hint, file=sys.stderr, flush=True)
+        self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
+                    peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
+                    torch=torch.__version__)  # fmt: skip
+
+    def add(self, result: IterationResult) -> None:
+        self.results.append(result)
+
+    def steps(self, batches: TrainBatches) -> None:
+        """
+        One line and record for the iterations since the last. Only here do their numbers leave the device, which must
+        be idle by now, or their time is not all in the ledger. Raises RunError after max_skips skipped updates in a row.
+        """
+        if not self.results:
+            return
+        self.check_skips(batches)
+        last, seconds = self.results[-1], self.ledger.seconds
+        waited = seconds["data wait"] - self.logged["data wait"]
+        step_seconds = (seconds["steps"] - self.logged["steps"] + waited) / len(self.results)
+        tokens_per_sec = self.tokens_per_iter / step_seconds
+        mfu, mem_gib = self.hw.mfu(self.flops_per_token, tokens_per_sec), self.hw.peak_memory_gib()
+        values = dict(iter=last.iter_num, tokens=last.tokens, loss=last.losses.mean().item(), lr=last.lr,
+                      grad_norm=last.grad_norm.item(), step_ms=1000 * step_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu,
+                      mem_gib=mem_gib, data_wait_ms=1000 * waited / len(self.results))  # fmt: skip
+        say(f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
+            f"mfu {'n/a' if mfu is None else f'{mfu:.2%}'}, tok/s {tokens_per_sec:,.0f}, lr {last.lr:.2e}, "
+            f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {last.tokens / self.train_tokens:.2f}, "
+            f"mem {'n/a' if mem_gib is None else f'{mem_gib:.1f}GiB'}, eta {duration(self.eta(step_seconds))}")  # fmt: skip
+        self.record("step", **values)
+        self.results.clear()
+        self.logged = dict(seconds)
+
+    def eta(self, step_seconds: float) -> float:
+        """Seconds to the end: the iterations left, and the evaluations and checkpoints left at their mean price so far."""
+        c, it = self.config, self.results[-1].iter_num
+        pauses = (self.ledger.seconds["evaluation"] + self.ledger.seconds["checkpoints"]) / (it // c.eval_interval + 1)
+        return (c.max_iters - it - 1) * step_seconds + (c.max_iters // c.eval_interval - it // c.eval_interval) * pauses
+
+    def check_skips(self, batches: TrainBatches) -> None:
+        """Name the iterations whose update was skipped for a non-finite gradient, and the first micro-batch at fault."""
+        finite = torch.stack([result.grad_norm for result in self.results]).isfinite().tolist()
+        for result in (result for result, good in zip(self.results, finite) if not good):
+            it, micro_step = result.iter_num, int(result.losses.isfinite().logical_not().int().argmax())
+            where = batches.locate(result.sequences + micro_step * self.config.batch_size)
+            self.warn(it, f"iter {it}: update skipped, its gradient is not finite; micro-step {micro_step} reads {where}")
+        for good in finite:
+            self.skips_in_a_row = 0 if good else self.skips_in_a_row + 1
+            if self.skips_in_a_row >= self.config.max_skips:
+                raise RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
+                               f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
+
+    def evaluation(self, iter_num: int, train_loss: float, val_loss: float, seconds: float) -> None:
+        say(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, time {seconds:.1f}s")
+        self.record("eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds)
+
+    def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
+        say(f"checkpoint {iter_num}: {path}, {size / 1e9:.2f}GB, time {seconds:.1f}s")
+        self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
+
+    def draw(self, out_dir: Path) -> None:
+        """Refresh loss.png."""
+        try:
+            from compare import draw_run
+        except ImportError:  # matplotlib is not needed to train
+            return
+        draw_run(out_dir)
+
+    def sample(self, iter_num: int, text: str) -> None:
+        say(f"sample {iter_num}:\n{text}\n")
+        self.record("sample", iter=iter_num, text=text)
+
+    def warn(self, iter_num: int, message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+        self.record("event", iter=iter_num, message=message)
+
+    def end(self, reason: str, iters: int, tokens: int) -> None:
+        """The last lines: why the run ended, and where its wall time went."""
+        total = self.ledger.total()
+        shares = ", ".join(f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.ledger.seconds.items() if s >= 0.05)
+        say(f"time: {duration(total)} wall = {shares}")
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens")
+        self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(self.ledger.seconds))
+        self.tracker.close()
+
+
+def drop_records(path: Path, resumed_at: int) -> None:
+    """Rewrite metrics.jsonl without what belongs to iterations the resumed run repeats, and without a torn last line."""
+    kept = [line for line in read_lines(path) if not repeats(json.loads(line), resumed_at)]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def repeats(record: dict, resumed_at: int) -> bool:
+    if record["kind"] in ("end", "start"):
+        return record["kind"] == "end"
+    # ckpt-N is saved after the evaluation at N and before iteration N
+    return record["iter"] > resumed_at or record["iter"] == resumed_at and record["kind"] == "step"
+
+
+def read_lines(path: Path) -> Iterable[str]:
+    """The whole lines of metrics.jsonl; a kill can leave half a line at the end."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def count(number: float) -> str:
+    """52428800 -> 52.4M"""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}" if number < 100 * size else f"{number / size:.0f}{unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """11520 -> 3h12m"""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes}m{seconds % 60:02}s" if hours == 0 else f"{hours}h{minutes % 60:02}m"

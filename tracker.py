@@ -1,0 +1,49 @@
+"""
+wandb and tensorboard, beside metrics.jsonl.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from configurator import Config
+
+
+class Tracker:
+    """wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left out."""
+
+    def __init__(self, config: Config):
+        self.kind, self.writer = config.tracker, None
+        with self.forgiving():
+            if self.kind == "wandb":
+                import wandb
+
+                self.writer = wandb.init(project=config.wandb_project, name=config.wandb_run_name, dir=config.out_dir)
+            elif self.kind == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(config.out_dir)
+
+    @contextmanager
+    def forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a tracker does, the run is worth more
+            print(f"warning: tracker {self.kind}: {error}; going on without it", file=sys.stderr, flush=True)
+            self.writer = None
+
+    def log(self, record: dict) -> None:
+        if self.writer is None or record["kind"] not in ("step", "eval"):
+            return
+        with self.forgiving():
+            numbers = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, int | float) and k != "iter"}
+            if self.kind == "wandb":
+                self.writer.log(numbers, step=record["iter"])
+            else:
+                for name, value in numbers.items():
+                    self.writer.add_scalar(name, value, record["iter"])
+
+    def close(self) -> None:
+        if self.writer is not None:
+            with self.forgiving():
+                self.writer.finish() if self.kind == "wandb" else self.writer.close()

@@ -1,0 +1,379 @@
+"""
+Train a GPT.
+
+    python train.py config/quickstart.py                       minutes, on any machine
+    python train.py config/gpt124m_4070.py                     GPT-124M on an RTX 4070
+    python train.py config/gpt124m_4070.py --batch_size=4      override anything
+    python train.py --init_from=resume --out_dir=out/x         go on where a run stopped
+    python train.py --help                                     every key
+
+One iteration is train_step() below: gradient_accumulation_steps micro-batches forward and backward, one update.
+Exit codes: 0 done, 1 failed while running, 2 bad configuration or data, 130/143 stopped by a signal after saving.
+"""
+
+import time
+
+BEGAN = time.perf_counter()  # importing torch takes seconds, which belong to the run's start-up time
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import hardware
+from configurator import Config, RunError, UserError, config_values, load_config, run_main
+from dataloader import PREPARED_ON_DEMAND, TrainBatches, check_dataset, dataset_folder, eval_batches, open_dataset
+from model import GPT, GPTConfig, pad_vocab
+from runlog import IterationResult, Ledger, RunLog, say
+from tokenizer import Tokenizer
+
+# -----------------------------------------------------------------------------
+# One iteration
+
+
+def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, grad_clip: float, autocast,
+               between_micro_steps: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
+    """
+    One iteration: grad_accum micro-batches forward and backward, then one update, which is skipped where a gradient is
+    not finite. Returns the micro-batches' losses (grad_accum,) and the gradient norm before clipping; both stay on the
+    device, and nothing here waits for it.
+    """
+    losses = []
+    for _ in range(grad_accum):
+        between_micro_steps()
+        x, y = next(batches)
+        with autocast:
+            loss = model(x, y)
+        scaler.scale(loss / grad_accum).backward()
+        losses.append(loss.detach())
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    if not scaler.is_enabled():
+        optimizer.found_inf = (~grad_norm.isfinite()).float()  # the fused update reads it on the device
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return torch.stack(losses), grad_norm
+
+
+@torch.no_grad()
+def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None) -> float:
+    """The mean loss over `batches` without dropout, nats per token; the model comes back in training mode."""
+    losses, counts = [], []
+    model.eval()
+    for x, y, tokens in batches:
+        between_batches()
+        with autocast:
+            losses.append(model(x, y))
+        counts.append(tokens)
+    model.train()
+    return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts)) / sum(counts)
+
+
+def get_lr(it: int, config: Config, horizon: int) -> float:
+    """The learning rate of iteration `it`: linear warm-up, then the decay to min_lr at iteration `horizon`."""
+    if it < config.warmup_iters:
+        return config.learning_rate * (it + 1) / (config.warmup_iters + 1)
+    if not config.decay_lr:
+        return config.learning_rate
+    start = config.warmup_iters
+    if config.lr_schedule == "wsd":
+        start = max(start, horizon - round(config.decay_fraction * horizon))
+    if it >= horizon:
+        return config.min_lr
+    progress = max(0, it - start) / max(1, horizon - start)
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
+    return config.min_lr + shape * (config.learning_rate - config.min_lr)
+
+
+# -----------------------------------------------------------------------------
+# A run and what can happen to it
+
+
+class Interrupted(Exception):
+    """A signal arrived; raised where the run can stop without losing anything."""
+
+
+class Signals:
+    """SIGINT and SIGTERM ask the run to save and stop; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+        print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
+
+    def check(self) -> None:
+        if self.received is not None:
+            raise Interrupted
+
+
+@dataclass
+class Progress:
+    """How far the run is: what a checkpoint needs besides weights, optimizer and random states."""
+
+    iter_num: int = 0  # updates made
+    tokens: int = 0
+    sequences: int = 0  # position in the order of the data
+    best_val_loss: float = math.inf
+    evaluated_at: int = -1
+    lr_horizon: int = 0  # where the learning rate's decay ends
+
+
+class Run:
+    """Everything one training run holds. `state` is the checkpoint it goes on from, None for a new run."""
+
+    def __init__(self, config: Config, state: dict | None):
+        self.config, self.out_dir = config, Path(config.out_dir)
+        self.ledger, self.signals = Ledger(BEGAN), Signals()
+        self.hw = hardware.set_up(config)
+        self.data = open_dataset(config.dataset)
+        if state and state["data_fingerprint"] != self.data.fingerprint:
+            raise UserError(f"dataset: {self.data.folder} is not what the checkpoint was trained on, or has changed since")
+        torch.manual_seed(config.seed)
+        self.model_config = model_config(config, self.data.vocab)
+        self.model = GPT(self.model_config).to(self.hw.device)
+        self.step_model = torch.compile(self.model) if config.compile else self.model
+        self.optimizer = build_optimizer(self.model, config)
+        self.scaler = self.hw.grad_scaler()
+        self.progress = Progress(lr_horizon=config.lr_decay_iters or config.max_iters)
+        if state:
+            self.restore(state)
+        self.batches = TrainBatches(self.data, config, self.hw.device, consumed=self.progress.sequences)
+        self.timed_batches = self.ledger.book_waits(self.batches)
+        self.rng = hardware.get_rng_state(self.hw.device)  # as of the last whole iteration
+        self.saved_at = self.progress.iter_num if state else None
+        if not config.eval_only:
+            checkpoint.make_out_dir(self.out_dir, fresh=state is None)
+        self.log = RunLog(config, self.ledger, self.hw, resumed_at=self.saved_at)
+        self.log.start(self.data, self.model_config, self.progress.iter_num)
+
+    def restore(self, state: dict) -> None:
+        """Take over all that a checkpoint holds, except hyper-parameters: those are the config's."""
+        self.model.load_state_dict(state["model"])
+        hyper_parameters = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, values in zip(self.optimizer.param_groups, hyper_parameters):
+            group.update(values)
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        hardware.set_rng_state(state["rng"], self.hw.device)
+        self.progress = Progress(**state["progress"])
+        if "lr_decay_iters" in self.config.given:
+            self.progress.lr_horizon = self.config.lr_decay_iters or self.config.max_iters
+        for category, seconds in state["ledger"].items():
+            self.ledger.seconds[category] += seconds
+
+    def state(self) -> dict:
+        return dict(
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            scaler=self.scaler.state_dict(),
+            rng=self.rng,
+            progress=asdict(self.progress),
+            ledger=dict(self.ledger.seconds),
+            model_config=asdict(self.model_config),
+            vocab=self.data.vocab,
+            tokenizer=self.data.tokenizer,
+            data_fingerprint=self.data.fingerprint,
+            config=config_values(self.config),
+        )
+
+    def loop(self) -> str:
+        """Iterate until there is a reason to stop, and return it."""
+        c, p = self.config, self.progress
+        if c.compile:
+            self.compile()
+        self.ledger.switch("other")
+        while True:
+            done = p.iter_num >= c.max_iters or c.eval_only
+            late = c.max_minutes > 0 and self.ledger.clock() - BEGAN > 60 * c.max_minutes
+            if (p.iter_num % c.eval_interval == 0 or done) and p.evaluated_at != p.iter_num:
+                improved = self.evaluate()
+                if p.iter_num > 0 and (improved or c.always_save_checkpoint):
+                    self.save(improved)
+            if done or late or p.iter_num > 0 and c.checkpoint_interval > 0 and p.iter_num % c.checkpoint_interval == 0:
+                self.save()
+            if done or late:
+                return "eval_only" if c.eval_only else "max_iters" if done else "max_minutes"
+            self.iterate()
+            if (p.iter_num - 1) % c.log_interval == 0 or p.iter_num == c.max_iters:
+                self.settle()
+                self.log.steps(self.batches)
+
+    def iterate(self) -> None:
+        c, p = self.config, self.progress
+        lr = get_lr(p.iter_num, c, p.lr_horizon)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        graphs, began = compiled_graphs(), self.ledger.clock()
+        with self.ledger.book("steps"):
+            losses, grad_norm = train_step(
+                self.step_model, self.optimizer, self.scaler, self.timed_batches, c.gradient_accumulation_steps, c.grad_clip,
+                self.hw.autocast(), self.signals.check,
+            )  # fmt: skip
+        if compiled_graphs() == graphs:
+            self.log.add(IterationResult(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm))
+        else:
+            seconds = self.ledger.clock() - began
+            self.ledger.move(seconds, "steps", "compile")
+            self.log.warn(p.iter_num, f"iter {p.iter_num}: compiled again, {seconds:.1f}s booked as compile")
+        p.iter_num += 1
+        p.sequences += c.batch_size * c.gradient_accumulation_steps
+        p.tokens += c.batch_size * c.gradient_accumulation_steps * c.block_size
+        self.rng = hardware.get_rng_state(self.hw.device)
+
+    def compile(self) -> None:
+        """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
+        began = self.ledger.clock()
+        shape = (2, self.config.batch_size, self.config.block_size)
+        x, y = torch.randint(self.data.vocab, shape, device=self.hw.device).unbind()
+        with self.ledger.book("compile"):
+            try:
+                with self.hw.autocast():
+                    loss = self.step_model(x, y.clone())
+                loss.backward()
+                evaluate(self.step_model, [(x, y.clone(), 1)], self.hw.autocast())
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # no compiler, or a platform without one: every backend fails in its own way
+                reason = str(error).strip().partition("\n")[0]
+                print(f"warning: torch.compile does not work here ({reason}); going on without", file=sys.stderr, flush=True)
+                self.step_model = self.model
+            self.rewind()
+        say(f"compile: {self.ledger.clock() - began:.1f}s")
+
+    def evaluate(self) -> bool:
+        """Losses on fixed windows of both splits, a sample and the picture; returns whether the val loss is the best so far."""
+        c, p = self.config, self.progress
+        self.settle()
+        began, tokens = self.ledger.clock(), c.eval_tokens or c.eval_iters * c.batch_size * c.block_size
+        with self.ledger.book("evaluation"):
+            train_loss, val_loss = (
+                evaluate(self.step_model, eval_batches(stream, tokens, c, self.hw.device, spread), self.hw.autocast(),
+                         self.signals.check)
+                for stream, spread in ((self.data.train, True), (self.data.val, False))
+            )  # fmt: skip
+            self.log.evaluation(p.iter_num, train_loss, val_loss, self.ledger.clock() - began)
+            if c.sample_tokens:
+                self.log.sample(p.iter_num, self.sample())
+            if not c.eval_only:
+                self.log.draw(self.out_dir)
+        improved = val_loss < p.best_val_loss
+        p.best_val_loss, p.evaluated_at = min(p.best_val_loss, val_loss), p.iter_num
+        return improved
+
+    def sample(self) -> str:
+        text = Tokenizer(self.data.tokenizer)
+        idx = torch.tensor([text.prompt()], device=self.hw.device)
+        generator = torch.Generator(self.hw.device).manual_seed(self.config.seed)
+        self.model.eval()
+        with self.hw.autocast():
+            idx = self.model.generate(idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
+        self.model.train()
+        return text.decode(idx[0].tolist())
+
+    def settle(self) -> None:
+        """Wait for the device, as part of the iterations it is still busy with."""
+        with self.ledger.book("steps"):
+            self.hw.synchronize()
+
+    def rewind(self) -> None:
+        """Drop what was begun since the last whole iteration: its gradients and its use of random numbers."""
+        self.model.zero_grad(set_to_none=True)
+        hardware.set_rng_state(self.rng, self.hw.device)
+
+    def save(self, improved: bool = False) -> None:
+        """A checkpoint of the state after the last whole iteration. If that fails, an older one must be there to go on."""
+        p, began = self.progress, self.ledger.clock()
+        if self.saved_at == p.iter_num or self.config.eval_only:
+            return
+        path = self.out_dir / f"ckpt-{p.iter_num:08}.pt"
+        self.settle()
+        with self.ledger.book("checkpoints"):
+            try:
+                size = checkpoint.save(self.state(), path)
+                if improved:
+                    checkpoint.mark_best(path)
+                checkpoint.prune(self.out_dir, self.config.keep_checkpoints)
+            except OSError as error:
+                if not checkpoint.list_checkpoints(self.out_dir):
+                    raise RunError(f"checkpoint {p.iter_num}: {error}; and there is no older one") from None
+                self.log.warn(p.iter_num, f"checkpoint {p.iter_num} failed: {error}; going on, the one before is still valid")
+                return
+        self.saved_at = p.iter_num
+        self.log.checkpoint(p.iter_num, path, size, self.ledger.clock() - began)
+
+
+def model_config(config: Config, vocab: int) -> GPTConfig:
+    names = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
+    vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
+    return GPTConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in names})
+
+
+def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
+    groups = model.parameter_groups(config.weight_decay)
+    fused = next(model.parameters()).device.type in ("cuda", "cpu", "mps")  # one kernel, and it can skip an update by itself
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+
+
+def compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def prepare_on_demand(config: Config) -> None:
+    """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
+    folder = dataset_folder(config.dataset)
+    if config.dataset != PREPARED_ON_DEMAND or folder.is_dir():
+        return
+    say(f"data: preparing {folder} from Python's own source files")
+    script = Path(__file__).parent / "data" / "prepare_text.py"
+    if subprocess.run([sys.executable, str(script), f"--out={folder}"]).returncode:
+        raise UserError(f"dataset: {script} failed; see its message above")
+    if problems := check_dataset(config):
+        raise UserError(*problems)
+
+
+def main(argv: list[str]) -> int:
+    start = checkpoint.Start()
+    config = load_config(argv, checks=(start.find, hardware.check_device, check_dataset))
+    if start.finished(config):
+        return 0
+    prepare_on_demand(config)
+    run = Run(config, start.state)
+    try:
+        reason = run.loop()
+    except Interrupted:
+        run.rewind()
+        run.save()
+        reason = signal.Signals(run.signals.received).name
+    except torch.OutOfMemoryError:
+        b, a = config.batch_size, config.gradient_accumulation_steps
+        raise RunError(f"out of memory with batch_size={b}; the same tokens per iteration in half the memory: "
+                       f"--batch_size={b // 2} --gradient_accumulation_steps={a * 2}") from None  # fmt: skip
+    except RunError:
+        run.rewind()
+        if not run.log.skips_in_a_row:  # after those, the checkpoint from before the trouble is worth more
+            run.save()
+        raise
+    finally:
+        run.batches.close()
+    run.log.end(reason, run.progress.iter_num, run.progress.tokens)
+    return 128 + run.signals.received if run.signals.received else 0
+
+
+if __name__ == "__main__":
+    run_main(main)
