@@ -126,7 +126,7 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
     names = [argument.partition("=")[0] for argument in dict.fromkeys(argv) if argument.startswith("--")]
     problems += [f"{name}: given twice with different values; keep one" for name in names if names.count(name) > 1]
     config = Config(**values, given=frozenset(values))
-    for check in (check_ranges, *checks, resolve):
+    for check in (*checks, resolve):
         problems += check(config)
     if problems:
         raise UserError(*dict.fromkeys(problems))
@@ -193,8 +193,8 @@ def parse(text: str, kind: type) -> Any:
 
 
 def set_value(values: dict[str, Any], name: str, value: Any, where: str, problems: list[str]) -> None:
-    """Set a key to a value of its type: a whole float serves as an int, an int as a float, 0 and 1 as booleans."""
-    kind = FIELDS[name].type
+    """Set a key, if the value fits it: a whole float serves as an int, an int as a float, 0 and 1 as booleans."""
+    kind, choices, low, high = FIELDS[name].type, *(FIELDS[name].metadata[k] for k in ("choices", "low", "high"))
     try:
         if kind is not str and not isinstance(value, bool) and kind(value) == value:
             value = kind(value)
@@ -202,6 +202,12 @@ def set_value(values: dict[str, Any], name: str, value: Any, where: str, problem
         pass
     if type(value) is not kind or kind is float and not math.isfinite(value):
         problems.append(f"{where}: needs {KIND_NAMES[kind]}, got {value!r}")
+    elif choices and value not in choices:
+        problems.append(f"{where}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}")
+    elif kind in (int, float) and not low <= value <= high:
+        problems.append(f"{where}: {value} is outside {low} to {high}".replace(" to inf", " and up"))
+    elif kind is str and not value.strip():
+        problems.append(f"{where}: must not be empty")
     else:
         values[name] = value
 
@@ -209,23 +215,6 @@ def set_value(values: dict[str, Any], name: str, value: Any, where: str, problem
 def did_you_mean(name: str, known) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def check_ranges(config: Config) -> list[str]:
-    """List the values out of range, and put the default in their place so that the checks after this one can go on."""
-    problems = []
-    for name, f in FIELDS.items():
-        value, choices, low, high = getattr(config, name), *(f.metadata[k] for k in ("choices", "low", "high"))
-        if choices and value not in choices:
-            problems.append(f"{name}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}")
-        elif f.type in (int, float) and not low <= value <= high:
-            problems.append(f"{name}: {value} is outside {low} to {high}".replace(" to inf", " and up"))
-        elif name in ("out_dir", "init_from", "dataset") and not value.strip():
-            problems.append(f"{name}: must not be empty")
-        else:
-            continue
-        setattr(config, name, f.default)
-    return problems
 
 
 def resolve(config: Config) -> list[str]:

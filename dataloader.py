@@ -13,6 +13,7 @@ import bisect
 import hashlib
 import json
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,7 @@ class TokenStream:
         self.shards, self.vocab = shards, vocab
         self.ends = list(np.cumsum([shard.tokens for shard in shards]).tolist())
         self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
+        self.lock = threading.Lock()  # the thread that reads ahead and an evaluation share the files' positions
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -101,8 +103,10 @@ class TokenStream:
             number, offset = self.locate(position + filled)
             shard, file = self.shards[number], self.files[number]
             piece = out[filled : filled + shard.tokens - offset]
-            file.seek(shard.header_bytes + 2 * offset)
-            if file.readinto(memoryview(piece).cast("B")) != piece.nbytes:
+            with self.lock:
+                file.seek(shard.header_bytes + 2 * offset)
+                size = file.readinto(memoryview(piece).cast("B"))
+            if size != piece.nbytes:
                 raise RunError(f"{shard.path}: ends before token {offset + len(piece):,}; it changed since the run began")
             filled += len(piece)
 
@@ -158,8 +162,8 @@ def open_dataset(name: str) -> Dataset:
             if split in shard_name:
                 shards[split].append(shard)
     for split in ("train", "val"):
-        if not shards[split] and not problems:
-            problems.append(f"{folder}: holds no {split} shards (*{split}*.bin); prepare the dataset again")
+        if not sum(shard.tokens for shard in shards[split]) and not problems:
+            problems.append(f"{folder}: holds no tokens for {split} (*{split}*.bin); prepare the dataset again")
     if problems:
         raise UserError(*problems)
     vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)

@@ -1,0 +1,20 @@
+# GPT-124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour. Nothing here was measured on that card.
+# Published for PyTorch at this size: 115,000 to 180,000 tokens/s, so 15 to 24 hours for 10B tokens.
+out_dir = 'out/gpt124m'
+dataset = 'fineweb_edu'
+init_from = 'auto' # the same command starts the run and goes on after a stop
+
+batch_size = 32 # modelled: 20.5 GB compiled; 64 would need 38.1 GB, for the 80 GB card
+tokens_per_iter = 524288
+
+warmup_iters = 715
+max_iters = 19073 # 10.0B tokens, one epoch of sample-10BT; the classic GPT-2 recipe: config/gpt124m_4070.py says why
+
+eval_interval = 1000 # every hour
+eval_tokens = 2097152
+checkpoint_interval = 250 # a rented machine can vanish: at most 18 minutes are lost
+log_interval = 10
+sample_tokens = 100
+
+dtype = 'bfloat16'
+compile = True

@@ -1,0 +1,18 @@
+# GPT-124M on a CPU: to try the whole machinery at full model size, not to finish a training.
+# Two cores with native bfloat16 do some 700 tokens/s compiled: 10B tokens would take five months.
+out_dir = 'out/gpt124m_cpu'
+dataset = 'fineweb_edu'
+
+batch_size = 4
+block_size = 256
+gradient_accumulation_steps = 4
+
+warmup_iters = 10
+max_iters = 100
+eval_interval = 50
+eval_tokens = 8192
+log_interval = 1
+
+device = 'cpu'
+dtype = 'auto' # bfloat16 where the processor computes in it, else float32
+compile = True # takes a minute or two, then saves a third of each iteration

@@ -1,0 +1,207 @@
+"""Tokens: files as they should and should not be, the order of the data, and fixed evaluation windows."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configurator import Config, RunError, UserError
+from dataloader import HEADER_INTS, TokenStream, TrainBatches, WindowOrder, eval_batches, open_dataset, open_shard, write_shard
+
+CPU = torch.device("cpu")
+
+
+def stream_of(tmp_path, sizes, vocab=50000):
+    """A stream whose token at position n is n, over shards of these sizes."""
+    ends = np.cumsum([0, *sizes])
+    shards = []
+    for i, size in enumerate(sizes):
+        path = tmp_path / f"train_{i:06}.bin"
+        write_shard(path, np.arange(ends[i], ends[i] + size))
+        shards.append(open_shard(path))
+    return TokenStream(shards, vocab)
+
+
+def test_a_shard_is_llm_c_format(tmp_path):
+    write_shard(tmp_path / "train_000001.bin", np.array([1, 2, 65535]))
+    raw = (tmp_path / "train_000001.bin").read_bytes()
+    header = np.frombuffer(raw[:1024], dtype="<i4")
+    assert header[:3].tolist() == [20240520, 1, 3] and not header[3:].any()
+    assert np.frombuffer(raw[1024:], dtype="<u2").tolist() == [1, 2, 65535]
+
+
+def test_windows_cross_shard_boundaries(tmp_path):
+    stream = stream_of(tmp_path, [5, 1, 7, 30])
+    assert len(stream) == 43
+    np.testing.assert_array_equal(stream.read_windows([3, 0, 33], 10), [range(3, 13), range(10), range(33, 43)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.integers(3, 500), block_size=st.integers(1, 40), seed=st.integers(0, 2**63 - 1))
+def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
+    """nanoGPT #294 draws with replacement: some windows come often, a third of them never."""
+    if tokens <= block_size:
+        return
+    order = WindowOrder(tokens, block_size, seed)
+    n = 0
+    for epoch in range(3):
+        starts = [order.start(n)]
+        assert order.epoch == epoch and 0 <= order.offset < block_size
+        n += 1
+        while n < order.first + order.windows:
+            starts.append(order.start(n))
+            n += 1
+        starts.sort()
+        assert starts[0] < block_size  # no window is left out at the start
+        assert all(b - a == block_size for a, b in zip(starts, starts[1:]))  # nor in between, and none comes twice
+        assert starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1  # only the tail is
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    split=st.tuples(st.integers(1, 5), st.integers(1, 4)), consumed=st.integers(0, 60), seed=st.integers(0, 99),
+    size=st.integers(18, 200),
+)  # fmt: skip
+def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(split, consumed, seed, size, tmp_path_factory):
+    batch_size, world_size = split
+    stream = stream_of(tmp_path_factory.mktemp("d"), [size // 2, size - size // 2])
+
+    def sequences(batch_size, world_size, count):
+        config = Config(batch_size=batch_size, block_size=8, seed=seed)
+        data = type("Data", (), dict(train=stream))
+        ranks = [TrainBatches(data, config, CPU, consumed, rank, world_size) for rank in range(world_size)]
+        rows = []
+        while len(rows) < count:
+            for batches in ranks:
+                x, y = next(batches)
+                assert torch.equal(x[:, 1:], y[:, :-1])
+                rows += x[:, 0].tolist()
+        for batches in ranks:
+            batches.close()
+        return rows[:count]
+
+    assert sequences(batch_size, world_size, 30) == sequences(1, 1, 30)
+
+
+def test_seeds_and_epochs_give_other_orders(tmp_path):
+    starts = {seed: [WindowOrder(10_000, 10, seed).start(n) for n in range(3000)] for seed in (1, 2)}
+    assert starts[1] != starts[2]
+    first, second = starts[1][:999], starts[1][999:1998]
+    assert sorted(first) != sorted(second) and first[0] % 10 != second[0] % 10
+
+
+def test_evaluation_reads_the_same_tokens_at_any_batch_size(tmp_path):
+    """nanoGPT #644: fixed validation."""
+    stream = stream_of(tmp_path, [100, 101])
+
+    def tokens_read(batch_size, spread):
+        config = Config(batch_size=batch_size, block_size=10)
+        seen = []
+        for x, y, count in eval_batches(stream, 130, config, CPU, spread):
+            assert x.shape == (batch_size, 10)
+            assert (y != -1).sum() == count
+            seen += y[y != -1].tolist()
+        return seen
+
+    assert tokens_read(1, False) == list(range(1, 131))  # 13 windows, the first in order
+    assert tokens_read(5, False) == tokens_read(1, False)
+    spread = tokens_read(4, True)
+    assert spread == tokens_read(3, True) and len(spread) == 130 and max(spread) > 180
+
+
+def test_evaluation_larger_than_the_split_takes_what_there_is(tmp_path):
+    stream = stream_of(tmp_path, [45])
+    counts = [count for _, _, count in eval_batches(stream, 10**9, Config(batch_size=3, block_size=10), CPU)]
+    assert sum(counts) == 40
+
+
+def test_nanogpt_folder_is_read_as_it_is(tmp_path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(50, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    itos = {i: chr(65 + i) for i in range(100)}
+    pickle.dump(dict(vocab_size=100, itos=itos, stoi={c: i for i, c in itos.items()}), open(tmp_path / "meta.pkl", "wb"))
+    data = open_dataset(str(tmp_path))
+    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == (100, 50, 100, "char")
+    assert data.tokenizer["itos"][:3] == ["A", "B", "C"]
+    assert data.train.read_windows([98], 2).tolist() == [[98, 99]]
+
+
+def test_llm_c_folder_without_manifest_is_read_as_it_is(tmp_path):
+    write_shard(tmp_path / "edufineweb_train_000001.bin", np.arange(40))
+    write_shard(tmp_path / "edufineweb_val_000000.bin", np.arange(30))
+    data = open_dataset(str(tmp_path))
+    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == (40, 30, 50257, "gpt2")
+
+
+def test_the_fingerprint_follows_the_tokens(tmp_path):
+    a = open_dataset(str(write_dataset(tmp_path / "a", [500]))).fingerprint
+    assert open_dataset(str(write_dataset(tmp_path / "b", [500]))).fingerprint == a
+    assert open_dataset(str(write_dataset(tmp_path / "c", [501]))).fingerprint != a
+
+
+def test_the_file_handle_sees_a_shard_cut_under_it(tmp_path):
+    stream = stream_of(tmp_path, [1000])
+    with open(stream.shards[0].path, "r+b") as file:
+        file.truncate(1024 + 500)
+    with pytest.raises(RunError, match="changed since the run began"):
+        stream.read_windows([400], 20)
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_shard_and_offset(tmp_path):
+    stream = stream_of(tmp_path, [100, 100], vocab=150)
+    with pytest.raises(RunError, match=r"train_000001.bin: token 150 at offset 50 "):
+        stream.read_windows([0, 140], 20)
+
+
+def header(*numbers):
+    return np.array([*numbers, *[0] * (HEADER_INTS - len(numbers))], dtype="<i4").tobytes()
+
+
+def manifest(name):
+    return json.dumps(dict(shards=[dict(name=name, tokens=3)])).encode()
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+BAD_SHARDS = {
+    "wrong magic": ("train_000001.bin", b"\1\0\0\0" * 300, "magic"),
+    "wrong version": ("train_000001.bin", header(20240520, 7, 10) + b"\0" * 20, "version 7"),
+    "count too large": ("train_000001.bin", header(20240520, 1, 11) + b"\0" * 20, "promises 11"),
+    "count too small": ("train_000001.bin", header(20240520, 1, 9) + b"\0" * 20, "promises 9"),
+    "negative count": ("train_000001.bin", header(20240520, 1, -5), "promises -5"),
+    "header cut short": ("train_000001.bin", header(20240520, 1, 10)[:500], "promises 10"),
+    "empty shard": ("train_000001.bin", b"", "magic"),
+    "empty raw file": ("train.bin", b"", "prepare it again"),
+    "odd bytes": ("train.bin", b"abc", "prepare it again"),
+    "no tokens at all": ("train_000001.bin", header(20240520, 1, 0), "no tokens"),
+    "broken manifest": ("manifest.json", b"{", "JSON"),
+    "manifest of a missing shard": ("manifest.json", manifest("train_9.bin"), "train_9"),
+    "manifest disagrees": ("manifest.json", manifest("val_000000.bin"), "manifest.json says 3"),
+    "meta that runs code": ("meta.pkl", pickle.dumps(Evil()), "refused"),
+    "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "refused"),
+    "token beyond vocab": ("train_000001.bin", header(20240520, 1, 40) + b"\xff" * 80, "outside the vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, content, message", BAD_SHARDS.values(), ids=BAD_SHARDS.keys())
+def test_bad_data_is_named_in_one_line(name, content, message, tmp_path, capsys):
+    write_shard(tmp_path / "val_000000.bin", np.arange(30))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        open_dataset(str(tmp_path))
+    assert message in str(error.value) and all("\n" not in problem for problem in error.value.problems)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path):
+    for folder in (tmp_path, tmp_path / "fineweb_edu"):
+        with pytest.raises(UserError, match="prepare"):
+            open_dataset(str(folder))

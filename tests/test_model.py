@@ -1,0 +1,212 @@
+"""The model against transformers' GPT-2, against hand-computed numbers, and against itself with each switch thrown."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig, count_parameters, flops_per_token, pad_vocab
+
+SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # HF's Conv1D
+
+
+def hf_twin(model: GPT):
+    """transformers' GPT2LMHeadModel with this model's weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    c = model.config
+    hf = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=c.tie_weights,
+        )
+    )  # fmt: skip
+    weights = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in model.state_dict().items()}
+    missing, unexpected = hf.load_state_dict(weights, strict=False)
+    assert not unexpected and all("attn.bias" in k or "masked_bias" in k for k in missing)
+    return hf
+
+
+def perturbed(config: GPTConfig) -> GPT:
+    """A model whose biases and norms are no longer zeros and ones, which could hide a mix-up."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model.eval()
+
+
+def tokens(B, T, vocab, seed=0):
+    return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SMALL,
+        dict(block_size=33, vocab_size=97, n_layer=1, n_head=1, n_embd=16),
+        dict(block_size=128, vocab_size=512, n_layer=2, n_head=6, n_embd=96, tie_weights=False),
+        dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768),
+    ],
+    ids=["small", "one head", "untied", "124M"],
+)
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "plain"])
+def test_logits_equal_transformers_gpt2(shape, flash):
+    model = perturbed(GPTConfig(**shape, flash=flash))
+    idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
+    with torch.no_grad():
+        expected = hf_twin(model)(idx).logits
+        # 1e-4 of fp32 rounding on logits of size ~10, in another order of operations
+        torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_split():
+    model = perturbed(GPTConfig(**SMALL)).train()
+    hf = hf_twin(model).train()
+    ours = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-3, betas=(0.9, 0.95))
+    matrices = [p for n, p in hf.named_parameters() if n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))]
+    vectors = [p for n, p in hf.named_parameters() if not n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))]
+    groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
+    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), foreach=False)
+    for step in range(50):
+        block = tokens(4, 33, SMALL["vocab_size"], seed=step)
+        loss = model(block[:, :-1], block[:, 1:])
+        reference = F.cross_entropy(hf(block[:, :-1]).logits.flatten(0, 1), block[:, 1:].flatten())
+        assert abs(loss.item() - reference.item()) < 1e-3
+        for optimizer, value in ((ours, loss), (theirs, reference)):
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    for name, p in hf.named_parameters():
+        p = p.t() if name.endswith(TRANSPOSED) else p
+        torch.testing.assert_close(model.state_dict()[name], p, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "n_layer, n_head, n_embd, parameters",
+    [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080), (48, 25, 1600, 1_557_611_200)],
+)
+def test_parameter_counts_of_the_four_gpt2_sizes(n_layer, n_head, n_embd, parameters):
+    config = GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    assert count_parameters(config)[0] == parameters
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_first_loss_is_that_of_gpt2s_initialisation(tie):
+    """Logits of N(0, 0.02^2) weights over 768 normalised channels predict ln V + 768 * 0.02^2 / 2 = ln V + 0.154."""
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(block_size=128, tie_weights=tie, bias=False))
+    block = tokens(4, 129, 50257)
+    with torch.no_grad():
+        loss = model(block[:, :-1], block[:, 1:]).item()
+    assert math.log(50304) - 0.05 < loss < math.log(50304) + 0.30
+
+
+def test_residual_projections_start_smaller_by_the_square_root_of_their_number():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256, vocab_size=512))
+    state = model.state_dict()
+    assert state["transformer.h.0.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert state["transformer.h.7.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert state["transformer.h.3.attn.c_proj.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_flash_equals_plain_attention_with_gradients(bias):
+    models = [perturbed(GPTConfig(**SMALL, bias=bias, flash=flash)) for flash in (True, False)]
+    block = tokens(3, 65, SMALL["vocab_size"])
+    losses = [model(block[:, :-1], block[:, 1:]) for model in models]
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_no_token_sees_its_future():
+    model = perturbed(GPTConfig(**SMALL))
+    idx = tokens(1, 40, SMALL["vocab_size"])
+    changed = idx.clone()
+    changed[0, 25:] = (changed[0, 25:] + 1) % SMALL["vocab_size"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx)[:, :25], model(changed)[:, :25], atol=1e-6, rtol=0)
+
+
+def test_accumulating_micro_batches_equals_one_large_batch():
+    block = tokens(8, 33, SMALL["vocab_size"])
+    whole, parts = perturbed(GPTConfig(**SMALL)), perturbed(GPTConfig(**SMALL))
+    whole(block[:, :-1], block[:, 1:]).backward()
+    for rows in block.split(2):
+        (parts(rows[:, :-1], rows[:, 1:]) / 4).backward()
+    for p, q in zip(whole.parameters(), parts.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0)
+
+
+def test_targets_of_minus_one_count_for_nothing():
+    model = perturbed(GPTConfig(**SMALL))
+    block = tokens(2, 33, SMALL["vocab_size"])
+    x, y = block[:, :-1], block[:, 1:].clone()
+    with torch.no_grad():
+        alone = model(x[:1], y[:1])
+        y[1] = -1
+        assert model(x, y).item() == pytest.approx(alone.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("device_type, dtype, tolerance", [("cpu", torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_reduced_precision_and_compilation_follow_float32(device_type, dtype, tolerance, compiled):
+    """bfloat16 keeps 8 bits: 0.4 % a product. Losses of ~5 stay within 1 % = 0.05 over 50 steps that more than halve them."""
+    losses = []
+    for lower in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**SMALL))
+        optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=3e-3)
+        step_model = torch.compile(model) if lower and compiled else model
+        block = tokens(4, 33, SMALL["vocab_size"])
+        for _ in range(50):
+            with torch.autocast(device_type, dtype=dtype, enabled=lower):
+                loss = step_model(block[:, :-1], block[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[49] < losses[0] / 2
+    assert max(abs(a - b) for a, b in zip(losses[:50], losses[50:])) < tolerance
+
+
+def test_flops_per_token_by_hand():
+    """6 N + 12 L H Q T. Tied 124M without biases: N = 50304*768 + 12*12*768^2 + 25*768 = 123,587,328."""
+    tied = GPTConfig(bias=False)
+    assert flops_per_token(tied) == 6 * 123_587_328 + 12 * 12 * 768 * 1024 == 854_770_176
+    assert flops_per_token(GPTConfig(bias=False, tie_weights=False)) == 854_770_176  # a look-up table costs no FLOPs
+    narrow = GPTConfig(bias=False, n_embd=384, n_head=6)
+    assert flops_per_token(narrow) == 6 * (50304 * 384 + 144 * 384**2 + 25 * 384) + 12 * 12 * 384 * 1024
+
+
+def test_padded_vocabulary():
+    assert [pad_vocab(50257, n) for n in (1, 64, 128)] == [50257, 50304, 50304]
+    assert pad_vocab(256, 128) == 256
+
+
+def test_padded_ids_are_never_sampled():
+    """nanoGPT #738: the ids that only pad the head's matrix can be drawn there."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=128, n_layer=1, n_head=2, n_embd=16)).eval()
+    out = model.generate(torch.zeros(4, 1, dtype=torch.int64), 100, vocab=5)
+    assert out.shape == (4, 101) and out.max() < 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_reduced_precision_follows_float32(dtype):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SMALL | dict(vocab_size=256, n_embd=64))).cuda()
+    block = tokens(4, 33, 256).cuda()
+    with torch.no_grad():
+        exact = model(block[:, :-1], block[:, 1:])
+        with torch.autocast("cuda", dtype=dtype):
+            lower = model(block[:, :-1], block[:, 1:])
+    assert lower.item() == pytest.approx(exact.item(), abs=0.05)
