@@ -178,8 +178,8 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
 
     def syncs(max_iters, log_interval):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            run_here(dataset, tmp_path / f"{max_iters}-{log_interval}", max_iters=max_iters, eval_interval=100, n_layer=1, eval_tokens=16,
-                     log_interval=log_interval)  # fmt: skip
+            run_here(dataset, tmp_path / f"{max_iters}-{log_interval}", max_iters=max_iters, eval_interval=100, n_layer=1,
+                     eval_tokens=16, log_interval=log_interval)  # fmt: skip
         return sum(e.name == "aten::_local_scalar_dense" and not in_fused_update(e) for e in profile.events())
 
     def in_fused_update(event):
