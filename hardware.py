@@ -7,15 +7,17 @@ appendix B). The peaks stand in gpus.csv beside this file, each row with its sou
 
 import contextlib
 import csv
+import math
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from configurator import Config
+from configurator import Config, UserError
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
@@ -161,6 +163,28 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
         if name.removeprefix("NVIDIA ") in names and (not row["sm_count"] or int(row["sm_count"]) == sm_count):
             return row
     return None
+
+
+def resolve_gpu(typed: str) -> dict[str, str]:
+    """
+    The row of gpus.csv that a person means: "4070", "rtx 4070 super", "a100", "3080 12GB". It is the name that has all
+    the words typed and the fewest others. Raises UserError where there is none, or where such names have unequal peaks.
+    """
+    words = set(re.split(r"[\s_-]+", typed.strip().lower())) - {"nvidia"}
+    found: dict[str, dict[str, str]] = {}
+    fewest = math.inf
+    for row in read_gpu_table():
+        name = row["name"].partition("|")[0].removeprefix("NVIDIA ")
+        name_words, memory = set(re.split(r"[\s_-]+", name.lower())), f"{row['memory_gib']}gb"
+        others = len(name_words - words - {memory})
+        if words and words <= name_words | {memory} and others <= fewest:
+            found = (found if others == fewest else {}) | {f"{name}, {row['memory_gib']}GB": row}
+            fewest = others
+    if not found:
+        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}; write it as it stands there, such as 'RTX 4070'")
+    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found.values()}) > 1:
+        raise UserError(f"gpu: {typed!r} could be {' or '.join(map(repr, found))}")
+    return next(iter(found.values()))
 
 
 def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
