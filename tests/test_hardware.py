@@ -5,7 +5,8 @@ import torch
 
 import hardware
 from configurator import Config
-from hardware import Hardware, find_row, row_peak
+from gpus import find_row, read_gpu_table, row_peak
+from hardware import Hardware
 from model import GPTConfig, flops_per_token
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -132,6 +133,6 @@ def test_hints_name_sizes_that_miss_the_tensor_cores():
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():
-    for row in hardware.read_gpu_table():
+    for row in read_gpu_table():
         for alias in row["name"].split("|"):
             assert find_row(alias, int(row["sm_count"]) if row["sm_count"] else None) == row

@@ -13,6 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
+from unittest import mock
 from urllib.parse import unquote
 
 import numpy as np
@@ -189,7 +190,8 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 
     for _ in range(len(failures) + 1):
         try:
-            prepare(plan, source, workers=2)
+            with mock.patch("os.fsync"):  # which is most of the time, and tells nothing here
+                prepare(plan, source, workers=2)
         except RunError as error:
             if "gone" not in str(error):  # no tokens are left for training
                 assert not train and not any(out.glob("*"))
@@ -358,6 +360,7 @@ def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked
     Hub.downloads_allowed = 6  # enough to begin with, not for the second file
     code, stderr = from_hub(hub, tmp_path / "out", tmp_path, backoff="(0.01,)")
     assert code == 1, stderr
+    assert 1 < len(list((tmp_path / "out").glob("*.bin"))) < len(list(straight.glob("*.bin")))
     warning, error = stderr.splitlines()
     assert "again in 0.01 s" in warning and error.startswith("error: hf://datasets/org/name@")
     assert error.endswith("the same command goes on after the last finished shard, from the same source")
@@ -372,3 +375,172 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
     code, stderr = from_hub("http://127.0.0.1:9", tmp_path / "out", tmp_path)
     assert code == 2 and stderr.count("\n") == 1 and "give local files with --source" in stderr
     assert not (tmp_path / "out").exists()
+
+
+# -----------------------------------------------------------------------------
+# Bad input: an exit code, one line, and nothing left behind
+
+
+def bad_file(folder: Path, name: str) -> Path:
+    path = folder / name
+    if name == "other_column.parquet":
+        write_parquet(path, ["a"], column="body")
+    elif name == "numbers.parquet":
+        write_parquet(path, [1, 2])
+    elif name == "nothing.parquet":
+        write_parquet(path, [None, ""])
+    elif name == "no_rows.parquet":
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    elif name == "other_key.jsonl":
+        path.write_text('{"body": "a"}\n')
+    elif name == "broken.jsonl":
+        path.write_text('{"text": "a"}\n{"text": "b\n')
+    elif name == "small.parquet":
+        write_parquet(path, ["a few words"] * 20)
+    else:
+        path.write_bytes(b"" if name.startswith("empty") else bytes(range(100, 250)))
+    return path
+
+
+@pytest.mark.parametrize("name, code, message", [
+    ("other_column.parquet", 2, "has no column text; its columns: id, body"),
+    ("other_key.jsonl", 2, "has no column text; its columns: body"),
+    ("numbers.parquet", 2, "its column text holds int64, not text"),
+    ("no_rows.parquet", 2, "holds no documents"),
+    ("nothing.parquet", 1, "holds no text"),
+    ("broken.jsonl", 2, "JSON parse error"),
+    ("garbage.parquet", 2, "not a parquet file"),
+    ("empty.parquet", 2, "is empty; remove it"),
+    ("notes.docx", 2, "needs .parquet or .jsonl files"),
+    ("small.parquet", 1, "leaves none for training; make it smaller, such as --val_tokens=4"),
+])  # fmt: skip
+def test_a_source_that_cannot_be_used(vocabulary, tmp_path, name, code, message):
+    with pytest.raises(UserError) as raised:
+        fineweb(f"--source={bad_file(tmp_path, name)}", f"--out={tmp_path / 'out'}")
+    assert raised.value.exit_code == code and len(raised.value.problems) == 1
+    assert message in str(raised.value) and "\n" not in str(raised.value) and name in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--tokens=ten", "--tokens: needs a number of tokens such as 10M or 1e9, got 'ten'"),
+    ("--tokens=0", "got '0'"),
+    ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
+    ("--workers=0", "--workers: 0 is less than 1"),
+    ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
+    ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
+    ("--tokens=1e15", "needs 2,000,000.07 GB of disk"),
+    ("--out=FILE/below", "FILE/below: cannot be written (Not a directory); choose another --out"),
+])  # fmt: skip
+def test_a_command_that_cannot_work(vocabulary, tmp_path, monkeypatch, flag, message):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    write_parquet(Path("a.parquet"), documents(20))
+    with pytest.raises(UserError) as raised:
+        fineweb("--source=a.parquet", "--out=out", "--val_tokens=10", flag)
+    assert raised.value.exit_code == 2 and message in str(raised.value) and "\n" not in str(raised.value)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("text, number", [("1B", 10**9), ("10M", 10**7), ("1.5k", 1500), ("1e9", 10**9), ("1_000", 1000)])
+def test_numbers_of_tokens(text, number):
+    assert prepare_fineweb.count(text) == number
+
+
+def test_errors_are_lines_and_not_tracebacks(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    process = start("data/prepare_text.py", tmp_path / "latin.txt", f"--out={tmp_path / 'out'}")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and stdout == ""
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert "latin.txt: byte 3 is not UTF-8; convert it: iconv" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_other_data_is_left_alone(vocabulary, tmp_path):
+    source, out = write_parquet(tmp_path / "a.parquet", documents(50)), tmp_path / "out"
+    flags = [f"--source={source}", f"--out={out}", "--val_tokens=100"]
+    fineweb(*flags)
+    before = contents(out)
+    assert fineweb(*flags) == 0  # nothing to do
+    with pytest.raises(UserError, match="was made from settings .*choose another --out, or delete"):
+        fineweb(*flags, "--shard_tokens=1k")
+    write_parquet(source, documents(60))
+    with pytest.raises(UserError, match="was made from revision 1 files.*choose another --out, or delete"):
+        fineweb(*flags)
+    (out / "manifest.json").unlink()
+    with pytest.raises(UserError, match="holds shards that were not made by this program"):
+        fineweb(*flags)
+    assert contents(out).items() < before.items()
+
+
+def test_a_document_of_50_megabytes(vocabulary, tmp_path):
+    """Beside ordinary ones, through the whole command, within a gigabyte of memory."""
+    long = " ".join(WORDS) * (50_000_000 // len(" ".join(WORDS).encode()))
+    source = write_parquet(tmp_path / "a.parquet", [*documents(50), long, *documents(50)])
+    script = (
+        "import resource, sys\nfrom data.prepare_fineweb import main\nmain(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    process = start("-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=100")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert sum(text in (None, "") for text in documents(50)) * 2 + int((stored(tmp_path / "out", "train") == EOT).sum()) > 90
+    peak_kib = int(stdout.split()[-1]) // (1024 if sys.platform == "darwin" else 1)
+    assert peak_kib * 1024 < 1e9
+
+
+# -----------------------------------------------------------------------------
+# --check
+
+
+@pytest.fixture
+def checked(tmp_path) -> Path:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i, text in enumerate(filter(None, documents(40))):
+        (texts / f"{i:02}.txt").write_text(text)
+    assert prepare_text.main([str(texts), f"--out={tmp_path / 'out'}"]) == 0
+    return tmp_path / "out"
+
+
+def test_check_prints_documents_tokens_epochs_and_an_excerpt(checked, capsys):
+    tokens = len(stored(checked, "train"))
+    fineweb(f"--check={checked}", f"--tokens_per_iter={tokens}", "--max_iters=3")
+    printed = capsys.readouterr().out
+    assert "36 documents" in printed and f"{tokens:,} tokens for training" in printed and "3.00 epochs" in printed
+    assert "the first training tokens: '\\x00" in printed
+
+
+def edit_manifest(folder: Path, change) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+@pytest.mark.parametrize("damage, messages", [
+    (lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\x41\0"), ["its sha256 is not manifest.json's"]),
+    (lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\0\1"),
+     ["token 256 at offset 7 is outside the vocabulary of 256", "its sha256 is not"]),
+    (lambda f: overwrite(f / "train_000001.bin", 0, b"\0"), ["not with a shard's magic number"]),
+    (lambda f: overwrite(f / "train_000001.bin", 8, b"\0"), ["its header promises"]),
+    (lambda f: os.truncate(f / "train_000001.bin", 2000), ["its header promises"]),
+    (lambda f: (f / "val_000000.bin").unlink(), ["No such file"]),
+    (lambda f: edit_manifest(f, lambda m: m["shards"][0].update(tokens=5)), ["manifest.json says 5"]),
+    (lambda f: edit_manifest(f, lambda m: m["shards"][1].update(documents=5)), ["35 documents begin in it"]),
+    (lambda f: (f / "manifest.json").unlink(), ["has no manifest.json"]),
+    (lambda f: (f / "manifest.json").write_text("[]"), ["not a manifest of this program's"]),
+])  # fmt: skip
+def test_check_finds_every_damage(checked, damage, messages):
+    damage(checked)
+    with pytest.raises(UserError) as raised:
+        fineweb(f"--check={checked}")
+    assert len(raised.value.problems) == len(messages)
+    for problem, message in zip(raised.value.problems, messages):
+        assert message in problem and "\n" not in problem
