@@ -8,6 +8,7 @@ bytes before them; torch.load ignores such a trailer, so `torch.load(path, weigh
 
 import hashlib
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -95,9 +96,13 @@ def find_damage(path: Path) -> str:
 
 def load(path: Path) -> dict:
     """A checkpoint's state, in CPU memory. Runs no code from the file. Raises UserError where the file is damaged."""
-    if damage := find_damage(path):
-        raise UserError(f"{path}: {damage}")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    damage = find_damage(path)
+    if not damage:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            damage = "refused: it holds more than tensors and plain values"
+    raise UserError(f"{path}: {damage}")
 
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
@@ -107,15 +112,15 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 
 def load_newest(out_dir: Path) -> dict | None:
     """
-    The newest valid checkpoint's state; damaged ones are named on the way. None where out_dir holds no run at all.
+    The newest valid checkpoint's state; damaged ones are named on the way. None where out_dir holds no checkpoint.
     Raises UserError where there are checkpoints and none is valid: never a silent new start.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
-        if damage := find_damage(path):
-            print(f"warning: {path}: {damage}; trying the one before", file=sys.stderr, flush=True)
-            continue
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return load(path)
+        except UserError as error:
+            print(f"warning: {error}; trying the one before", file=sys.stderr, flush=True)
     if paths:
         raise UserError(f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere")
     return None

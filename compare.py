@@ -235,12 +235,12 @@ def mfu_on(gpu: str, run: RunRecords) -> np.ndarray:
     """MFU of each step record, a fraction, had it run on this card. Raises UserError where the card is not known."""
     import torch  # seconds, for these runs alone
 
-    import hardware
+    import gpus
 
     dtype = run.start.get("dtype", "bfloat16")
     tf32 = run.start.get("config", {}).get("tf32", True)
-    row = hardware.resolve_gpu(gpu)
-    peak = hardware.row_peak(row, getattr(torch, str(dtype), torch.bfloat16), tf32)
+    row = gpus.resolve_gpu(gpu)
+    peak = gpus.row_peak(row, getattr(torch, str(dtype), torch.bfloat16), tf32)
     if peak is None:
         raise UserError(f"gpu: gpus.csv has no certain {dtype} peak for {gpu}; leave --gpu away")
     return run.start.get("flops_per_token", math.nan) * run.step["tokens_per_sec"] / (peak * 1e12)

@@ -13,6 +13,7 @@ import ast
 import difflib
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -273,6 +274,8 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

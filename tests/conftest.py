@@ -91,3 +91,10 @@ def assert_same_state(a: dict, b: dict) -> None:
     for i, moments in a["optimizer"]["state"].items():
         assert all(torch.equal(moments[k], b["optimizer"]["state"][i][k]) for k in moments)
     assert a["progress"] == b["progress"]
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu run where there is one."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,122 @@
+"""Checkpoint files: all or nothing, checked before they are believed, never the last good one lost."""
+
+import os
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import find_damage, list_checkpoints, load_newest, mark_best, prune, save
+from configurator import UserError
+
+
+def state(value=1.0):
+    return dict(model=dict(w=torch.full((1000,), value)), progress=dict(iter_num=int(value)), text="x", flag=True)
+
+
+def path(folder, n):
+    return folder / f"ckpt-{n:08}.pt"
+
+
+def test_torch_alone_reads_the_file(tmp_path):
+    size = save(state(3.0), path(tmp_path, 3))
+    assert size == path(tmp_path, 3).stat().st_size
+    loaded = torch.load(path(tmp_path, 3), weights_only=True)
+    assert torch.equal(loaded["model"]["w"], torch.full((1000,), 3.0)) and loaded["text"] == "x"
+
+
+def test_truncation_at_every_sixteenth_is_found(tmp_path):
+    save(state(), path(tmp_path, 1))
+    content = path(tmp_path, 1).read_bytes()
+    for sixteenth in range(16):
+        path(tmp_path, 1).write_bytes(content[: len(content) * sixteenth // 16])
+        assert find_damage(path(tmp_path, 1))
+    path(tmp_path, 1).write_bytes(content)
+    assert find_damage(path(tmp_path, 1)) == ""
+
+
+def test_200_flipped_bits_are_found(tmp_path):
+    """torch.load(weights_only=True) itself loads a file with a flipped bit in a tensor without a word."""
+    save(state(), path(tmp_path, 1))
+    content = bytearray(path(tmp_path, 1).read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    for bit in torch.randint(8 * len(content), (200,), generator=generator).tolist():
+        content[bit // 8] ^= 1 << bit % 8
+        path(tmp_path, 1).write_bytes(content)
+        assert find_damage(path(tmp_path, 1)), f"bit {bit}"
+        content[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(tmp_path, capsys):
+    save(state(1.0), path(tmp_path, 1))
+    save(state(2.0), path(tmp_path, 2))
+    with open(path(tmp_path, 2), "r+b") as file:
+        file.truncate(500)
+    assert load_newest(tmp_path)["progress"]["iter_num"] == 1
+    assert "ckpt-00000002.pt" in capsys.readouterr().err
+    path(tmp_path, 1).write_bytes(b"")
+    with pytest.raises(UserError, match="none of its 2 checkpoints is valid"):
+        load_newest(tmp_path)
+
+
+def test_the_newest_is_chosen_by_iteration_not_by_date(tmp_path):
+    for n in (900, 10000, 20):
+        save(state(n), path(tmp_path, n))
+    assert load_newest(tmp_path)["progress"]["iter_num"] == 10000
+
+
+def test_retention_keeps_the_newest_and_best(tmp_path):
+    for n in range(1, 6):
+        save(state(n), path(tmp_path, n))
+        if n == 2:
+            mark_best(path(tmp_path, n))
+        prune(tmp_path, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["ckpt-00000004.pt", "ckpt-00000005.pt"]
+    assert checkpoint.load(tmp_path / "best.pt")["progress"]["iter_num"] == 2
+
+
+def test_best_is_copied_where_links_do_not_exist(tmp_path, monkeypatch):
+    def no_link(*_):
+        raise OSError("not supported")
+
+    monkeypatch.setattr(os, "link", no_link)
+    save(state(1), path(tmp_path, 1))
+    mark_best(path(tmp_path, 1))
+    assert (tmp_path / "best.pt").read_bytes() == path(tmp_path, 1).read_bytes()
+
+
+def test_data_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    """A killed process does not lose the page cache, a power cut does: fsync file, rename, fsync folder, in this order."""
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, original=original: (calls.append(name), original(*a))[1])
+    save(state(), path(tmp_path, 1))
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_too_little_space_is_noticed_before_writing(tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(OSError, match="GB free"):
+        save(state(), path(tmp_path, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_runs_code_is_refused(tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return print, ("code ran",)
+
+    file = path(tmp_path, 1)
+    with open(file, "wb") as raw:
+        writer = checkpoint.HashingWriter(raw)
+        torch.save(dict(model=Evil()), writer)
+        raw.write(checkpoint.TRAILER + writer.sha256.hexdigest().encode())
+    with pytest.raises(UserError, match="none of its 1"):
+        load_newest(tmp_path)
+    assert "refused" in capsys.readouterr().err
+    with pytest.raises(UserError, match="refused"):
+        checkpoint.load(file)
+    assert "code ran" not in capsys.readouterr().out

@@ -1,0 +1,138 @@
+"""Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs."""
+
+import pytest
+import torch
+
+import hardware
+from configurator import Config
+from gpus import find_row, read_gpu_table, row_peak
+from hardware import Hardware
+from model import GPTConfig, flops_per_token
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "name, sm_count, dtype, tf32, peak",
+    [
+        ("NVIDIA GeForce RTX 4070", 46, BF16, True, 58.3),  # 116.6 would be the fp16-accumulate rate
+        ("NVIDIA GeForce RTX 4070", 46, FP32, True, 29.1),
+        ("NVIDIA GeForce RTX 4070 Ti", 60, BF16, True, 80.2),  # not the 4070 in its name
+        ("NVIDIA A100-SXM4-40GB", 108, BF16, True, 312),
+        ("A100-SXM4-40GB", 108, BF16, True, 312),  # older drivers leave out "NVIDIA "
+        ("NVIDIA A100-SXM4-40GB", 108, FP32, True, 156),
+        ("NVIDIA A100-SXM4-40GB", 108, FP32, False, 19.5),
+        ("NVIDIA A10", 72, BF16, True, 125),
+        ("NVIDIA A10G", 80, BF16, True, 70),
+        ("NVIDIA H200", 132, BF16, True, 989.4),
+        ("Tesla T4", 40, FP16, True, 65.0),
+        ("Tesla T4", 40, BF16, True, None),  # only emulated
+        ("Tesla T4", 40, FP32, True, 8.1),  # no TF32 on Turing: plain fp32
+        ("NVIDIA GeForce RTX 3080", 68, BF16, True, 59.5),
+        ("NVIDIA GeForce RTX 3080", 70, BF16, True, 61.3),  # the 12 GB part of the same name
+        ("NVIDIA A40", 84, BF16, True, 149.7),
+    ],
+)
+def test_peaks_by_whole_name_sm_count_and_dtype(name, sm_count, dtype, tf32, peak):
+    """nanoGPT #182, PR#464, PR#555: 312e12 on every card."""
+    assert row_peak(find_row(name, sm_count), dtype, tf32) == peak
+
+
+@pytest.mark.parametrize(
+    "name, sm_count",
+    [("NVIDIA GeForce RTX 4070 Laptop GPU", 36), ("NVIDIA GeForce RTX 4070", 40), ("NVIDIA H100", 132), ("NVIDIA A100", 108),
+     ("GeForce", 46), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14), ("nvidia a10", 72), ("", 1)],
+)  # fmt: skip
+def test_unknown_cut_down_or_partitioned_devices_have_no_peak(name, sm_count):
+    assert find_row(name, sm_count) is None
+
+
+@pytest.mark.parametrize("name, sm_count", [("NVIDIA GeForce RTX 5090 D", 170), ("NVIDIA H20-3e", 78), ("NVIDIA B100", None)])
+def test_unverified_rows_have_no_peak(name, sm_count):
+    assert row_peak(find_row(name, sm_count), BF16, True) is None
+
+
+def hw(peak_tflops, dtype=BF16):
+    return Hardware(torch.device("cpu"), dtype, "test", peak_tflops)
+
+
+def test_mfu_of_the_users_two_runs_on_a_4070():
+    """Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 % and 82.3 %."""
+    wide = flops_per_token(GPTConfig(bias=False))
+    narrow = flops_per_token(GPTConfig(bias=False, n_embd=384, n_head=6))
+    assert hw(58.3).mfu(narrow, 524288 / 3.900) == pytest.approx(0.692, abs=0.0005)
+    assert hw(58.3).mfu(wide, 524288 / 9.340) == pytest.approx(0.823, abs=0.0005)
+    assert hw(312).mfu(narrow, 524288 / 3.900) == pytest.approx(0.129, abs=0.0005)
+
+
+@pytest.mark.parametrize(
+    "tok_per_sec, peak, vocab_size, tie, mfu",
+    [
+        (16_950, 19.5, 50257, False, 0.69), (40_900, 156, 50257, False, 0.209), (43_700, 312, 50257, False, 0.112),
+        (112_100, 312, 50257, False, 0.286), (132_200, 312, 50257, False, 0.338), (147_400, 312, 50304, False, 0.376),
+        (148_600, 312, 50304, True, 0.379),
+    ],
+)  # fmt: skip
+def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
+    """Context 512: 124M * 6 + 12 * 12 * 768 * 512 = 798 MFLOP/token, tied or not."""
+    flops = flops_per_token(GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True))
+    assert hw(peak).mfu(flops, tok_per_sec) == pytest.approx(mfu, abs=0.006)
+
+
+def test_mfu_is_not_clamped_and_unknown_without_a_peak():
+    assert hw(1.0).mfu(10**9, 2000) == 2.0
+    assert hw(None).mfu(10**9, 2000) is None
+    assert hw(1.0).mfu(10**9, 2000, devices=4) == 0.5
+
+
+def test_peak_tflops_overrides_the_table():
+    assert hardware.set_up(Config(device="cpu", peak_tflops=1.5)).peak_tflops == 1.5
+    assert hardware.set_up(Config(device="cpu")).peak_tflops is None
+
+
+def test_a_t4_that_claims_bfloat16_gets_float16(monkeypatch):
+    """nanoGPT #525: is_bf16_supported() counts emulation."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert hardware.best_dtype(torch.device("cuda")) == FP16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert hardware.best_dtype(torch.device("cuda")) == BF16
+
+
+@pytest.mark.parametrize("native, dtype", [(True, BF16), (False, FP32)])
+def test_cpu_uses_bfloat16_where_it_is_native(native, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert hardware.best_dtype(torch.device("cpu")) == dtype
+
+
+def test_dtype_is_chosen_for_the_device_that_was_asked_for(monkeypatch):
+    """nanoGPT #281, #304: its dtype is chosen before --device is read."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert hardware.set_up(Config(device="cpu")).dtype == FP32
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "mps", "gpu", "cuda:x", "meta"])
+def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    (problem,) = hardware.check_device(Config(device=device))
+    assert device in problem
+
+
+def test_only_float16_scales_its_loss():
+    assert hw(None, FP16).grad_scaler().is_enabled()
+    assert not hw(None, BF16).grad_scaler().is_enabled()
+
+
+def test_hints_name_sizes_that_miss_the_tensor_cores():
+    assert hardware.tensor_core_hints(Config(), 50304) == []
+    hints = hardware.tensor_core_hints(Config(n_embd=100, n_head=10), 50257)
+    assert len(hints) == 3 and all(hint.startswith("hint: ") for hint in hints)
+
+
+def test_every_row_of_the_table_can_be_found_by_its_own_name():
+    for row in read_gpu_table():
+        for alias in row["name"].split("|"):
+            assert find_row(alias, int(row["sm_count"]) if row["sm_count"] else None) == row

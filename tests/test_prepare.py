@@ -1,0 +1,546 @@
+"""Preparation: the right tokens in the right shards, whatever interrupts it, and one line for whatever is wrong with it."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
+from pathlib import Path
+from unittest import mock
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configurator import RunError, UserError
+from data import prepare_fineweb, prepare_text
+from data.shards import Plan, check_folder, prepare
+from dataloader import open_dataset
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+EOT = 50256
+WORDS = "alpha beta, gamma 12 delta! epsilon\n\nzeta naïve 漢字 🙂 eta's theta  iota".split(" ")
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    """GPT-2's BPE, or skip: tiktoken fetches it once, or reads it from TIKTOKEN_CACHE_DIR."""
+    try:
+        return Tokenizer({"kind": "gpt2"})
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
+    """Documents of very different lengths, with nulls and empty ones among them."""
+    rng = random.Random(seed)
+    made = [" ".join(rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1)) for _ in range(count)]
+    for at in rng.sample(range(count), count // 10):
+        made[at] = rng.choice([None, ""])
+    return made
+
+
+def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=100)
+    return path
+
+
+def write_jsonl(path: Path, texts: list) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def stored(folder: Path, split: str) -> np.ndarray:
+    """The tokens of a split, read without any of our code: 1024 bytes of header, then uint16."""
+    shards = sorted(folder.glob(f"{split}_*.bin"))
+    return np.concatenate([np.fromfile(shard, dtype="<u2", offset=1024) for shard in shards])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def fineweb(*flags: str) -> int:
+    """The command, in this process: its exit code, 0 for success. Raises UserError."""
+    return prepare_fineweb.main([str(flag) for flag in flags]) or 0
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+# -----------------------------------------------------------------------------
+# The right tokens
+
+
+def test_stdlib_dataset_is_small_representative_and_the_same_every_time(tmp_path):
+    for name in ("first", "second"):
+        process = start("data/prepare_text.py", f"--out={tmp_path / name}")
+        assert process.wait(60) == 0, process.stderr.read()
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+    data = open_dataset(str(tmp_path / "first"))
+    total = len(data.train) + len(data.val)
+    assert 2e6 < total < 6e6 and 0.03 < len(data.val) / total < 0.08
+    assert bytes(stored(tmp_path / "first", "val")[1:40].tolist()).startswith(b'"""Text wrapping and filling.\n"""')
+    assert (stored(tmp_path / "first", "val") == 0).sum() == len(prepare_text.VALIDATION)
+
+
+def test_text_files_and_rows_become_documents_in_order(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\0".encode())
+    (tmp_path / "b.md").write_text("# naïve")
+    (tmp_path / "empty.py").write_text("")
+    rows = write_jsonl(tmp_path / "c.jsonl", ["three", None, "", "four"])
+    sources = [tmp_path / "a.txt", tmp_path / "*.md", tmp_path / "empty.py", rows]
+    assert prepare_text.main([*map(str, sources), f"--out={tmp_path / 'out'}", "--val_fraction=0.2"]) == 0
+    assert bytes(stored(tmp_path / "out", "val").tolist()) == b"\0one\ntwo"
+    assert bytes(stored(tmp_path / "out", "train").tolist()) == b"\0# na\xc3\xafve\0three\0four"
+    shutil.rmtree(tmp_path / "out")
+    assert prepare_text.main([str(tmp_path), f"--out={tmp_path / 'out'}", "--val_fraction=0.2"]) == 0  # the folder, sorted
+    assert bytes(stored(tmp_path / "out", "train").tolist()) == b"\0# na\xc3\xafve\0three\0four"
+
+
+def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
+    paragraphs = [f"paragraph {i} " * 5 + "\nand a line" for i in range(40)]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    assert prepare_text.main([str(tmp_path / "book.txt"), f"--out={tmp_path / 'out'}", "--val_fraction=0.25"]) == 0
+    val, train = (bytes(stored(tmp_path / "out", split).tolist()[1:]).decode() for split in ("val", "train"))
+    assert val + train == "\n\n".join(paragraphs) and train.startswith("paragraph") and val.endswith("a line\n\n")
+    assert 0.25 <= len(val) / len(val + train) < 0.3
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_fineweb_shards_hold_every_document_once_in_order(vocabulary, tmp_path, form):
+    texts = documents(700) + ["<|endoftext|> in a text is text"]
+    write = write_parquet if form == "parquet" else write_jsonl
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source" / f"a.{form}", texts[:450])
+    write(tmp_path / "source" / f"b.{form}", texts[450:])
+    out = tmp_path / "out"
+    assert fineweb(f"--source={tmp_path / 'source'}", f"--out={out}", "--val_tokens=1k", "--shard_tokens=3k") == 0
+    import tiktoken
+
+    expected = [[EOT, *tiktoken.get_encoding("gpt2").encode_ordinary(text)] for text in texts if text]
+    sums = list(accumulate(map(len, expected)))
+    split = next(i for i, tokens in enumerate(sums) if tokens >= 1000) + 1
+    assert stored(out, "val").tolist() == sum(expected[:split], [])
+    assert stored(out, "train").tolist() == sum(expected[split:], [])
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["documents"] == len(expected) == sum(shard["documents"] for shard in manifest["shards"])
+    assert [shard["tokens"] for shard in manifest["shards"][1:-1]] == [3000] * (len(manifest["shards"]) - 2)
+    for shard in manifest["shards"]:
+        content = (out / shard["name"]).read_bytes()
+        assert np.frombuffer(content[:12], "<i4").tolist() == [20240520, 1, shard["tokens"]]
+        assert hashlib.sha256(content).hexdigest() == shard["sha256"]
+    assert check_folder(str(out), 1000, None) is None
+
+
+def test_exactly_as_many_training_tokens_as_asked_for(vocabulary, tmp_path):
+    source = write_parquet(tmp_path / "a.parquet", documents(300))
+    fineweb(f"--source={source}", f"--out={tmp_path / 'out'}", "--tokens=5k", "--val_tokens=500", "--shard_tokens=2k")
+    assert len(stored(tmp_path / "out", "train")) == 5000
+
+
+def test_invalid_utf8_becomes_the_replacement_character(vocabulary, tmp_path):
+    broken = pa.array([b"caf\xe9 \xff", b"fine"] * 50, pa.binary())
+    text = pa.StringArray.from_buffers(len(broken), *broken.buffers()[1:])
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9 \xff"}\n{"text": "fine"}\n' * 50)
+    for name in ("a.parquet", "a.jsonl"):
+        out = tmp_path / f"{name}.out"
+        assert fineweb(f"--source={tmp_path / name}", f"--out={out}", "--val_tokens=10") == 0
+        assert "caf\ufffd \ufffd" in vocabulary.decode(stored(out, "train").tolist())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
+    """Shards against a few lines of list arithmetic, with the source failing at random documents on the way."""
+    texts = data.draw(st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=2, max_size=30))
+    val_tokens, shard_tokens = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 50))
+    train_tokens = data.draw(st.none() | st.integers(1, 200))
+    failures = data.draw(st.lists(st.integers(0, len(texts)), max_size=3))
+    out = tmp_path_factory.mktemp("out")
+    plan = Plan(out, "s", "r", Tokenizer({"kind": "byte"}), 0, train_tokens, val_tokens, 1, shard_tokens)
+    expected = [[0, *text.encode()] for text in texts if text]
+    split = next((i + 1 for i, total in enumerate(accumulate(map(len, expected))) if total >= val_tokens), len(expected))
+    train = sum(expected[split:], [])[:train_tokens]
+
+    def source(file, row):
+        for number in range(row, len(texts)):
+            if failures and number >= failures[0]:
+                failures.pop(0)
+                raise UserError("gone")
+            yield 0, number, texts[number : number + 1]
+
+    for _ in range(len(failures) + 1):
+        try:
+            with mock.patch("os.fsync"):  # which is most of the time, and tells nothing here
+                prepare(plan, source, workers=2)
+        except RunError as error:
+            if "gone" not in str(error):  # no tokens are left for training
+                assert not train and not any(out.glob("*"))
+                return
+    assert stored(out, "val").tolist() == sum(expected[:split], []) and stored(out, "train").tolist() == train
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["complete"] and "next" not in manifest
+    assert all(shard["tokens"] <= shard_tokens for shard in manifest["shards"])
+
+
+# -----------------------------------------------------------------------------
+# Interruptions
+
+# prepare_fineweb with bytes for tokens, which needs no vocabulary, and so slow that a signal meets it at work
+SLOW = """
+import sys, time
+from configurator import run_main
+from data import prepare_fineweb, shards
+shards.CHARS_PER_TASK = 2000
+encode_rows = shards.encode_rows
+shards.encode_rows = lambda *arguments: time.sleep(0.003) or encode_rows(*arguments)
+prepare_fineweb.Tokenizer = lambda spec: shards.Tokenizer({"kind": "byte"})
+run_main(prepare_fineweb.main)
+"""
+
+
+def slow_fineweb(source: Path, out: Path, workers: int) -> subprocess.Popen:
+    flags = ["--tokens=1M", "--val_tokens=10k", "--shard_tokens=20k", f"--workers={workers}"]
+    return start("-c", SLOW, f"--source={source}", f"--out={out}", *flags)
+
+
+def wait_for_shards(out: Path, count: int, process: subprocess.Popen) -> None:
+    while len(list(out.glob("*.bin"))) < count and process.poll() is None:
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    write_parquet(folder / "a.parquet", documents(1500, seed=1, words=150))
+    write_parquet(folder / "b.parquet", documents(1500, seed=2, words=150))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(source, tmp_path_factory) -> Path:
+    """The data folder of a preparation that nothing interrupts."""
+    out = tmp_path_factory.mktemp("straight") / "out"
+    process = slow_fineweb(source, out, workers=2)
+    assert process.wait(60) == 0, process.stderr.read()
+    return out
+
+
+def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(source, straight, tmp_path):
+    rng, out = random.Random(5), tmp_path / "out"
+    for attempt, shards in enumerate((1, 9, 19, 1000)):
+        process = slow_fineweb(source, out, workers=1 + attempt % 2)
+        wait_for_shards(out, shards, process)
+        if shards < 1000:
+            time.sleep(rng.random() / 50)  # in the middle of a shard, of writing one, or of writing the manifest
+            process.kill()
+        assert process.wait(60) == (-signal.SIGKILL if shards < 1000 else 0), process.stderr.read()
+    assert contents(out) == contents(straight)
+
+
+def test_interrupted_it_says_how_to_go_on(source, straight, tmp_path):
+    process = slow_fineweb(source, tmp_path / "out", workers=2)
+    wait_for_shards(tmp_path / "out", 5, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert process.stderr.read() == "stopped: the same command goes on after the last finished shard\n"
+    unfinished = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert not unfinished["complete"] and not list((tmp_path / "out").glob("*.tmp"))
+    data = open_dataset(str(tmp_path / "out"))  # what is there can be trained on
+    assert len(data.train) == 20_000 * (len(unfinished["shards"]) - 1)
+    assert slow_fineweb(source, tmp_path / "out", workers=1).wait(60) == 0
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left")
+def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(vocabulary, tmp_path):
+    source = write_parquet(tmp_path / "a.parquet", documents(400))
+    flags = [f"--source={source}", "--val_tokens=1k", "--shard_tokens=3k"]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train_000002.tmp").symlink_to("/dev/full")
+    with pytest.raises(RunError, match="train_000002.bin: No space left on device; .*the same command goes on"):
+        fineweb(*flags, f"--out={out}")
+    assert sorted(contents(out)) == ["manifest.json", "train_000001.bin", "val_000000.bin"]
+    assert fineweb(*flags, f"--out={out}") == 0
+    assert fineweb(*flags, f"--out={tmp_path / 'straight'}") == 0
+    assert contents(out) == contents(tmp_path / "straight")
+
+
+# -----------------------------------------------------------------------------
+# The hub: a local server that speaks as much of its protocol as the datasets library asks for
+
+REVISION = "a" * 40
+CARD = "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: small/*\n---\n"
+
+
+class Hub(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes] = {}
+    downloads_allowed = 10**9  # parts of files, before it begins to refuse
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body)), "X-Repo-Commit": REVISION} | headers).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        path = unquote(self.path.partition("?")[0])
+        if path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
+            siblings = [{"rfilename": name} for name in self.files]
+            self.answer(200, json.dumps(dict(id="org/name", sha=REVISION, siblings=siblings, tags=[])).encode())
+        elif path.startswith(f"/api/datasets/org/name/tree/{REVISION}"):
+            folder = path.partition(REVISION)[2].strip("/")
+            inside = [name for name in self.files if name.rpartition("/")[0] == folder]
+            entries = [dict(type="file", path=name, size=len(self.files[name]), oid=name) for name in inside]
+            below = [] if folder else [dict(type="directory", path="small", size=0, oid="small")]
+            self.answer(200, json.dumps(entries + below).encode())
+        elif (name := path.partition(f"{REVISION}/")[2]) in self.files:
+            self.send_file(self.files[name])
+        else:
+            self.answer(404, X_Error_Code="EntryNotFound")
+
+    do_HEAD = do_GET
+
+    def send_file(self, content: bytes) -> None:
+        if not self.headers.get("Range"):
+            self.answer(200, content, ETag='"etag"')
+        elif Hub.downloads_allowed <= 0:
+            self.answer(410)
+        else:
+            Hub.downloads_allowed -= 1
+            first, last = (int(number) for number in self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = content[first : last + 1]
+            self.answer(206, part, Content_Range=f"bytes {first}-{first + len(part) - 1}/{len(content)}")
+
+
+@pytest.fixture
+def hub(source):
+    Hub.files = {"README.md": CARD.encode()} | {f"small/{path.name}": path.read_bytes() for path in source.iterdir()}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[int, str]:
+    script = SLOW.replace("run_main(", f"prepare_fineweb.BACKOFF_SECONDS = {backoff}\nrun_main(")
+    flags = ["--dataset=org/name", "--name=small", "--tokens=1M", "--val_tokens=10k", "--shard_tokens=20k"]
+    process = start("-c", script, *flags, f"--out={out}", HF_ENDPOINT=address, HF_HOME=str(home))
+    stderr = process.communicate(timeout=60)[1]
+    return process.returncode, stderr
+
+
+def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked_again(hub, straight, tmp_path):
+    Hub.downloads_allowed = 6  # enough to begin with, not for the second file
+    code, stderr = from_hub(hub, tmp_path / "out", tmp_path, backoff="(0.01,)")
+    assert code == 1, stderr
+    assert 1 < len(list((tmp_path / "out").glob("*.bin"))) < len(list(straight.glob("*.bin")))
+    warning, error = stderr.splitlines()
+    assert "again in 0.01 s" in warning and error.startswith("error: hf://datasets/org/name@")
+    assert error.endswith("the same command goes on after the last finished shard, from the same source")
+    Hub.downloads_allowed = 10**9
+    assert from_hub(hub, tmp_path / "out", tmp_path) == (0, "")
+    shards = {name: sha256 for name, sha256 in contents(tmp_path / "out").items() if name != "manifest.json"}
+    assert shards.items() < contents(straight).items()
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["revision"] == REVISION
+
+
+def test_without_a_network_one_line_names_the_way_out(tmp_path):
+    code, stderr = from_hub("http://127.0.0.1:9", tmp_path / "out", tmp_path)
+    assert code == 2 and stderr.count("\n") == 1 and "give local files with --source" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+# -----------------------------------------------------------------------------
+# Bad input: an exit code, one line, and nothing left behind
+
+
+def bad_file(folder: Path, name: str) -> Path:
+    path = folder / name
+    if name == "other_column.parquet":
+        write_parquet(path, ["a"], column="body")
+    elif name == "numbers.parquet":
+        write_parquet(path, [1, 2])
+    elif name == "nothing.parquet":
+        write_parquet(path, [None, ""])
+    elif name == "no_rows.parquet":
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    elif name == "other_key.jsonl":
+        path.write_text('{"body": "a"}\n')
+    elif name == "broken.jsonl":
+        path.write_text('{"text": "a"}\n{"text": "b\n')
+    elif name == "small.parquet":
+        write_parquet(path, ["a few words"] * 20)
+    else:
+        path.write_bytes(b"" if name.startswith("empty") else bytes(range(100, 250)))
+    return path
+
+
+@pytest.mark.parametrize("name, code, message", [
+    ("other_column.parquet", 2, "has no column text; its columns: id, body"),
+    ("other_key.jsonl", 2, "has no column text; its columns: body"),
+    ("numbers.parquet", 2, "its column text holds int64, not text"),
+    ("no_rows.parquet", 2, "holds no documents"),
+    ("nothing.parquet", 1, "holds no text"),
+    ("broken.jsonl", 2, "JSON parse error"),
+    ("garbage.parquet", 2, "not a parquet file"),
+    ("empty.parquet", 2, "is empty; remove it"),
+    ("notes.docx", 2, "needs .parquet or .jsonl files"),
+    ("small.parquet", 1, "leaves none for training; make it smaller, such as --val_tokens=4"),
+])  # fmt: skip
+def test_a_source_that_cannot_be_used(vocabulary, tmp_path, name, code, message):
+    with pytest.raises(UserError) as raised:
+        fineweb(f"--source={bad_file(tmp_path, name)}", f"--out={tmp_path / 'out'}")
+    assert raised.value.exit_code == code and len(raised.value.problems) == 1
+    assert message in str(raised.value) and "\n" not in str(raised.value) and name in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--tokens=ten", "--tokens: needs a number of tokens such as 10M or 1e9, got 'ten'"),
+    ("--tokens=0", "got '0'"),
+    ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
+    ("--workers=0", "--workers: 0 is less than 1"),
+    ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
+    ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
+    ("--tokens=1e15", "needs 2,000,000.07 GB of disk"),
+    ("--out=FILE/below", "FILE/below: cannot be written (Not a directory); choose another --out"),
+])  # fmt: skip
+def test_a_command_that_cannot_work(vocabulary, tmp_path, monkeypatch, flag, message):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    write_parquet(Path("a.parquet"), documents(20))
+    with pytest.raises(UserError) as raised:
+        fineweb("--source=a.parquet", "--out=out", "--val_tokens=10", flag)
+    assert raised.value.exit_code == 2 and message in str(raised.value) and "\n" not in str(raised.value)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("text, number", [("1B", 10**9), ("10M", 10**7), ("1.5k", 1500), ("1e9", 10**9), ("1_000", 1000)])
+def test_numbers_of_tokens(text, number):
+    assert prepare_fineweb.count(text) == number
+
+
+def test_errors_are_lines_and_not_tracebacks(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    process = start("data/prepare_text.py", tmp_path / "latin.txt", f"--out={tmp_path / 'out'}")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and stdout == ""
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert "latin.txt: byte 3 is not UTF-8; convert it: iconv" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_other_data_is_left_alone(vocabulary, tmp_path):
+    source, out = write_parquet(tmp_path / "a.parquet", documents(50)), tmp_path / "out"
+    flags = [f"--source={source}", f"--out={out}", "--val_tokens=100"]
+    fineweb(*flags)
+    before = contents(out)
+    assert fineweb(*flags) == 0  # nothing to do
+    with pytest.raises(UserError, match="was made from settings .*choose another --out, or delete"):
+        fineweb(*flags, "--shard_tokens=1k")
+    write_parquet(source, documents(60))
+    with pytest.raises(UserError, match="was made from revision 1 files.*choose another --out, or delete"):
+        fineweb(*flags)
+    (out / "manifest.json").unlink()
+    with pytest.raises(UserError, match="holds shards that were not made by this program"):
+        fineweb(*flags)
+    assert contents(out).items() < before.items()
+
+
+def test_a_document_of_50_megabytes(vocabulary, tmp_path):
+    """Beside ordinary ones, through the whole command, within a gigabyte of memory."""
+    long = " ".join(WORDS) * (50_000_000 // len(" ".join(WORDS).encode()))
+    source = write_parquet(tmp_path / "a.parquet", [*documents(50), long, *documents(50)])
+    script = (
+        "import resource, sys\nfrom data.prepare_fineweb import main\nmain(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    process = start("-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=100")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert sum(text in (None, "") for text in documents(50)) * 2 + int((stored(tmp_path / "out", "train") == EOT).sum()) > 90
+    peak_kib = int(stdout.split()[-1]) // (1024 if sys.platform == "darwin" else 1)
+    assert peak_kib * 1024 < 1e9
+
+
+# -----------------------------------------------------------------------------
+# --check
+
+
+@pytest.fixture
+def checked(tmp_path) -> Path:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i, text in enumerate(filter(None, documents(40))):
+        (texts / f"{i:02}.txt").write_text(text)
+    assert prepare_text.main([str(texts), f"--out={tmp_path / 'out'}"]) == 0
+    return tmp_path / "out"
+
+
+def test_check_prints_documents_tokens_epochs_and_an_excerpt(checked, capsys):
+    tokens = len(stored(checked, "train"))
+    fineweb(f"--check={checked}", f"--tokens_per_iter={tokens}", "--max_iters=3")
+    printed = capsys.readouterr().out
+    assert "36 documents" in printed and f"{tokens:,} tokens for training" in printed and "3.00 epochs" in printed
+    assert "the first training tokens: '\\x00" in printed
+
+
+def edit_manifest(folder: Path, change) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+@pytest.mark.parametrize("damage, messages", [
+    (lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\x41\0"), ["its sha256 is not manifest.json's"]),
+    (lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\0\1"),
+     ["token 256 at offset 7 is outside the vocabulary of 256", "its sha256 is not"]),
+    (lambda f: overwrite(f / "train_000001.bin", 0, b"\0"), ["not with a shard's magic number"]),
+    (lambda f: overwrite(f / "train_000001.bin", 8, b"\0"), ["its header promises"]),
+    (lambda f: os.truncate(f / "train_000001.bin", 2000), ["its header promises"]),
+    (lambda f: (f / "val_000000.bin").unlink(), ["No such file"]),
+    (lambda f: edit_manifest(f, lambda m: m["shards"][0].update(tokens=5)), ["manifest.json says 5"]),
+    (lambda f: edit_manifest(f, lambda m: m["shards"][1].update(documents=5)), ["35 documents begin in it"]),
+    (lambda f: (f / "manifest.json").unlink(), ["has no manifest.json"]),
+    (lambda f: (f / "manifest.json").write_text("[]"), ["not a manifest of this program's"]),
+])  # fmt: skip
+def test_check_finds_every_damage(checked, damage, messages):
+    damage(checked)
+    with pytest.raises(UserError) as raised:
+        fineweb(f"--check={checked}")
+    assert len(raised.value.problems) == len(messages)
+    for problem, message in zip(raised.value.problems, messages):
+        assert message in problem and "\n" not in problem

@@ -1,0 +1,175 @@
+"""The numbers on the log line, with a clock that the test turns by hand."""
+
+import json
+
+import pytest
+import torch
+
+import runlog
+from configurator import Config, RunError
+from hardware import Hardware
+from runlog import IterationResult, Ledger, RunLog, count, drop_records, duration
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Batches:
+    def locate(self, n):
+        return f"sequence {n}"
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def make_log(tmp_path, clock, ledger, **changes):
+    config = Config(out_dir=str(tmp_path), batch_size=8, block_size=1024, gradient_accumulation_steps=64, **changes)
+    log = RunLog(config, ledger, Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3))
+    log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
+    return log
+
+
+def result(it, loss=3.0, norm=0.5):
+    losses = loss if isinstance(loss, torch.Tensor) else torch.full((64,), loss)
+    return IterationResult(it, it * 524288, it * 512, 6e-4, losses, torch.tensor(norm))
+
+
+def test_every_second_is_booked_once(clock):
+    ledger = Ledger(0.0, clock)
+    clock.sleep(3)
+    ledger.switch("other")
+    with ledger.book("steps"):
+        clock.sleep(5)
+        with ledger.book("data wait"):
+            clock.sleep(2)
+        clock.sleep(1)
+    clock.sleep(0.25)
+    with pytest.raises(KeyError), ledger.book("evaluation"):
+        clock.sleep(4)
+        raise KeyError
+    assert ledger.total() == clock.now == 15.25
+    assert {k: v for k, v in ledger.seconds.items() if v} == {
+        "start-up": 3, "steps": 6, "data wait": 2, "evaluation": 4, "other": 0.25,
+    }  # fmt: skip
+
+
+def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clock, capsys):
+    """nanoGPT #215, PR#673: evaluation in the iteration time; PR#527: MFU above 100 % when log_interval > 1."""
+    ledger = Ledger(0.0, clock)
+    log = make_log(tmp_path, clock, ledger, log_interval=5, max_iters=100, eval_interval=50)
+    ledger.switch("other")
+    for it in range(10):
+        if it in (0, 7):
+            with ledger.book("evaluation"):
+                clock.sleep(60)
+        with ledger.book("steps"):
+            with ledger.book("data wait"):
+                clock.sleep(0.34)
+            clock.sleep(9)
+        log.add(result(it))
+    log.steps(Batches())
+    line = capsys.readouterr().out
+    # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their mean price of 120 s are left
+    assert line == (
+        "iter 9: loss 3.0000, time 9340.00ms, mfu 82.30%, tok/s 56,134, lr 6.00e-04, norm 0.50, tokens 4.72M, epoch 0.47, "
+        f"mem {log.hw.peak_memory_gib():.1f}GiB, eta {duration(90 * 9.34 + 2 * 120)}\n"
+    )
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["step_ms"] == pytest.approx(9340) and record["data_wait_ms"] == pytest.approx(340)
+    assert record["mfu"] == pytest.approx(0.823, abs=0.0005) and record["tokens_per_sec"] == pytest.approx(56133.6, abs=0.1)
+
+
+def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
+    import re
+
+    ledger = Ledger(0.0, clock)
+    log = make_log(tmp_path, clock, ledger)
+    with ledger.book("steps"):
+        clock.sleep(2)
+    log.add(result(0, loss=10.9))
+    log.steps(Batches())
+    log.evaluation(0, 10.9, 10.95, 3.0)
+    iteration, evaluation = capsys.readouterr().out.splitlines()
+    assert re.match(r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%", iteration)
+    assert re.match(r"step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})", evaluation)
+
+
+def test_loss_is_the_mean_over_all_micro_batches(tmp_path, clock, capsys):
+    """nanoGPT prints the last micro-batch's."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    clock.sleep(1)
+    log.ledger.switch("steps")
+    clock.sleep(1)
+    log.ledger.switch("other")
+    log.add(result(0, loss=torch.arange(64.0)))
+    log.steps(Batches())
+    assert "loss 31.5000" in capsys.readouterr().out
+
+
+def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, clock, capsys):
+    """nanoGPT #136, #167, #383: NaN goes on for hours."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock), max_skips=2)
+    log.ledger.switch("steps")
+    clock.sleep(1)
+    log.ledger.switch("other")
+    poisoned = torch.ones(64)
+    poisoned[5:] = float("nan")
+    log.add(result(0))
+    log.add(result(1, loss=poisoned, norm=float("nan")))
+    log.add(result(2))
+    log.steps(Batches())
+    # iteration 1 begins at sequence 512; micro-step 5 of 8 sequences each
+    assert "iter 1: update skipped" in (err := capsys.readouterr().err) and f"sequence {512 + 5 * 8}" in err
+    log.add(result(3, norm=float("inf")))
+    log.add(result(4, norm=float("nan")))
+    with pytest.raises(RunError, match="2 updates in a row"):
+        log.steps(Batches())
+
+
+def test_a_resumed_log_reads_as_one_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [dict(kind="start", iter=0)]
+    for it in range(6):
+        if it % 2 == 0:
+            lines += [dict(kind="eval", iter=it), dict(kind="checkpoint", iter=it)]
+        lines.append(dict(kind="step", iter=it))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "step", "iter": 6, "lo')
+    drop_records(path, resumed_at=4)
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["iter"] for r in kept if r["kind"] == "step"] == [0, 1, 2, 3]  # the run goes on with iteration 4
+    assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2, 4]  # the one that ckpt-4 was saved after stays
+
+
+def test_a_failing_tracker_does_not_stop_the_run(tmp_path, clock, capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # importing it raises ImportError
+    log = make_log(tmp_path, clock, Ledger(0.0, clock), tracker="wandb")
+    log.evaluation(0, 1.0, 1.0, 1.0)
+    assert "going on without it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "number, text", [(0, "0"), (999, "999"), (20480, "20.5k"), (52_428_800, "52.4M"), (123.4e6, "123M"), (10.5e9, "10.5B")]
+)
+def test_count(number, text):
+    assert count(number) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59, "59s"), (61, "1m01s"), (11520, "3h12m"), (180000, "50h00m")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_draw_leaves_a_run_without_matplotlib_alone(tmp_path, clock, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "compare", None)
+    make_log(tmp_path, clock, Ledger(0.0, clock)).draw(tmp_path)
+    assert runlog.CATEGORIES[-1] == "other"

@@ -1,0 +1,276 @@
+"""The loop: what it logs, when it evaluates and saves, and that stopping and going on changes nothing."""
+
+import math
+import re
+
+import pytest
+import torch
+from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
+
+import train
+from configurator import Config, UserError
+from dataloader import TrainBatches, open_dataset
+from hardware import set_up
+from model import GPT
+
+
+def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
+    """nanoGPT runs one iteration too many, and saves nothing at the end."""
+    assert run_here(dataset, tmp_path, max_iters=7, eval_interval=3, checkpoint_interval=2, keep_checkpoints=10) == 0
+    assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1, 2, 3, 4, 5, 6]
+    assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 3, 6, 7]
+    assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 3, 4, 6, 7]
+    out = capsys.readouterr().out
+    assert re.search(r"^step 7: train loss \d\.\d{4}, val loss \d\.\d{4}, time \d+\.\ds$", out, re.M)
+    assert re.search(rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.00GB, time \d+\.\ds$", out, re.M)
+    assert records(tmp_path, "end")[0]["reason"] == "max_iters"
+
+
+def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=40, eval_interval=20)
+    steps, evals = records(tmp_path, "step"), records(tmp_path, "eval")
+    assert steps[0]["loss"] == pytest.approx(math.log(128), abs=0.3)  # 64 ids, padded to 128
+    assert evals[-1]["val_loss"] < 2.5
+    assert steps[10]["tokens"] == 10 * 4 * 16 * 2  # what the weights behind this loss were trained on
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("fp32 with dropout and accumulation", dict(dropout=0.1, gradient_accumulation_steps=3)),
+        ("bf16", dict(dtype="bfloat16", dropout=0.1)),
+        ("across epochs", dict(max_iters=32, batch_size=8)),
+        ("untied, wsd", dict(tie_weights=False, lr_schedule="wsd")),
+    ],
+)
+def test_n_plus_n_iterations_equal_2n_bit_for_bit(name, changes, dataset, tmp_path):
+    """nanoGPT #467 repeats the batches; random states and the position in the data are lost there. 1,537 tokens of training
+    data in three shards: an epoch is 95 windows of 16."""
+    total = changes.pop("max_iters", 8)
+    run_here(dataset, tmp_path / "straight", max_iters=total, **changes)
+    run_here(dataset, tmp_path / "broken", max_iters=total // 2, lr_decay_iters=total, **changes)
+    run_here(dataset, tmp_path / "broken", max_iters=total, init_from="resume", **changes)
+    assert_same_state(load(tmp_path / "straight", total), load(tmp_path / "broken", total))
+    losses = [[r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "broken")]
+    assert losses[0] == losses[1]
+    if name == "across epochs":
+        assert total * 8 * 2 > 5 * 95
+
+
+def test_another_micro_batch_goes_on_with_the_same_data(dataset, tmp_path):
+    run_here(dataset, tmp_path / "a", max_iters=8)
+    run_here(dataset, tmp_path / "b", max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path / "b", max_iters=8, init_from="resume", batch_size=2, gradient_accumulation_steps=4)
+    a, b = ([r["loss"] for r in records(tmp_path / run, "step")] for run in "ab")
+    assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
+
+
+def test_a_larger_max_iters_goes_on_without_a_jump_in_the_learning_rate(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=8)
+    run_here(dataset, tmp_path, max_iters=12, init_from="resume")
+    lr = [r["lr"] for r in records(tmp_path, "step")]
+    assert len(lr) == 12 and all(value == pytest.approx(6e-5) for value in lr[8:])
+    assert load(tmp_path, 12)["progress"]["lr_horizon"] == 8
+
+
+def test_a_finished_run_says_so(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert run_here(dataset, tmp_path, init_from="resume") == 0
+    assert "is finished: 8 iterations" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_takes_the_architecture_from_the_checkpoint_and_refuses_another(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    plain = [f"--out_dir={tmp_path}", "--init_from=resume", "--device=cpu", "--compile=False", "--max_iters=5",
+             "--batch_size=4", "--gradient_accumulation_steps=2", "--dtype=float32", "--eval_tokens=256"]  # fmt: skip
+    assert train.main(plain) == 0
+    with pytest.raises(UserError) as error:
+        train.main([*plain, "--n_layer=3", "--seed=5", "--max_iters=9"][1:] + [f"--out_dir={tmp_path}"])
+    problems = error.value.problems
+    assert any(p.startswith("n_layer: 3, but the checkpoint has 2") for p in problems)
+    assert any(p.startswith("seed: 5, but the checkpoint has 1337") for p in problems)
+
+
+def test_resume_refuses_other_data(dataset, tmp_path):
+    run_here(dataset, tmp_path / "run", max_iters=4)
+    other = write_dataset(tmp_path / "other", [1000, 38, 500])
+    with pytest.raises(UserError, match="not what the checkpoint was trained on"):
+        run_here(other, tmp_path / "run", init_from="resume")
+
+
+def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    with pytest.raises(UserError, match="init_from=resume.*out_dir.*overwrite"):
+        run_here(dataset, tmp_path)
+    run_here(dataset, tmp_path, overwrite=True, max_iters=2, n_layer=1)
+    assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1]
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["best.pt", "ckpt-00000002.pt"]
+
+
+def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path):
+    run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
+    run_here(dataset, tmp_path / "b", max_iters=8)
+    assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))
+
+
+def test_only_improvements_are_saved_if_asked(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=12, learning_rate=1e-9, min_lr=0, always_save_checkpoint=False, keep_checkpoints=9)
+    saved = [r["iter"] for r in records(tmp_path, "checkpoint")]
+    evals = {r["iter"]: r["val_loss"] for r in records(tmp_path, "eval")}
+    best = [it for it in evals if it and evals[it] < min(loss for i, loss in evals.items() if i < it)]
+    assert saved == sorted({*best, 12})
+
+
+def test_eval_only_evaluates_once_and_writes_nothing(dataset, tmp_path, capsys):
+    """nanoGPT: eval_only with resume trains on."""
+    run_here(dataset, tmp_path / "run", max_iters=4)
+    before = sorted(p.name for p in (tmp_path / "run").iterdir())
+    capsys.readouterr()
+    assert run_here(dataset, tmp_path / "run", init_from="resume", eval_only=True) == 0
+    out = capsys.readouterr().out
+    assert out.count("step 4:") == 0 or "iter" not in out.replace("per iteration", "")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
+    assert run_here(dataset, tmp_path / "new", eval_only=True) == 0
+    assert not (tmp_path / "new").exists() and "step 0:" in capsys.readouterr().out
+
+
+def test_max_minutes_saves_and_ends_well(dataset, tmp_path):
+    assert run_here(dataset, tmp_path, max_minutes=1e-6, max_iters=10**6) == 0
+    assert records(tmp_path, "end")[0]["reason"] == "max_minutes"
+
+
+def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(dataset, tmp_path):
+    """nanoGPT #644. Equal chunks are equal to the last bit; other chunks differ by the order of summation."""
+    losses = []
+    for i, batch_size in enumerate((8, 16, 8)):
+        run_here(dataset, tmp_path / str(i), batch_size=batch_size, max_iters=0, eval_tokens=512)
+        losses.append(records(tmp_path / str(i), "eval")[0]["val_loss"])
+    assert losses[0] == losses[2]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
+    config = Config(dataset=str(dataset), n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, device="cpu")
+    data = open_dataset(config.dataset)
+    model = GPT(train.model_config(config, data.vocab))
+    optimizer = train.build_optimizer(model, config)
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = iter(range(100))
+
+    def poisoned(x, y):
+        return model(x, y) * (float("nan") if next(calls) == 1 else 1.0)
+
+    poisoned.parameters = model.parameters
+    hw, batches = set_up(config), TrainBatches(data, config, torch.device("cpu"))
+    losses, norm = train.train_step(poisoned, optimizer, hw.grad_scaler(), batches, 4, 1.0, hw.autocast())
+    assert losses.isnan().tolist() == [False, True, False, False] and not norm.isfinite()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    train.train_step(poisoned, optimizer, hw.grad_scaler(), batches, 4, 1.0, hw.autocast())
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    batches.close()
+
+
+def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
+    """aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at each log line."""
+
+    def syncs(max_iters, log_interval):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run_here(dataset, tmp_path / f"{max_iters}-{log_interval}", max_iters=max_iters, eval_interval=100, n_layer=1,
+                     eval_tokens=16, log_interval=log_interval)  # fmt: skip
+        return sum(e.name == "aten::_local_scalar_dense" and not in_fused_update(e) for e in profile.events())
+
+    def in_fused_update(event):
+        """The CPU's fused AdamW reads its step counts, which lie in CPU memory; on CUDA they are read on the device."""
+        return event is not None and (event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent))
+
+    few = syncs(3, 100)
+    assert syncs(6, 100) == few  # two log lines each: three more iterations, not one more sync
+    assert few < syncs(6, 1) <= few + 4 * 4  # four more lines: loss, norm, the check for skipped updates
+
+
+def test_the_ledger_leaves_under_one_percent_unexplained(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=60, eval_interval=10, n_embd=128, block_size=64, log_interval=5)
+    ledger = records(tmp_path, "end")[0]["ledger"]
+    assert ledger["other"] <= 0.01 * sum(ledger.values())
+
+
+HORIZON = 100
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("warmup, horizon", [(0, 0), (0, 1), (1, 1), (10, 10), (10, 5), (0, 100), (10, 100), (200, 100)])
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
+def test_schedules_stay_in_range_and_never_divide_by_zero(schedule, warmup, horizon, fraction):
+    config = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=warmup, lr_schedule=schedule, decay_fraction=fraction)
+    rates = [train.get_lr(it, config, horizon) for it in range(2 * HORIZON)]
+    assert all(0 < rate <= 1 for rate in rates)
+    assert all(rate == 0.1 for rate in rates[max(warmup, horizon) :])
+
+
+def test_schedules_by_hand():
+    cosine = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=10)
+    assert train.get_lr(0, cosine, 110) == pytest.approx(1 / 11)  # nanoGPT's warm-up
+    assert train.get_lr(10, cosine, 110) == 1.0
+    assert train.get_lr(60, cosine, 110) == pytest.approx(0.55)
+    wsd = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="wsd", decay_fraction=0.2)
+    assert [train.get_lr(it, wsd, 100) for it in (0, 80, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
+    linear = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="linear")
+    assert train.get_lr(25, linear, 100) == 0.75
+    constant = Config(learning_rate=1.0, decay_lr=False, warmup_iters=10)
+    assert train.get_lr(4, constant, 100) == pytest.approx(5 / 11)  # warm-up also without decay
+    assert train.get_lr(500, constant, 100) == 1.0
+
+
+def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tmp_path, capsys, monkeypatch):
+    """nanoGPT PR#242, #226, #477: Windows and machines without a C compiler."""
+
+    def broken(model):
+        def call(*_):
+            raise RuntimeError("no C compiler\nlong details")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert run_here(dataset, tmp_path, compile=True, max_iters=2) == 0
+    err = capsys.readouterr().err
+    assert err.count("torch.compile does not work here") == 1 and "no C compiler" in err and "long details" not in err
+
+
+def test_out_of_memory_names_a_pair_that_halves_it(dataset, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "train_step", full)
+    with pytest.raises(UserError, match="--batch_size=2 --gradient_accumulation_steps=4"):
+        run_here(dataset, tmp_path)
+
+
+def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_path):
+    with pytest.raises(UserError, match="needs 1025 tokens; the val split"):
+        train.main(flags(dataset, tmp_path / "run", block_size=1024))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_path):
+    run_here(dataset, tmp_path / "straight", compile=True, dropout=0.1)
+    run_here(dataset, tmp_path / "broken", compile=True, dropout=0.1, max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path / "broken", compile=True, dropout=0.1, init_from="resume")
+    assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "broken", 8))
+    end = records(tmp_path / "straight", "end")[0]
+    assert end["ledger"]["compile"] > 1
+    assert not records(tmp_path / "straight", "event")  # nothing was compiled again later
+
+
+def test_quickstart_command_makes_its_dataset(tmp_path):
+    """The README's first command, cut to a few iterations, in an empty working directory."""
+    code, out, err = run_process(
+        str(ROOT / "train.py"), str(ROOT / "config/quickstart.py"), "--max_iters=2", "--eval_tokens=256",
+        "--sample_tokens=8", "--n_layer=1", cwd=tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    assert "preparing" in out and (tmp_path / "data/python_stdlib/manifest.json").exists()
+    assert (tmp_path / "out/quickstart/ckpt-00000002.pt").exists() and "sample 2:" in out
