@@ -66,8 +66,8 @@ def read_prompt(start: str) -> str:
         raise UserError(f"start: {start.removeprefix('FILE:')} cannot be read as text ({error}); give another file") from None
 
 
-def encode(prompt: str, text: Tokenizer) -> list[int]:
-    """The prompt's tokens. Raises UserError where there are none."""
+def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
+    """The prompt's tokens. Raises UserError where there are none, or one that the model has not."""
     if text.kind == "char" and (unknown := sorted(set(prompt) - set(text.decode(range(text.vocab))))):
         print(f"warning: start: the model has no {''.join(unknown)!r}; left out", file=sys.stderr)
     ids = []
@@ -75,15 +75,17 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
         ids += [text.eot] * (i > 0) + [int(token) for token in text.encode(part)]
     if not ids:
         raise UserError(f"start: {prompt!r} encodes to no token; --start=$'\\n' or any other text")
+    if max(ids) >= vocab:
+        raise UserError(f"start: {prompt!r} holds token {max(ids)}; the model's vocabulary is {vocab}; use other words")
     return ids
 
 
-def stream_samples(model: GPT, idx: torch.Tensor, text: Tokenizer, args: argparse.Namespace) -> list[list[int]]:
+def stream_samples(model: GPT, idx: torch.Tensor, text: Tokenizer, vocab: int, args: argparse.Namespace) -> list[list[int]]:
     """Print the first sample while the batch grows; returns all samples' ids, the prompt's included, up to their end."""
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
     generator = torch.Generator(idx.device).manual_seed(args.seed)
-    for new in model.stream(idx, args.max_new_tokens, text.vocab, args.temperature, args.top_k, generator, args.top_p):
+    for new in model.stream(idx, args.max_new_tokens, vocab, args.temperature, args.top_k, generator, args.top_p):
         for row, token in enumerate(new[:, 0].tolist()):
             if token == text.eot:
                 growing.discard(row)
@@ -106,12 +108,12 @@ def main(argv: list[str]) -> None:
     state = read_weights(args.out_dir if args.init_from == "resume" else args.init_from)
     if state["tokenizer"]["kind"] not in ("gpt2", "byte", "char"):
         raise UserError("init_from: the model's tokenizer is not known, so its tokens cannot be read as text")
-    text = Tokenizer(state["tokenizer"])
-    ids = encode(prompt, text)
+    text, vocab = Tokenizer(state["tokenizer"]), state["vocab"]
+    ids = encode(prompt, text, vocab)
     if args.top_k is None:
-        args.top_k = min(USUAL_TOP_K, text.vocab)
-    elif args.top_k > text.vocab:
-        raise UserError(f"top_k: {args.top_k} is more than the vocabulary of {text.vocab}; --top_k=0 draws from all of it")
+        args.top_k = min(USUAL_TOP_K, vocab)
+    elif args.top_k > vocab:
+        raise UserError(f"top_k: {args.top_k} is more than the vocabulary of {vocab}; --top_k=0 draws from all of it")
     hw = hardware.set_up(Config(device=args.device, dtype=args.dtype))
     model = GPT(GPTConfig(**state["model_config"]))
     model.load_state_dict(state["model"])
@@ -122,7 +124,7 @@ def main(argv: list[str]) -> None:
         print(f"start: {len(ids):,} tokens, of which the model sees the last {model.config.block_size:,}", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character
     idx = torch.tensor([ids] * args.num_samples, device=hw.device)
-    samples = stream_samples(model, idx, text, args)
+    samples = stream_samples(model, idx, text, vocab, args)
     for sample in samples[1:]:
         print(f"{RULER}\n{text.decode(sample)}")
     print(RULER)
