@@ -43,11 +43,15 @@ class HashingWriter:
 def save(state: dict, path: Path) -> int:
     """Write `state` to `path`, all or nothing; returns the file's size in bytes. Raises OSError, leaving `path` as it was."""
     temporary = path.with_suffix(".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it under the run
     try:
         check_space(state, path.parent)
         with open(temporary, "wb") as file:
             writer = HashingWriter(file)
-            torch.save(state, writer)
+            try:
+                torch.save(state, writer)
+            except RuntimeError as error:  # torch's archive writer, closing after a failed write, complains in its place
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
             file.write(TRAILER + writer.sha256.hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())

@@ -1,0 +1,152 @@
+"""A save that ends at any moment, on any disk: the next start loads a valid checkpoint, at most one save old."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_same_state, flags, load, records, run_here, run_process
+
+import checkpoint
+import train
+from configurator import UserError
+
+
+def state(n):
+    return dict(model=dict(w=torch.full((300,), float(n))), progress=dict(iter_num=n))
+
+
+def save_as_train_does(folder: Path, n: int) -> None:
+    path = folder / f"ckpt-{n:08}.pt"
+    checkpoint.save(state(n), path)
+    checkpoint.mark_best(path)
+    checkpoint.prune(folder, keep=2)
+
+
+class Dying:
+    """Patches every call that changes the disk; the process ends before or after the k-th of them."""
+
+    def __init__(self, last_call: int):
+        self.left = last_call
+
+    def wrap(self, function):
+        def call(*args, **kwargs):
+            if self.left == 0:
+                os._exit(9)  # before
+            result = function(*args, **kwargs)
+            if self.left == 1:
+                os._exit(9)  # after
+            self.left -= 2
+            return result
+
+        return call
+
+    def install(self) -> None:
+        checkpoint.HashingWriter.write = self.wrap(checkpoint.HashingWriter.write)
+        for owner, name in ((os, "fsync"), (os, "replace"), (os, "link"), (Path, "unlink")):
+            setattr(owner, name, self.wrap(getattr(owner, name)))
+
+
+def test_the_process_ends_before_and_after_every_write_fsync_rename_and_unlink(tmp_path):
+    deaths = 0
+    while True:
+        folder = tmp_path / str(deaths)
+        folder.mkdir()
+        for n in (1, 2, 3):
+            save_as_train_does(folder, n)
+        child = os.fork()
+        if child == 0:
+            Dying(deaths).install()
+            try:
+                save_as_train_does(folder, 4)
+            finally:
+                os._exit(0)
+        died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        newest = checkpoint.load_newest(folder)["progress"]["iter_num"]
+        assert newest in (3, 4), f"call {deaths}"
+        assert checkpoint.load(folder / "best.pt")["progress"]["iter_num"] in (3, 4)
+        save_as_train_does(folder, 5)  # what the dead process left behind is in nobody's way
+        names = sorted(p.name for p in folder.iterdir())
+        assert names == ["best.pt", f"ckpt-{newest:08}.pt", "ckpt-00000005.pt"]
+        shutil.rmtree(folder)
+        if not died:
+            break
+        deaths += 1
+    assert deaths > 40 and newest == 4
+
+
+def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(dataset, tmp_path, monkeypatch, capsys):
+    original = checkpoint.save
+
+    def full_after_the_first(saved, path):
+        if path.name == "ckpt-00000004.pt":
+            path.with_suffix(".tmp").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return original(saved, path)
+
+    monkeypatch.setattr(checkpoint, "save", full_after_the_first)
+    assert run_here(dataset, tmp_path, checkpoint_interval=2, keep_checkpoints=10, max_iters=8) == 0
+    assert "checkpoint 4 failed" in capsys.readouterr().err
+    assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 6, 8]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_disk_too_small_for_the_first_checkpoint_ends_the_run_with_one_line(dataset, tmp_path):
+    """A real limit: the kernel refuses to let a file grow past 20 kB."""
+    limited = (
+        "import resource, train, configurator\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "configurator.run_main(train.main)"
+    )
+    code, _, err = run_process("-c", limited, *flags(dataset, tmp_path))
+    assert code == 1
+    assert err.splitlines()[-1].startswith("error: checkpoint 4: ") and "no older one" in err and "Traceback" not in err
+    assert not list(tmp_path.glob("*.pt")) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another --out_dir"):
+        run_here(dataset, tmp_path / "file" / "run")
+
+
+def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch):
+    original = train.train_step
+    calls = iter(range(100))
+
+    def deleting(*args, **kwargs):
+        if next(calls) == 5:
+            shutil.rmtree(tmp_path / "run")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(train, "train_step", deleting)
+    assert run_here(dataset, tmp_path / "run") == 0
+    monkeypatch.undo()
+    run_here(dataset, tmp_path / "straight")
+    assert_same_state(load(tmp_path / "run", 8), load(tmp_path / "straight", 8))
+
+
+def test_resume_after_every_kind_of_damage_to_the_newest(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path / "run", max_iters=8, checkpoint_interval=4, keep_checkpoints=9)
+    straight = load(tmp_path / "run", 8)
+    newest = tmp_path / "run" / "ckpt-00000008.pt"
+    content = newest.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 4
+    for damaged in (b"", content[: len(content) // 2], content[:-1], bytes(flipped), content + b"x"):
+        newest.write_bytes(damaged)
+        assert run_here(dataset, tmp_path / "run", init_from="auto", keep_checkpoints=9) == 0
+        assert "trying the one before" in capsys.readouterr().err
+        assert_same_state(load(tmp_path / "run", 8), straight)
+
+
+def test_auto_never_starts_anew_over_damaged_checkpoints(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    for path in tmp_path.glob("ckpt-*.pt"):
+        path.write_bytes(b"damaged")
+    before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
+    for init_from in ("auto", "resume"):
+        with pytest.raises(UserError, match="none of its 1 checkpoints is valid"):
+            run_here(dataset, tmp_path, init_from=init_from)
+    assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before

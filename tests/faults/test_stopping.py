@@ -1,0 +1,120 @@
+"""Signals at any moment, kill -9 at any moment: nothing is lost, and the exit code says what happened."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from conftest import ROOT, assert_same_state, flags, load, records, run_here, start_process
+
+import checkpoint
+import train
+from dataloader import TrainBatches
+
+
+def send_at(monkeypatch, owner, name, call_number, number=signal.SIGTERM):
+    """Make the process send itself a signal at the n-th call of a function."""
+    original = getattr(owner, name)
+    calls = iter(range(10**9))
+
+    def call(*args, **kwargs):
+        if next(calls) == call_number:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+MOMENTS = {
+    "in the first evaluation": (train, "evaluate", 0),
+    "in the evaluation at iteration 4": (train, "evaluate", 2),
+    "before an iteration": (train, "train_step", 2),
+    "between two micro-steps": (TrainBatches, "__next__", 5),
+    "while saving": (checkpoint, "save", 0),
+    "while logging": (train.RunLog, "steps", 3),
+}
+
+
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(moment, number, exit_code, dataset, tmp_path, monkeypatch):
+    options = dict(dropout=0.1, gradient_accumulation_steps=3)
+    with monkeypatch.context() as patch:
+        send_at(patch, *moment, number)
+        assert run_here(dataset, tmp_path / "broken", **options) == exit_code
+    assert checkpoint.load_newest(tmp_path / "broken") is not None
+    assert records(tmp_path / "broken", "end")[0]["reason"] == number.name
+    assert run_here(dataset, tmp_path / "broken", init_from="resume", **options) == 0
+    run_here(dataset, tmp_path / "straight", **options)
+    assert_same_state(load(tmp_path / "broken", 8), load(tmp_path / "straight", 8))
+    for kind in ("step", "eval"):
+        broken, straight = ([(r["iter"], r.get("loss"), r.get("val_loss")) for r in records(tmp_path / run, kind)]
+                            for run in ("broken", "straight"))  # fmt: skip
+        assert broken == straight
+
+
+def train_process(dataset, out_dir, **changes):
+    return start_process(str(ROOT / "train.py"), *flags(dataset, out_dir, **changes))
+
+
+def wait_for(process, text):
+    for line in process.stdout:
+        if line.startswith(text):
+            return
+    raise AssertionError(f"ended before {text!r}: {process.stderr.read()}")
+
+
+def test_a_real_sigterm_ends_with_143_after_saving(dataset, tmp_path):
+    process = train_process(dataset, tmp_path, max_iters=10**6, eval_interval=10**6)
+    wait_for(process, "iter 3")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "saving a checkpoint first" in err and "Traceback" not in err
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
+
+
+def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    slow_save = (
+        "import sys, time, checkpoint, train, configurator\n"
+        "original = checkpoint.check_space\n"
+        "def slow(*a):\n    print('saving', flush=True); time.sleep(60)\n"
+        "checkpoint.check_space = slow\n"
+        "configurator.run_main(train.main)"
+    )
+    options = flags(dataset, tmp_path, max_iters=10**6, init_from="resume", eval_interval=10**6)
+    process = start_process("-c", slow_save, *options)
+    wait_for(process, "iter 9")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "saving")
+    process.send_signal(signal.SIGINT)
+    began = time.perf_counter()
+    process.communicate(timeout=30)
+    assert process.returncode == 130 and time.perf_counter() - began < 5
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 4
+
+
+@pytest.mark.slow
+def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
+    options = dict(max_iters=500, eval_interval=50, checkpoint_interval=1, dropout=0.1, log_interval=5)
+    random.seed(0)
+    kills = 0
+    while kills < 30:
+        process = train_process(dataset, tmp_path / "broken", init_from="auto", **options)
+        wait_for(process, "tokens per iteration")
+        time.sleep(random.uniform(0, 0.4))
+        process.kill()
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        assert process.returncode == -signal.SIGKILL, "the run ended before it was killed thirty times"
+    for run, init_from in (("broken", "auto"), ("straight", "scratch")):
+        process = train_process(dataset, tmp_path / run, init_from=init_from, **options)
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    assert_same_state(load(tmp_path / "broken", 500), load(tmp_path / "straight", 500))
+    steps = [r["iter"] for r in records(tmp_path / "broken", "step")]
+    assert steps == sorted(set(steps))
+    assert torch.isfinite(torch.tensor([r["loss"] for r in records(tmp_path / "broken", "step")])).all()
