@@ -8,6 +8,7 @@ from checkpoint import holds_run, load_newest
 from configurator import Config, UserError, config_values
 
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
+ROUNDING = ("device", "dtype", "compile", "flash", "tf32", "batch_size", "gradient_accumulation_steps")
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "seed")  # with these the weights and the order of the data stand
 
 
@@ -56,9 +57,12 @@ class Start:
         if progress["iter_num"] >= config.max_iters and progress["evaluated_at"] >= 0 and not config.eval_only:
             print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
             return True
-        for name, value in config_values(config).items():
-            if saved.get(name, value) != value and name not in ("init_from", "out_dir"):
-                print(f"resume: {name} = {value!r} (the checkpoint had {saved[name]!r})", flush=True)
+        values = config_values(config)
+        changed = [name for name in values if saved.get(name, values[name]) != values[name]]
+        for name in changed:
+            print(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})", flush=True)
+        if rounding := [name for name in changed if name in ROUNDING]:
+            print(f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run")
         return False
 
 

@@ -58,10 +58,11 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit(name, changes, dataset, tmp_pa
         assert total * 8 * 2 > 5 * 95
 
 
-def test_another_micro_batch_goes_on_with_the_same_data(dataset, tmp_path):
+def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8, init_from="resume", batch_size=2, gradient_accumulation_steps=4)
+    assert "another batch_size, gradient_accumulation_steps sums round differently" in capsys.readouterr().out
     a, b = ([r["loss"] for r in records(tmp_path / run, "step")] for run in "ab")
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
 
