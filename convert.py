@@ -40,18 +40,18 @@ GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/" 
 # Reading
 
 
-def load_pretrained(name_or_path: str, block_size: int | None = None) -> tuple[GPTConfig, dict[str, Tensor], int]:
+def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
     What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face folder, a checkpoint of
-    this program or of nanoGPT, or a run's out_dir. Returns the model's configuration, its weights (float32, under the
-    names of model.py) and its vocabulary before padding; cropped to `block_size` where that is given. The vocabulary is
-    not padded further: new rows would take part in every softmax. Raises UserError.
+    this program or of nanoGPT, or a run's out_dir. Returns `model` (float32 weights under the names of model.py),
+    `model_config`, and `vocab` before padding; cropped to `block_size` where that is given. The vocabulary is not padded
+    further: new rows would take part in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
     if block_size is not None:
         config, weights = crop_block_size(config, weights, block_size)
-    return config, weights, state["vocab"]
+    return dict(model=weights, model_config=asdict(config), vocab=state["vocab"])
 
 
 def read_weights(name_or_path: str) -> dict:
