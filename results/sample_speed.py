@@ -72,6 +72,7 @@ def sampling(dtype: torch.dtype, turns: int) -> dict:
         times["cached"].append(seconds(model.generate, idx, NEW_TOKENS, 50257, 0.0))
         times["transformers"].append(seconds(peer.generate, idx, **peer_flags))
         times["uncached"].append(without_cache(model))
+        print(dtype, {name: f"{NEW_TOKENS / values[-1]:.2f} tok/s" for name, values in times.items()}, flush=True)
     return dict(
         tokens_per_sec={name: summary([NEW_TOKENS / t for t in values]) for name, values in times.items()},
         speedup_of_the_cache=summary([u / c for c, u in zip(times["cached"], times["uncached"])]),

@@ -49,9 +49,9 @@ def save(model: GPT, path: Path, vocab: int, tokenizer: str = "byte") -> Path:
 
 
 def loaded(path: Path, block_size: int | None = None) -> GPT:
-    config, weights, _ = convert.load_pretrained(str(path), block_size)
-    model = GPT(config).eval()
-    model.load_state_dict(weights)
+    state = convert.load_pretrained(str(path), block_size)
+    model = GPT(GPTConfig(**state["model_config"])).eval()
+    model.load_state_dict(state["model"])
     return model
 
 
@@ -162,8 +162,8 @@ def test_block_size_is_cropped_and_never_stretched(tmp_path):
 
 def test_a_padded_or_plain_gpt2_vocabulary_is_recognised(tmp_path):
     random_gpt2(tmp_path / "hf", vocab_size=50257, n_embd=8, n_layer=1)
-    config, _, vocab = convert.load_pretrained(str(tmp_path / "hf"))
-    assert (config.vocab_size, vocab) == (50257, 50257)
+    state = convert.load_pretrained(str(tmp_path / "hf"))
+    assert (state["model_config"]["vocab_size"], state["vocab"]) == (50257, 50257)
 
 
 def test_the_hub_out_of_reach_is_one_line(tmp_path):
