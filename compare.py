@@ -158,7 +158,7 @@ def read_nanogpt_log(path: Path) -> RunRecords:
     """
     What nanoGPT prints, or the part of it that was kept. Its iteration times hold evaluation and checkpoint where there
     was one: there, what exceeds the median is booked as evaluation. Its MFU is relative to an A100, so it is not taken
-    over; the model's FLOPs per token come from the printed configuration, else from that MFU.
+    over; the model's FLOPs per token come from what is printed of its configuration, else from that MFU.
     """
     evals, checkpoints, iters, config, numbers = {}, {}, {}, {}, {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -200,18 +200,22 @@ def tidy_times(iters: dict[int, dict], evals: dict[int, dict]) -> None:
 
 
 def describe_nanogpt_run(config: dict, numbers: dict, iters: list[dict]) -> dict:
+    """What a start record would say. flops_per_token is one card's share, as its MFU is, where tokens are those of all."""
     start = dict(numbers)
+    mfu, step_ms = (median(np.array([it[name] for it in iters])) for name in ("printed_mfu", "step_ms"))
+    per_card = mfu * NANOGPT_PEAK_FLOPS * step_ms / 1e3 / numbers.get("tokens_per_iter", math.nan)
+    start["flops_per_token"] = per_card  # only roughly: a running mean that evaluations pull down
     if config:
         defaults = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
         start["config"] = config = defaults | config
         start["dtype"] = config["dtype"]
-    n, tokens_per_iter = numbers.get("matmul_parameters"), numbers.get("tokens_per_iter")
-    if config and n:
-        start["parameters"] = n + config["block_size"] * config["n_embd"]
-        start["flops_per_token"] = 6 * n + 12 * config["n_layer"] * config["n_embd"] * config["block_size"]
-    elif tokens_per_iter:
-        mfu, step_ms = (median(np.array([it[name] for it in iters])) for name in ("printed_mfu", "step_ms"))
-        start["flops_per_token"] = mfu * NANOGPT_PEAK_FLOPS * step_ms / 1e3 / tokens_per_iter
+    if config and "matmul_parameters" in numbers:
+        n = numbers["matmul_parameters"]
+        L, C, T = (as_number(config[name]) for name in ("n_layer", "n_embd", "block_size"))
+        flops_per_token = 6 * n + 12 * L * C * T
+        cards = flops_per_token / per_card
+        start["parameters"] = n + T * C
+        start["flops_per_token"] = flops_per_token / (max(1, round(cards)) if math.isfinite(cards) else 1)
     return start
 
 
