@@ -519,13 +519,16 @@ def title(run: RunRecords) -> str:
 
 
 def limit_to_settled(axes, runs: list[RunRecords]) -> None:
-    """Fit the loss axis to what follows the first 2 % of each run: the drop from ln V would flatten all the rest."""
-    columns = [(run.step, "loss") for run in runs] + [(run.eval, name) for run in runs for name in ("train_loss", "val_loss")]
-    losses = np.concatenate([kind[name][kind["iter"] >= 0.02 * np.max(kind["iter"], initial=0)] for kind, name in columns])
-    losses = losses[np.isfinite(losses)]
-    if len(losses):
-        margin = 0.05 * (losses.max() - losses.min()) or 0.1
-        axes.set_ylim(losses.min() - 2 * margin, losses.max() + margin)
+    """Fit the loss axis to what follows the first 2 % of a run of some length: the drop from ln V would flatten the rest."""
+    losses = []
+    for run in runs:
+        last = max(np.max(kind["iter"], initial=0) for kind in (run.step, run.eval))
+        first = 0.02 * last if len(run.step["iter"]) > 20 else 0
+        for kind, name in ((run.step, "loss"), (run.eval, "train_loss"), (run.eval, "val_loss")):
+            losses += kind[name][(kind["iter"] >= first) & np.isfinite(kind[name])].tolist()
+    if losses:
+        margin = 0.05 * (max(losses) - min(losses)) or 0.1
+        axes.set_ylim(min(losses) - 2 * margin, max(losses) + margin)
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -32,6 +32,7 @@ import compare
 import hardware
 from configurator import Config, config_values
 from model import GPT, GPTConfig, KVCache
+from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 512
@@ -99,7 +100,7 @@ def metrics_and_pictures(turns: int) -> dict:
     """What a log line with its record costs, and a picture of 100,000 iterations, as shares of 150 ms iterations."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(out_dir=folder, log_interval=LOG_INTERVAL, eval_interval=EVAL_INTERVAL, device="cpu", dtype="float32")
-        log = RunLog(config, Ledger(time.perf_counter()), hardware.set_up(config))
+        log = RunLog(config, Ledger(time.perf_counter()), hardware.set_up(config), Ranks())
         log.train_tokens, log.flops_per_token = 10**10, 854_800_000
         lines, loss = [], torch.full((40,), 3.0)
         for line in range(10_000):
