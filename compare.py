@@ -244,6 +244,7 @@ def mfu_on(gpu: str, run: RunRecords) -> np.ndarray:
     dtype = run.start.get("dtype", "bfloat16")
     tf32 = run.start.get("config", {}).get("tf32", True)
     row = gpus.resolve_gpu(gpu)
+    run.start.setdefault("device", row["name"].partition("|")[0])
     peak = gpus.row_peak(row, getattr(torch, str(dtype), torch.bfloat16), tf32)
     if peak is None:
         raise UserError(f"gpu: gpus.csv has no certain {dtype} peak for {gpu}; leave --gpu away")
@@ -265,10 +266,10 @@ class Row:
     verdict: str
 
 
-def build_row(runs: list[RunRecords], key: str, label: str, value: Callable, form: Callable = str,
+def build_row(runs: list[RunRecords], key: str, label: str, values: list, form: Callable = str,
               verdict: Callable = lambda values, names: "") -> Row:
-    """The row of value(run) for each run; `verdict` is asked where at least two runs know theirs."""
-    values = [None if isinstance(v, float) and not math.isfinite(v) else v for v in map(value, runs)]
+    """The row of one value per run; `verdict` is asked where at least two runs know theirs."""
+    values = [None if isinstance(v, float) and not math.isfinite(v) else v for v in values]
     known = [(v, run.name) for v, run in zip(values, runs) if v is not None]
     texts = ["n/a" if v is None else form(v) for v in values]
     return Row(key, label, values, texts, verdict(*zip(*known)) if len(known) > 1 else "")
@@ -277,13 +278,13 @@ def build_row(runs: list[RunRecords], key: str, label: str, value: Callable, for
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     rows = []
     for key in differing_keys(runs):
-        values = {run.name: config_of(run).get(key) for run in runs}
-        rows.append(build_row(runs, f"config/{key}", key, lambda run: values[run.name], str, lambda *_: "differs"))  # noqa: B023
-    equal_work = len({run.start.get("tokens_per_iter") for run in runs}) == 1
+        values = [config_of(run).get(key) for run in runs]
+        rows.append(build_row(runs, f"config/{key}", key, values, str, lambda values, names: "differs"))
+    equal_work = len({as_number(run.start.get("tokens_per_iter"), 0) for run in runs}) == 1
     shorter = ratio("shorter", lower=True) if equal_work else lambda values, names: "unequal tokens per iteration"
-    for row in (
-        ("device", "device", lambda run: run.start.get("device")),
-        ("dtype", "dtype", lambda run: run.start.get("dtype")),
+    for key, label, figure, form, verdict in (
+        ("device", "device", lambda run: run.start.get("device"), str, lambda values, names: ""),
+        ("dtype", "dtype", lambda run: run.start.get("dtype"), str, lambda values, names: ""),
         ("parameters", "parameters", lambda run: as_number(run.start.get("parameters")), short_count, ratio("larger")),
         ("iterations", "iterations", lambda run: spent(run, "iter"), "{:,.0f}".format, ratio("more")),
         ("tokens", "tokens", lambda run: spent(run, "tokens"), short_count, ratio("more")),
@@ -293,8 +294,8 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("step_ms_p50", "iteration time p50, ms", lambda run: percentile(run, 50), "{:,.1f}".format, shorter),
         ("step_ms_p95", "iteration time p95, ms", lambda run: percentile(run, 95), "{:,.1f}".format, shorter),
         ("pause_share", "evaluations and checkpoints", pause_share, "{:.1%} of time".format, points("less", lower=True)),
-    ):  # fmt: skip
-        rows.append(build_row(runs, *row))
+    ):
+        rows.append(build_row(runs, key, label, [figure(run) for run in runs], form, verdict))
     return rows + loss_rows(runs, target_loss)
 
 
@@ -303,17 +304,19 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     lower, less = lower_loss, ratio("less", lower=True)
     if len({config_of(run).get("dataset") for run in runs if config_of(run)}) > 1:
         lower = less = lambda values, names: "not comparable: unequal datasets"
-    rows = [build_row(runs, "best_val_loss", "best val loss", best_loss, "{:.4f}".format, lower)]
-    for axis, form in (("iter", "iteration {:,.0f}".format), ("tokens", lambda x: f"{short_count(x)} tokens"),
-                       ("hours", "{:.2f} hours".format)) if len(runs) > 1 else ():  # fmt: skip
-        x = last_common_evaluation(runs, axis)
-        rows.append(build_row(runs, f"val_loss_at_equal_{axis}", f"val loss at {form(x)}",
-                              lambda run, axis=axis, x=x: loss_at(run, axis, x), "{:.4f}".format, lower))  # fmt: skip
-    if target_loss is None and len(runs) > 1:
-        target_loss = max(map(best_loss, runs))
-    for axis, form in (("tokens", short_count), ("hours", "{:.2f}".format)) if target_loss is not None else ():
-        rows.append(build_row(runs, f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}",
-                              lambda run, axis=axis: reach(run, axis, target_loss), form, less))  # fmt: skip
+    best = [best_loss(run) for run in runs]
+    rows = [build_row(runs, "best_val_loss", "best val loss", best, "{:.4f}".format, lower)]
+    if len(runs) > 1:
+        for axis, form in (("iter", "iteration {:,.0f}".format), ("tokens", lambda x: f"{short_count(x)} tokens"),
+                           ("hours", "{:.2f} hours".format)):  # fmt: skip
+            x = last_common_evaluation(runs, axis)
+            losses = [loss_at(run, axis, x) for run in runs]
+            rows.append(build_row(runs, f"val_loss_at_equal_{axis}", f"val loss at {form(x)}", losses, "{:.4f}".format, lower))
+        target_loss = max(best) if target_loss is None else target_loss
+    if target_loss is not None:
+        for axis, form in (("tokens", short_count), ("hours", "{:.2f}".format)):
+            reached = [reach(run, axis, target_loss) for run in runs]
+            rows.append(build_row(runs, f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}", reached, form, less))
     return rows
 
 
@@ -610,6 +613,8 @@ def main(argv: list[str]) -> None:
     runs = read_runs(args.runs, args.gpu)
     rows, warnings = build_table(runs, args.loss), find_warnings(runs)
     print_table(rows, runs)
+    if len(runs) > 1:
+        print("Between two evaluations, losses, tokens and hours are those on the straight line from one to the other.")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     png = args.png or (default_png(args.runs[0]) if len(runs) == 1 else None)
