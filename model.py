@@ -6,6 +6,7 @@ positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in 
 C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig:
     block_size: int = 1024
     vocab_size: int = 50304  # 50257 padded up to a multiple of 128: the head's matrix product runs on full tiles
@@ -167,6 +168,7 @@ class GPT(nn.Module):
 # Arithmetic
 
 
+@functools.cache
 def count_parameters(config: GPTConfig) -> tuple[int, int]:
     """(all parameters, those that take part in matrix products and norms: N in the FLOP formula below)."""
     with torch.device("meta"):  # shapes without memory
