@@ -106,8 +106,10 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
 
 def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torch.dtype, compiled: bool) -> int | None:
     """The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not even 1 does."""
-    sizes = (b for b in range(sequences, 0, -1) if sequences % b == 0)
-    return next((b for b in sizes if sum(memory_bytes(model, b, dtype, compiled).values()) <= capacity), None)
+    parts = memory_bytes(model, 1, dtype, compiled)
+    sequence = parts["activations"] + parts["logits"]
+    room = capacity - sum(parts.values()) + sequence
+    return next((b for b in range(sequences, 0, -1) if sequences % b == 0 and b * sequence <= room), None)
 
 
 def out_of_memory_advice(model: GPTConfig, batch_size: int, grad_accum: int, dtype: torch.dtype, compiled: bool,
