@@ -16,13 +16,11 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from configurator import Config, UserError, config_values
+from configurator import UserError
 
 TRAILER = b"\nsha256 of all bytes before this line: "
 TRAILER_BYTES = len(TRAILER) + 64
 CHUNK_BYTES = 1 << 24
-# What the weights, the data's order and the position in it rest on: on resume these come from the checkpoint.
-FIXED_ON_RESUME = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "pad_vocab_multiple", "seed")
 
 
 class HashingWriter:
@@ -162,51 +160,3 @@ def make_out_dir(out_dir: Path, fresh: bool) -> None:
 
 def holds_run(out_dir: Path) -> bool:
     return bool(list_checkpoints(out_dir)) or (out_dir / "metrics.jsonl").exists()
-
-
-class Start:
-    """Where a run begins. `find` is a check for load_config: it reads the checkpoint that init_from means, if any."""
-
-    def __init__(self) -> None:
-        self.state: dict | None = None
-
-    def find(self, config: Config) -> list[str]:
-        """Load the state to resume, let it set the keys that must not change, list what contradicts it."""
-        out_dir = Path(config.out_dir)
-        if config.init_from not in ("resume", "auto"):
-            if holds_run(out_dir) and not (config.overwrite or config.eval_only):
-                return [f"out_dir: {out_dir} holds another run; go on with it: --init_from=resume; or choose another: "
-                        f"--out_dir=...; or delete it: --overwrite=True"]  # fmt: skip
-            return []
-        try:
-            self.state = load_newest(out_dir)
-        except UserError as error:
-            return error.problems
-        if self.state is None:
-            return [f"init_from: {out_dir} holds no checkpoint to resume"] if config.init_from == "resume" else []
-        return adopt(self.state["config"], config)
-
-    def finished(self, config: Config) -> bool:
-        """Whether there is nothing left to do; says so. Otherwise prints which keys differ from the checkpoint's."""
-        if self.state is None:
-            return False
-        progress, saved = self.state["progress"], self.state["config"]
-        if progress["iter_num"] >= config.max_iters and progress["evaluated_at"] >= 0 and not config.eval_only:
-            print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
-            return True
-        for name, value in config_values(config).items():
-            if saved.get(name, value) != value and name not in ("init_from", "out_dir"):
-                print(f"resume: {name} = {value!r} (the checkpoint had {saved[name]!r})", flush=True)
-        return False
-
-
-def adopt(saved: dict, config: Config) -> list[str]:
-    """Set what a resumed run may not change from the checkpoint's config; list the flags and files that contradict it."""
-    problems = []
-    for name in FIXED_ON_RESUME:
-        if name in config.given and getattr(config, name) != saved[name]:
-            problems.append(f"{name}: {getattr(config, name)!r}, but the checkpoint has {saved[name]!r}; drop it to resume")
-        setattr(config, name, saved[name])
-    if "dataset" not in config.given:
-        config.dataset = saved["dataset"]
-    return problems

@@ -280,9 +280,9 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     for row in (
         ("device", "device", lambda run: run.start.get("device")),
         ("dtype", "dtype", lambda run: run.start.get("dtype")),
-        ("parameters", "parameters", lambda run: as_number(run.start.get("parameters")), millions, ratio("larger")),
+        ("parameters", "parameters", lambda run: as_number(run.start.get("parameters")), short_count, ratio("larger")),
         ("iterations", "iterations", lambda run: spent(run, "iter"), "{:,.0f}".format, ratio("more")),
-        ("tokens", "tokens", lambda run: spent(run, "tokens"), millions, ratio("more")),
+        ("tokens", "tokens", lambda run: spent(run, "tokens"), short_count, ratio("more")),
         ("hours", "hours", lambda run: spent(run, "hours"), "{:.2f}".format, ratio("longer")),
         ("tokens_per_sec", "tok/s", lambda run: mean_over_time(run, "tokens_per_sec"), "{:,.0f}".format, ratio("faster")),
         ("mfu", "MFU", lambda run: mean_over_time(run, "mfu"), "{:.1%}".format, points("higher")),
@@ -300,14 +300,14 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     if len({config_of(run).get("dataset") for run in runs if config_of(run)}) > 1:
         lower = less = lambda values, names: "not comparable: unequal datasets"
     rows = [build_row(runs, "best_val_loss", "best val loss", best_loss, "{:.4f}".format, lower)]
-    for axis, form in (("iter", "iteration {:,.0f}".format), ("tokens", lambda x: f"{millions(x)} tokens"),
+    for axis, form in (("iter", "iteration {:,.0f}".format), ("tokens", lambda x: f"{short_count(x)} tokens"),
                        ("hours", "{:.2f} hours".format)) if len(runs) > 1 else ():  # fmt: skip
         x = last_common_evaluation(runs, axis)
         rows.append(build_row(runs, f"val_loss_at_equal_{axis}", f"val loss at {form(x)}",
                               lambda run, axis=axis, x=x: loss_at(run, axis, x), "{:.4f}".format, lower))  # fmt: skip
     if target_loss is None and len(runs) > 1:
         target_loss = max(map(best_loss, runs))
-    for axis, form in (("tokens", millions), ("hours", "{:.2f}".format)) if target_loss is not None else ():
+    for axis, form in (("tokens", short_count), ("hours", "{:.2f}".format)) if target_loss is not None else ():
         rows.append(build_row(runs, f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}",
                               lambda run, axis=axis: reach(run, axis, target_loss), form, less))  # fmt: skip
     return rows
@@ -411,7 +411,9 @@ def ranked(values, names, lower: bool) -> list[tuple[float, str]]:
     return sorted(zip(values, names), key=lambda pair: pair[0], reverse=not lower)
 
 
-def millions(number: float) -> str:
+def short_count(number: float) -> str:
+    if number < 1e6:
+        return f"{number:,.0f}"
     return f"{number / 1e9:,.2f}B" if number >= 1e10 else f"{number / 1e6:,.2f}M"
 
 
@@ -485,9 +487,9 @@ def picture_of_run(run: RunRecords):
     bottom.set_ylabel("thousand tok/s")
     bottom.set_ylim(0, 1.15 * np.nanmax(high) if len(high) and np.nanmax(high) > 0 else 1)
     bottom.set_xlabel(f"{unit[1]}tokens")
-    per_token = step["mfu"] / step["tokens_per_sec"] * 1e5  # % per thousand tok/s: one number, unless the device changed
-    if np.isfinite(per_token).any():
-        scale = np.nanmedian(per_token)
+    known = (step["mfu"] > 0) & (step["tokens_per_sec"] > 0)
+    if known.any():  # MFU and tok/s are proportional, so one line serves two axes
+        scale = np.median(step["mfu"][known] / step["tokens_per_sec"][known] * 1e5)  # % per thousand tok/s
         right = bottom.twinx()
         right.set_ylim(0, bottom.get_ylim()[1] * scale)
         right.set_ylabel("MFU, %")

@@ -8,6 +8,7 @@ C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,22 @@ def pad_vocab(vocab_size: int, multiple: int) -> int:
 # The layers
 
 
+class KVCache:
+    """Keys and values of the tokens that one layer has seen, for generation: room for `capacity`, `length` filled."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in k and v of further tokens, (B, nh, T, hs) each; returns those of all tokens so far."""
+        if self.length == 0:
+            B, nh, _, hs = k.shape
+            self.k, self.v = k.new_empty(B, nh, self.capacity, hs), v.new_empty(B, nh, self.capacity, hs)
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -47,14 +64,17 @@ class CausalSelfAttention(nn.Module):
         self.attn_dropout = nn.Dropout(config.dropout)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).transpose(1, 2).chunk(3, dim=1)
-        if self.flash:  # (B, nh, T, hs)
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        if self.flash:  # (B, nh, T, hs); a lone token, as generation has them, may see all that came before it
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
-            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T and what is cached)
+            future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + k.size(2) - T)
             weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
             y = self.attn_dropout(weights) @ v
         y = y.transpose(1, 2).reshape(B, T, C)
@@ -81,8 +101,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -144,24 +164,56 @@ class GPT(nn.Module):
         groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
         return [group for group in groups if group["params"]]
 
+    # Generation
+
     @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, vocab: int, temperature: float = 1.0, top_k: int = 0,
-                 generator: torch.Generator | None = None) -> Tensor:
+    def stream(self, idx: Tensor, max_new_tokens: int, vocab: int, temperature: float = 1.0, top_k: int = 0,
+               generator: torch.Generator | None = None, top_p: float = 1.0) -> Iterator[Tensor]:
         """
-        Continue idx (B, T) by max_new_tokens, -> (B, T + max_new_tokens). Only ids below `vocab` (the vocabulary
-        before padding) are drawn; temperature 0 takes the likeliest; top_k 0 draws from all.
+        Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below `vocab` (the
+        vocabulary before padding) are drawn. temperature 0 takes the likeliest; top_k > 0 draws from the k likeliest;
+        top_p < 1 from the fewest that have this probability together.
+
+        Up to block_size tokens the past is cached. Beyond, each id follows from the last block_size tokens alone, all
+        computed anew: positions are learned per place in the window, and sliding it changes every one of them.
         """
+        T, window = idx.size(1), self.config.block_size
+        caches, new = [], idx
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.block_size :])[:, -1, :vocab].float()  # (B, vocab)
-            if temperature == 0:
-                chosen = logits.argmax(dim=-1, keepdim=True)
-            else:
-                if top_k:
-                    kth_largest = logits.topk(min(top_k, vocab)).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth_largest, float("-inf"))
-                chosen = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            idx = torch.cat((idx, chosen), dim=1)
-        return idx
+            if not caches or caches[0].length == window:
+                caches = [KVCache(min(T + max_new_tokens, window)) for _ in self.transformer.h]
+                new = idx[:, -window:]
+            logits = self.next_logits(new, caches)[:, :vocab].float()
+            new = draw(logits, temperature, top_k, top_p, generator)
+            idx = torch.cat((idx[:, -window:], new), dim=1)
+            yield new
+
+    def generate(self, idx: Tensor, *args, **kwargs) -> Tensor:
+        """idx (B, T) and all that `stream` continues it with, -> (B, T + max_new_tokens)."""
+        return torch.cat((idx, *self.stream(idx, *args, **kwargs)), dim=1)
+
+    def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
+        """idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches."""
+        positions = torch.arange(caches[0].length, caches[0].length + idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+        for block, cache in zip(self.transformer.h, caches):
+            x = block(x, cache)
+        return self.lm_head(self.transformer.ln_f(x[:, -1]))
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+    """One id per row of logits (B, vocab), as (B, 1); see GPT.stream."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+    probs = F.softmax(logits, dim=-1)
+    if top_p < 1:
+        descending, order = probs.sort(dim=-1, descending=True)
+        descending[descending.cumsum(dim=-1) - descending >= top_p] = 0  # those before it have top_p already
+        probs = torch.zeros_like(probs).scatter(1, order, descending)
+    return torch.multinomial(probs, 1, generator=generator)
 
 
 # -----------------------------------------------------------------------------

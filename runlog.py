@@ -6,6 +6,7 @@ is booked in the Ledger under one category, so evaluation, checkpoints and compi
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from model import GPTConfig, count_parameters, flops_per_token
 from tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
+SPIKE = 1.25  # a loss this many times its running mean is marked
 
 
 class Ledger:
@@ -90,7 +92,7 @@ class RunLog:
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
-        self.skips_in_a_row = 0
+        self.skips_in_a_row, self.mean_loss = 0, None
         if not config.eval_only:
             path = Path(config.out_dir) / "metrics.jsonl"
             if resumed_at is not None:
@@ -148,8 +150,16 @@ class RunLog:
             f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {last.tokens / self.train_tokens:.2f}, "
             f"mem {'n/a' if mem_gib is None else f'{mem_gib:.1f}GiB'}, eta {duration(self.eta(step_seconds))}")  # fmt: skip
         self.record("step", **values)
+        self.mark_spike(last.iter_num, values["loss"])
         self.results.clear()
         self.logged = dict(seconds)
+
+    def mark_spike(self, iter_num: int, loss: float) -> None:
+        """Warn of a loss far above the running mean of the lines before; one that is not finite is not taken into it."""
+        if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
+            self.warn(iter_num, f"iter {iter_num}: loss spike, {loss:.4f} after a running mean of {self.mean_loss:.4f}")
+        if math.isfinite(loss):
+            self.mean_loss = loss if self.mean_loss is None else 0.9 * self.mean_loss + 0.1 * loss
 
     def eta(self, step_seconds: float) -> float:
         """Seconds to the end: the iterations left, and the evaluations and checkpoints left at their mean price so far."""

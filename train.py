@@ -34,6 +34,7 @@ from dataloader import PREPARED_ON_DEMAND, TrainBatches, check_dataset, dataset_
 from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
 from runlog import IterationResult, Ledger, RunLog, say
+from start import Start
 from tokenizer import Tokenizer
 
 # -----------------------------------------------------------------------------
@@ -135,36 +136,40 @@ class Progress:
 
 
 class Run:
-    """Everything one training run holds. `state` is the checkpoint it goes on from, None for a new run."""
+    """Everything one training run holds."""
 
-    def __init__(self, config: Config, state: dict | None):
+    def __init__(self, config: Config, start: Start):
         self.config, self.out_dir = config, Path(config.out_dir)
         self.ledger, self.signals = Ledger(BEGAN), Signals()
         self.hw = hardware.set_up(config)
         self.data = open_dataset(config.dataset)
-        if state and state["data_fingerprint"] != self.data.fingerprint:
+        if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
             raise UserError(f"dataset: {self.data.folder} is not what the checkpoint was trained on, or has changed since")
+        if start.saved and start.saved["vocab"] < self.data.vocab:
+            known = start.saved["vocab"]
+            raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
         torch.manual_seed(config.seed)
-        self.model_config = model_config(config, self.data.vocab)
+        self.model_config = model_config(config, self.data.vocab, start.saved)
         self.model = GPT(self.model_config).to(self.hw.device)
         self.step_model = torch.compile(self.model) if config.compile else self.model
         self.optimizer = build_optimizer(self.model, config)
         self.scaler = self.hw.grad_scaler()
         self.progress = Progress(lr_horizon=config.lr_decay_iters or config.max_iters)
-        if state:
-            self.restore(state)
+        if start.saved:
+            self.model.load_state_dict(start.saved["model"])
+        if start.resumed:
+            self.restore(start.resumed)
         self.batches = TrainBatches(self.data, config, self.hw.device, consumed=self.progress.sequences)
         self.timed_batches = self.ledger.book_waits(self.batches)
         self.rng = hardware.get_rng_state(self.hw.device)  # as of the last whole iteration
-        self.saved_at = self.progress.iter_num if state else None
+        self.saved_at = self.progress.iter_num if start.resumed else None
         if not config.eval_only:
-            checkpoint.make_out_dir(self.out_dir, fresh=state is None)
+            checkpoint.make_out_dir(self.out_dir, fresh=start.resumed is None)
         self.log = RunLog(config, self.ledger, self.hw, resumed_at=self.saved_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
 
     def restore(self, state: dict) -> None:
-        """Take over all that a checkpoint holds, except hyper-parameters: those are the config's."""
-        self.model.load_state_dict(state["model"])
+        """Take over what a checkpoint holds besides weights, except hyper-parameters: those are the config's."""
         hyper_parameters = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, hyper_parameters):
@@ -319,9 +324,10 @@ class Run:
         self.log.checkpoint(p.iter_num, path, size, self.ledger.clock() - began)
 
 
-def model_config(config: Config, vocab: int) -> GPTConfig:
+def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
+    """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
     names = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
-    vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
+    vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
     return GPTConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in names})
 
 
@@ -349,12 +355,12 @@ def prepare_on_demand(config: Config) -> None:
 
 
 def main(argv: list[str]) -> int:
-    start = checkpoint.Start()
+    start = Start()
     config = load_config(argv, checks=(start.find, hardware.check_device, check_dataset))
     if start.finished(config):
         return 0
     prepare_on_demand(config)
-    run = Run(config, start.state)
+    run = Run(config, start)
     try:
         reason = run.loop()
     except Interrupted:

@@ -8,7 +8,7 @@ init_from = 'auto' # the same command starts the run and goes on after a stop
 # 8 * 1024 tokens at once, 64 times: 524,288 per iteration, GPT-3's for this size
 batch_size = 8 # modelled: 7.3 GB compiled, 11.4 GB eager; 12 would need 9.5 GB
 block_size = 1024
-tokens_per_iter = 524288 # so another batch_size changes the accumulation and nothing else
+gradient_accumulation_steps = 64 # 8 * 1024 * 64 = 524,288 tokens per iteration
 
 # GPT-2 small; widths, head size 64 and the vocabulary padded to 50,304 fill whole tensor-core tiles
 n_layer = 12

@@ -5,7 +5,7 @@ dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
 batch_size = 16 # modelled: 11.7 GB compiled; 32 would need 20.5 GB, close to full beside a desktop
-tokens_per_iter = 524288
+gradient_accumulation_steps = 32 # 16 * 1024 * 32 = 524,288 tokens per iteration
 
 warmup_iters = 715
 max_iters = 19073 # 10.0B tokens, one epoch of sample-10BT; the classic GPT-2 recipe: config/gpt124m_4070.py says why

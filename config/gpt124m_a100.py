@@ -5,7 +5,7 @@ dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
 batch_size = 32 # modelled: 20.5 GB compiled; 64 would need 38.1 GB, for the 80 GB card
-tokens_per_iter = 524288
+gradient_accumulation_steps = 16 # 32 * 1024 * 16 = 524,288 tokens per iteration
 
 warmup_iters = 715
 max_iters = 19073 # 10.0B tokens, one epoch of sample-10BT; the classic GPT-2 recipe: config/gpt124m_4070.py says why

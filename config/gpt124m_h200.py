@@ -5,7 +5,7 @@ dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
 batch_size = 64 # modelled: 38.1 GB compiled
-tokens_per_iter = 524288
+gradient_accumulation_steps = 8 # 64 * 1024 * 8 = 524,288 tokens per iteration
 
 warmup_iters = 715
 max_iters = 19073 # 10.0B tokens, one epoch of sample-10BT; the classic GPT-2 recipe: config/gpt124m_4070.py says why

@@ -6,7 +6,7 @@ dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
 batch_size = 8 # modelled: 7.3 GB compiled, 11.4 GB eager
-tokens_per_iter = 524288
+gradient_accumulation_steps = 64 # 8 * 1024 * 64 = 524,288 tokens per iteration
 
 warmup_iters = 715
 max_iters = 19073 # 10.0B tokens, one epoch of sample-10BT; the classic GPT-2 recipe: config/gpt124m_4070.py says why

@@ -7,7 +7,7 @@ init_from = 'auto'
 # 16 * 1024 tokens at once, 32 times
 batch_size = 16 # modelled: 7.4 GB compiled
 block_size = 1024
-tokens_per_iter = 524288
+gradient_accumulation_steps = 32 # 16 * 1024 * 32 = 524,288 tokens per iteration
 
 n_layer = 12
 n_head = 6 # heads of 64

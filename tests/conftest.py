@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from configurator import run_main
 from dataloader import write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,21 @@ def run_process(*arguments: str, cwd: Path = ROOT, **environment: str) -> tuple[
     process = start_process(*arguments, cwd=cwd, **environment)
     stdout, stderr = process.communicate(timeout=300)
     return process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """A script's main(argv) as from the command line, in this process: (exit code, stdout, lines of stderr)."""
+
+    def run(main, *arguments) -> tuple[int, str, list[str]]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            run_main(main)
+        output = capsys.readouterr()
+        return exit.value.code, output.out, output.err.splitlines()
+
+    return run
 
 
 def records(out_dir: Path, kind: str | None = None) -> list[dict]:

@@ -80,7 +80,7 @@ def test_pauses_are_those_that_train_makes(n, evals, saves, dataset, tmp_path):
 
 
 def test_plan_says_what_fits(tmp_path, capsys):
-    p = run(tmp_path, "plan", GPT124M, "--gpu=4070", "--batch_size=32")
+    p = run(tmp_path, "plan", GPT124M, "--gpu=4070", "--batch_size=32", "--gradient_accumulation_steps=16")
     assert p["fits"] is False and p["batch_size_that_fits"] == 16
     assert "DOES NOT FIT into 11.4 GiB; the largest that does: --batch_size=16 --gradient_accumulation_steps=32" in (
         capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_every_key_has_a_meaning_and_help_lists_it():
 
 
 def test_configurator_prints_the_resolved_configuration(tmp_path):
-    code, out, _ = run_process("configurator.py", "config/gpt124m_4070.py", "--batch_size=4")
+    code, out, _ = run_process("configurator.py", "config/gpt124m_4070.py", "--batch_size=4", "--tokens_per_iter=524288")
     assert code == 0
     config = load_config([write(tmp_path, out)])
     assert config.gradient_accumulation_steps == 128 and config.batch_size == 4

@@ -136,6 +136,19 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
         log.steps(Batches())
 
 
+def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
+    """nanoGPT #137, #468, #524, #554: explosions that nobody notices for hours."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    for it, loss in enumerate([3.1, 3.0, 3.2, 2.9, 4.5, 3.0]):
+        log.ledger.switch("steps")
+        clock.sleep(1)
+        log.ledger.switch("other")
+        log.add(result(it, loss=loss))
+        log.steps(Batches())
+    err = capsys.readouterr().err
+    assert err.count("loss spike") == 1 and "iter 4: loss spike, 4.5000" in err
+
+
 def test_a_resumed_log_reads_as_one_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [dict(kind="start", iter=0)]

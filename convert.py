@@ -1,0 +1,308 @@
+"""
+Weights in and out: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's own.
+
+    python convert.py hf-to-ckpt DIR OUT.pt            a folder with config.json and model.safetensors, or gpt2 .. gpt2-xl
+    python convert.py ckpt-to-hf CKPT DIR              for AutoModelForCausalLM, AutoTokenizer and evaluation harnesses
+    python convert.py nanogpt-to-ckpt IN.pt OUT.pt     nanoGPT's ckpt.pt
+
+CKPT is a checkpoint or the out_dir of a run. Train on from a converted file with --init_from=OUT.pt, sample from it
+with sample.py --init_from=OUT.pt. Nothing in a file that is read here is ever executed.
+"""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+from configurator import UserError, run_main
+from dataloader import dataset_folder
+from model import GPT, GPTConfig, count_parameters
+from tokenizer import GPT2_VOCAB, read_meta
+
+HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+# Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# config.json's sizes with GPT-2's values, which may be left out there, and what else it may say of a model.py model.
+GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
+GPT2_ONLY = dict(
+    n_inner=(None,), activation_function=("gelu_new", "gelu_pytorch_tanh"), layer_norm_epsilon=(1e-5,),
+    scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
+)  # fmt: skip
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # OpenAI's, those tiktoken reads
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
+    """
+    What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face folder, a checkpoint of
+    this program or of nanoGPT, or a run's out_dir. Returns `model` (float32 weights under the names of model.py),
+    `model_config`, and `vocab` before padding; cropped to `block_size` where that is given. The vocabulary is not padded
+    further: new rows would take part in every softmax. Raises UserError.
+    """
+    state = read_weights(name_or_path)
+    config, weights = GPTConfig(**state["model_config"]), state["model"]
+    if block_size is not None:
+        config, weights = crop_block_size(config, weights, block_size)
+    return dict(model=weights, model_config=asdict(config), vocab=state["vocab"])
+
+
+def read_weights(name_or_path: str) -> dict:
+    """As load_pretrained, but in a checkpoint's terms: a dict of `model`, `model_config`, `vocab` and `tokenizer`."""
+    path = Path(name_or_path)
+    if name_or_path in HUB_NAMES and not path.exists():
+        path = fetch(name_or_path)
+    if path.is_file():
+        return read_checkpoint(path)
+    if (path / "config.json").is_file():
+        return read_hf(path)
+    if (path / "ckpt.pt").is_file():
+        return read_checkpoint(path / "ckpt.pt")
+    if path.is_dir() and (state := checkpoint.load_newest(path)):
+        return state
+    what = "holds neither config.json nor a checkpoint" if path.is_dir() else "no such file or folder"
+    raise UserError(f"{path}: {what}; give one of {', '.join(HUB_NAMES)}, a Hugging Face folder, a checkpoint or an out_dir")
+
+
+def crop_block_size(config: GPTConfig, weights: dict[str, Tensor], block_size: int) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The same model for a shorter context: the first block_size position embeddings. Raises UserError for a longer one."""
+    if block_size > config.block_size:
+        raise UserError(f"block_size: {block_size}, but the pretrained model has {config.block_size} positions; "
+                        f"--block_size={config.block_size} or less")  # fmt: skip
+    positions = weights["transformer.wpe.weight"][:block_size].clone()
+    return GPTConfig(**asdict(config) | {"block_size": block_size}), weights | {"transformer.wpe.weight": positions}
+
+
+def fetch(name: str) -> Path:
+    """The local folder of one of OpenAI's models, downloaded from the hub where it is not there yet."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        paths = [hf_hub_download(f"openai-community/{name}", file) for file in ("config.json", "model.safetensors")]
+    except Exception as error:  # whatever the network throws
+        raise UserError(f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); go online once, "
+                        "or give a folder that holds its config.json and model.safetensors") from None  # fmt: skip
+    return Path(paths[0]).parent
+
+
+def read_hf(folder: Path) -> dict:
+    """A Hugging Face GPT-2: config.json and model.safetensors, whole or in shards."""
+    hf = read_json(folder / "config.json")
+    if hf.get("model_type") != "gpt2":
+        raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}; only gpt2 can be converted")
+    sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
+    if hf.get("n_inner") == 4 * sizes["n_embd"]:
+        del hf["n_inner"]
+    problems = [f"{folder / 'config.json'}: {key} is {hf[key]!r}; only GPT-2's {allowed[0]!r} can be converted"
+                for key, allowed in GPT2_ONLY.items() if hf.get(key, allowed[0]) not in allowed]  # fmt: skip
+    problems += [f"{folder / 'config.json'}: {key} is {value!r}, not a size"
+                 for key, value in sizes.items() if type(value) is not int or value < 1]  # fmt: skip
+    if problems:
+        raise UserError(*problems)
+    config = GPTConfig(block_size=sizes.pop("n_positions"), tie_weights=hf.get("tie_word_embeddings", True), **sizes)
+    weights = {}
+    for name, tensor in read_safetensors(folder).items():
+        name = name.removeprefix("transformer.")
+        if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks that older versions stored
+            continue
+        tensor = tensor.float()
+        name = name if name == "lm_head.weight" else f"transformer.{name}"
+        weights[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+    if config.tie_weights and "transformer.wte.weight" in weights:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    check_weights(config, weights, folder)
+    vocab, tokenizer = gpt2_vocabulary(config.vocab_size) or (config.vocab_size, hf.get("tokenizer_spec", dict(kind="unknown")))
+    return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+
+
+def read_safetensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file():
+        files = sorted({Path(file).name for file in read_json(index)["weight_map"].values()})
+    weights = {}
+    for file in files:
+        try:
+            weights |= load_file(folder / file)
+        except FileNotFoundError:
+            raise UserError(f"{folder}: has no {file}; save the model again with transformers' save_pretrained") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{folder / file}: damaged or cut short ({error}); get it again") from None
+    return weights
+
+
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint file of this program or of nanoGPT."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise anything
+        reason = str(error).strip().partition("\n")[0][:120]
+        raise UserError(f"{path}: damaged, cut short or not a plain checkpoint ({reason}); give another") from None
+    if isinstance(state, dict) and "model_config" in state:
+        return checkpoint.load(path)  # once more: it checks the checksum
+    if isinstance(state, dict) and {"model", "model_args"} <= state.keys():
+        return convert_nanogpt(state, path)
+    raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
+
+
+def convert_nanogpt(state: dict, path: Path) -> dict:
+    """nanoGPT's state in this program's terms. Compiled models have a prefix, old ones carry their causal masks."""
+    names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+    config = GPTConfig(**{name: value for name, value in state["model_args"].items() if name in names})
+    weights = {name.removeprefix("_orig_mod."): tensor.float() for name, tensor in state["model"].items()}
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(".attn.bias")}
+    check_weights(config, weights, path)
+    vocab, tokenizer = gpt2_vocabulary(config.vocab_size) or (config.vocab_size, dict(kind="unknown"))
+    meta_path = dataset_folder(state.get("config", {}).get("dataset", "")) / "meta.pkl"
+    if tokenizer["kind"] == "unknown" and meta_path.is_file():
+        itos = read_meta(meta_path).get("itos", {})
+        if len(itos) == vocab:
+            tokenizer = dict(kind="char", itos=[itos[i] for i in range(vocab)])
+    return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+
+
+def gpt2_vocabulary(vocab_size: int) -> tuple[int, dict] | None:
+    """GPT-2's vocabulary and tokenizer, where a table of this size means them: 50257, or that padded to 50304."""
+    return (GPT2_VOCAB, dict(kind="gpt2")) if vocab_size in (GPT2_VOCAB, 50304) else None
+
+
+def check_weights(config: GPTConfig, weights: dict[str, Tensor], path: Path) -> None:
+    """Raise UserError where the weights are not those of a model of this configuration."""
+    with torch.device("meta"):  # shapes without memory
+        expected = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
+    problems = [f"{path}: has no {name}" for name in expected.keys() - weights.keys()]
+    problems += [f"{path}: has {name}, which GPT-2 has not" for name in weights.keys() - expected.keys()]
+    problems += [f"{path}: {name} is {tuple(weights[name].shape)}, its configuration asks for {tuple(expected[name])}"
+                 for name in expected.keys() & weights.keys() if weights[name].shape != expected[name]]  # fmt: skip
+    if problems:
+        raise UserError(sorted(problems)[0] + (f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""))
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); get it again") from None
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+
+def write_hf(state: dict, folder: Path) -> None:
+    """The model as GPT2LMHeadModel, in float32: biases it has not are zeros, and the vocabulary's padding is cut off."""
+    from safetensors.torch import save_file
+
+    config, vocab, tokenizer = GPTConfig(**state["model_config"]), state["vocab"], state["tokenizer"]
+    weights = {}
+    for name, tensor in state["model"].items():
+        if name.endswith(("wte.weight", "lm_head.weight")):
+            tensor = tensor[:vocab]
+        if name == "lm_head.weight" and config.tie_weights:
+            continue
+        weights[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor.contiguous()
+    if not config.bias:
+        for name, tensor in list(weights.items()):
+            if not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight")):
+                weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
+    eot = vocab - 1 if tokenizer["kind"] == "gpt2" else 0 if tokenizer["kind"] == "byte" else None
+    hf = dict(
+        architectures=["GPT2LMHeadModel"], model_type="gpt2", dtype="float32", tokenizer_spec=tokenizer,
+        bos_token_id=eot, eos_token_id=eot, vocab_size=vocab, n_positions=config.block_size,
+        n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head, tie_word_embeddings=config.tie_weights,
+        resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=config.dropout,
+        **{key: allowed[0] for key, allowed in GPT2_ONLY.items()},
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:  # an earlier model's
+        (folder / name).unlink(missing_ok=True)
+    temporary = folder / "model.safetensors.tmp"
+    save_file(weights, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+
+
+def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
+    """GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or gets; False where it cannot."""
+    from tiktoken.load import read_file_cached
+
+    try:
+        vocab, merges = (read_file_cached(GPT2_FILES + name) for name in ("encoder.json", "vocab.bpe"))
+    except Exception:  # whatever the network throws
+        return False
+    end = "<|endoftext|>"
+    settings = dict(tokenizer_class="GPT2Tokenizer", bos_token=end, eos_token=end, unk_token=end,
+                    add_prefix_space=False, model_max_length=block_size)  # fmt: skip
+    for name, content in zip(TOKENIZER_FILES, (vocab, merges, json.dumps(settings, indent=2).encode())):
+        (folder / name).write_bytes(content)
+    return True
+
+
+# -----------------------------------------------------------------------------
+
+
+def write_checkpoint(state: dict, path: Path) -> None:
+    if path.exists() or path.suffix != ".pt":
+        raise UserError(f"{path}: {'exists' if path.exists() else 'must end with .pt'}; choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(state, path)
+    parameters, _ = count_parameters(GPTConfig(**state["model_config"]))
+    print(f"{path}: {parameters / 1e6:.2f}M parameters, vocabulary {state['vocab']}, tokenizer {state['tokenizer']['kind']}; "
+          f"train on from it or sample with --init_from={path}")  # fmt: skip
+    if state["tokenizer"]["kind"] == "unknown":
+        print("tokenizer: not known from the files, so the model trains but sample.py cannot turn its output into text")
+
+
+def hf_to_ckpt(source: str, out: str) -> None:
+    path = fetch(source) if source in HUB_NAMES and not Path(source).exists() else Path(source)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: holds no config.json; give a Hugging Face folder or one of {', '.join(HUB_NAMES)}")
+    write_checkpoint(read_hf(path), Path(out))
+
+
+def nanogpt_to_ckpt(source: str, out: str) -> None:
+    write_checkpoint(read_weights(source), Path(out))
+    print("note: nanoGPT computes the exact GELU, this program GPT-2's tanh form of it: logits differ by up to 1e-3")
+
+
+def ckpt_to_hf(source: str, out: str) -> None:
+    state, folder = read_weights(source), Path(out)
+    write_hf(state, folder)
+    kind = state["tokenizer"]["kind"]
+    if kind == "gpt2" and not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):
+        print("tokenizer: GPT-2's files are not here and cannot be fetched; AutoTokenizer.from_pretrained('gpt2') is the same")
+    elif kind != "gpt2":
+        print(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
+    print(f"{folder}: GPT2LMHeadModel, vocabulary {state['vocab']}; load it with AutoModelForCausalLM.from_pretrained({out!r})")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Weights to and from Hugging Face's GPT-2 and nanoGPT.", allow_abbrev=False)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    for mode, run, source, out, text in (
+        ("hf-to-ckpt", hf_to_ckpt, "DIR", "OUT", "a Hugging Face folder, or gpt2 .. gpt2-xl, as a checkpoint"),
+        ("ckpt-to-hf", ckpt_to_hf, "CKPT", "DIR", "a checkpoint, or a run's newest, as a Hugging Face folder"),
+        ("nanogpt-to-ckpt", nanogpt_to_ckpt, "IN", "OUT", "nanoGPT's ckpt.pt as a checkpoint of this program"),
+    ):
+        sub = modes.add_parser(mode, help=text)
+        sub.add_argument("source", metavar=source)
+        sub.add_argument("out", metavar=out)
+        sub.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args.source, args.out)
+    except OSError as error:
+        raise UserError(f"{args.out}: cannot be written ({error.strerror or error}); choose another place") from None
+
+
+if __name__ == "__main__":
+    run_main(main)

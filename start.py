@@ -1,0 +1,84 @@
+"""
+Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere.
+"""
+
+from pathlib import Path
+
+from checkpoint import holds_run, load_newest
+from configurator import Config, UserError, config_values
+
+ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
+ROUNDING = ("device", "dtype", "compile", "flash", "tf32", "batch_size", "gradient_accumulation_steps")
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "seed")  # with these the weights and the order of the data stand
+
+
+class Start:
+    """
+    What init_from means. `resumed` is the checkpoint a run goes on from, `saved` that or weights trained elsewhere
+    (then it holds `model`, `model_config` and `vocab` alone); both None from scratch.
+    """
+
+    def __init__(self) -> None:
+        self.resumed: dict | None = None
+        self.saved: dict | None = None
+
+    def find(self, config: Config) -> list[str]:
+        """
+        Read what init_from names, let it set the keys that it decides, and list the files and flags that contradict
+        it: a check for load_config.
+        """
+        out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
+        problems = []
+        if holds_run(out_dir) and not (resuming or config.overwrite or config.eval_only):
+            problems.append(f"out_dir: {out_dir} holds another run; go on with it: --init_from=resume; or choose another: "
+                            f"--out_dir=...; or delete it: --overwrite=True")  # fmt: skip
+        try:
+            if resuming:
+                self.resumed = self.saved = load_newest(out_dir)
+            elif config.init_from != "scratch":
+                self.saved = read_pretrained(config)
+        except UserError as error:
+            return problems + error.problems
+        if self.resumed:
+            if "dataset" not in config.given:
+                config.dataset = self.resumed["config"]["dataset"]
+            return problems + adopt(self.resumed["config"], FIXED_ON_RESUME, config)
+        if self.saved:
+            return problems + adopt(self.saved["model_config"], ARCHITECTURE, config)
+        if config.init_from == "resume":
+            problems.append(f"init_from: {out_dir} holds no checkpoint to resume")
+        return problems
+
+    def finished(self, config: Config) -> bool:
+        """Whether there is nothing left to do; says so. Otherwise says which keys differ from the resumed checkpoint's."""
+        if self.resumed is None:
+            return False
+        progress, saved = self.resumed["progress"], self.resumed["config"]
+        if progress["iter_num"] >= config.max_iters and progress["evaluated_at"] >= 0 and not config.eval_only:
+            print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
+            return True
+        values = config_values(config)
+        changed = [name for name in values if saved.get(name, values[name]) != values[name]]
+        for name in changed:
+            print(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})", flush=True)
+        if rounding := [name for name in changed if name in ROUNDING]:
+            print(f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run")
+        return False
+
+
+def read_pretrained(config: Config) -> dict:
+    from convert import load_pretrained  # rarely needed, and it needs safetensors
+
+    block_size = config.block_size if "block_size" in config.given else None
+    return load_pretrained(config.init_from, block_size)
+
+
+def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
+    """Set these keys to the saved values; list those that a file or flag has set to something else."""
+    problems = []
+    for name in names:
+        if name in config.given and getattr(config, name) != saved[name]:
+            problems.append(f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of what init_from="
+                            f"{config.init_from} reads; leave it out")  # fmt: skip
+        setattr(config, name, saved[name])
+    return problems

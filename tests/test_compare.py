@@ -1,0 +1,277 @@
+"""compare.py says what can be worked out by hand from the same records and logs, and its pictures never stop a run."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import records, run_here, run_process
+
+import compare
+
+NANOGPT_LOG = """\
+Overriding config with config/train_4070.py:
+# what was run on the card
+out_dir = 'out-{n_embd}'
+dataset = 'fineweb'
+batch_size = {batch_size} # micro-batch
+block_size = 1024
+gradient_accumulation_steps = {accum}
+n_layer = 12
+n_head = 12
+n_embd = {n_embd}
+learning_rate = {lr}
+eval_interval = 500
+log_interval = 100
+
+tokens per iteration will be: 524,288
+Initializing a new model from scratch
+defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)
+number of parameters: {millions}M
+compiling the model... (takes a ~minute)
+step 0: train loss 10.9852, val loss 10.9861
+iter 0: loss 10.9853, time 32145.33ms, mfu -100.00%
+iter 100: loss 7.1003, time {early:.2f}ms, mfu {mfu:.2f}%
+iter 200: loss 6.5101, time {late:.2f}ms, mfu {mfu:.2f}%
+step 500: train loss 5.5101, val loss {val_500}
+saving checkpoint to out-{n_embd}
+iter 500: loss 5.5021, time {evaluated:.2f}ms, mfu {spoilt:.2f}%
+iter 800: loss 4.8213, time {usual:.2f}ms, mfu {mfu:.2f}%
+"""
+
+
+def write_notes_logs(folder: Path) -> list[Path]:
+    """The two runs of the users' note: 16 x 32 at n_embd 384, then 8 x 64 at 768, on an RTX 4070."""
+    paths = []
+    for name, usual, mfu, values in (
+        ("old", 3900, 12.93, dict(batch_size=16, accum=32, n_embd=384, lr="1e-3", millions="40.56", val_500="5.5328")),
+        ("new", 9340, 15.38, dict(batch_size=8, accum=64, n_embd=768, lr="3e-4", millions="123.59", val_500="5.5194")),
+    ):
+        paths.append(folder / f"{name}.log")
+        paths[-1].write_text(NANOGPT_LOG.format(
+            usual=usual, early=usual - 10, late=usual + 10, evaluated=usual + 20000, mfu=mfu, spoilt=mfu - 1, **values,
+        ))  # fmt: skip
+    return paths
+
+
+def write_run(folder: Path, step_ms: float, val_losses: dict[int, float], tokens_per_iter: int = 1000, **config) -> Path:
+    """A finished run: a record for every iteration, evaluations of 2 s, a checkpoint of 1 s with each but the first."""
+    folder.mkdir()
+    config = dict(dataset="d", eval_tokens=4096, learning_rate=1e-3) | config
+    lines = [dict(kind="start", iter=0, config=config, parameters=5000, device="card", dtype="bfloat16", peak_tflops=1.0,
+                  flops_per_token=1000, tokens_per_iter=tokens_per_iter)]  # fmt: skip
+    for it in range(max(val_losses) + 1):
+        if it in val_losses:
+            lines.append(dict(kind="eval", iter=it, train_loss=val_losses[it], val_loss=val_losses[it], seconds=2.0))
+        if it in val_losses and it > 0:
+            lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1.0))
+        if it < max(val_losses):
+            lines.append(dict(kind="step", iter=it, tokens=it * tokens_per_iter, loss=4.0, step_ms=step_ms,
+                              tokens_per_sec=tokens_per_iter / step_ms * 1e3, mfu=0.5))  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def row(table: str, label: str) -> str:
+    return next(line for line in table.splitlines() if line.startswith(label))
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", content[16:24])
+
+
+def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
+    old, new = write_notes_logs(tmp_path)
+    code, out, err = run_process("compare.py", str(old), str(new), "--gpu=4070", f"--json={tmp_path / 'table.json'}",
+                                 f"--png={tmp_path / 'both.png'}")  # fmt: skip
+    assert code == 0, err
+    table = json.loads((tmp_path / "table.json").read_text())
+    for name, tokens_per_sec, mfu in (("old", 134_433, 0.692), ("new", 56_134, 0.823)):
+        # by hand: 524288 / 3.9 s; 300.0 and 854.8 MFLOP/token over 58.3 TFLOP/s (the note said 12.9 % and 15.4 %)
+        assert round(table["runs"][name]["tokens_per_sec"]) == tokens_per_sec
+        assert round(table["runs"][name]["mfu"], 3) == mfu
+    assert table["verdicts"]["tokens_per_sec"] == "old 2.39x faster"
+    assert table["verdicts"]["val_loss_at_equal_iter"] == "new 0.0134 lower"
+    assert table["runs"]["old"]["config/batch_size"] == 16 and table["runs"]["new"]["config/batch_size"] == 8
+    assert "134,433" in out and "56,134" in out and "69.2%" in out and "82.3%" in out
+    assert min(png_size(tmp_path / "both.png")) > 400
+
+
+def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
+    old, _ = write_notes_logs(tmp_path)
+    script(compare.main, old, f"--json={tmp_path / 'table.json'}", f"--png={tmp_path / 'x.png'}")
+    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["old"]
+    assert figures["step_ms_p95"] < 3911  # 23,900 and 32,145 are evaluation and compilation
+    assert figures["pause_share"] == pytest.approx(20 / (20 + 801 * 3.9), rel=1e-3)
+    assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
+
+
+def test_mfu_without_a_printed_configuration_comes_from_nanogpts_own(tmp_path, script):
+    log = tmp_path / "pasted.log"
+    log.write_text("tokens per iteration will be: 524,288\niter 100: loss 7.1, time 3900.00ms, mfu 12.93%\n"
+                   "iter 200: loss 6.5, time 3900.00ms, mfu 12.93%\n")  # fmt: skip
+    script(compare.main, log, "--gpu=4070", f"--json={tmp_path / 'table.json'}")
+    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["pasted"]
+    assert figures["mfu"] == pytest.approx(0.1293 * 312 / 58.3)  # the same FLOP/s over the card's own peak
+
+
+def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
+    a = write_run(tmp_path / "a", 36_000, {0: 8.0, 50: 4.0, 100: 3.0}, learning_rate=1e-3)
+    b = write_run(tmp_path / "b", 72_000, {0: 8.0, 40: 4.0, 80: 2.5}, tokens_per_iter=2000, learning_rate=2e-3)
+    code, _, err = script(compare.main, a, b, "--loss=4", f"--json={tmp_path / 'table.json'}")
+    table = json.loads((tmp_path / "table.json").read_text())
+    of_a, of_b = table["runs"]["a"], table["runs"]["b"]
+    assert (code, err) == (0, [])
+    assert (of_a["config/learning_rate"], of_b["config/learning_rate"]) == (1e-3, 2e-3)
+    assert (of_a["tokens"], of_b["tokens"]) == (100_000, 160_000)
+    # 100 iterations of 36 s, 3 evaluations of 2 s, 2 checkpoints of 1 s
+    assert of_a["hours"] == pytest.approx((3600 + 6 + 2) / 3600)
+    assert of_a["pause_share"] == pytest.approx(8 / 3608)
+    # no iteration after 0 is evaluated in both: at 80, a is 3/5 of the way from 4.0 to 3.0
+    assert (of_a["val_loss_at_equal_iter"], of_b["val_loss_at_equal_iter"]) == (pytest.approx(3.4), 2.5)
+    # 100,000 tokens are b's iteration 50: 1/4 of the way from 4.0 to 2.5
+    assert (of_a["val_loss_at_equal_tokens"], of_b["val_loss_at_equal_tokens"]) == (3.0, pytest.approx(3.625))
+    # a's last evaluation ends after 3600 + 6 + 1 s; b's second after 2880 + 4 s, its third after 5760 + 7 s
+    between = (3607 - 2884) / (5767 - 2884)
+    assert of_b["val_loss_at_equal_hours"] == pytest.approx(4.0 - 1.5 * between)
+    assert (of_a["tokens_to_loss"], of_b["tokens_to_loss"]) == (50_000, 80_000)
+    assert (of_a["hours_to_loss"], of_b["hours_to_loss"]) == (pytest.approx(1804 / 3600), pytest.approx(2884 / 3600))
+    assert table["verdicts"]["step_ms_p50"] == "unequal tokens per iteration"
+    assert table["verdicts"]["tokens_to_loss"] == "a 1.60x less"
+
+
+def test_a_loss_difference_within_seed_noise_decides_nothing(tmp_path, script):
+    a, b = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.002}), write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0})
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "best val loss").endswith("too close to call (within 0.005)")
+
+
+def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 4: 5.0, 8: 4.0})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["iter"] > 4:
+            line["tokens"] = 4000 + (line["iter"] - 4) * 3000  # from iteration 4 on, 3000 tokens each
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert compare.read_run(run, None).eval["tokens"][:2].tolist() == [0, 4000]
+
+
+def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
+    out_dir = tmp_path / "run"
+    assert run_here(dataset, out_dir, max_iters=12, eval_interval=5, log_interval=3) == 0
+    drawn_in_training = png_size(out_dir / "loss.png")
+    (out_dir / "loss.png").unlink()
+    code, _, err = run_process("compare.py", str(out_dir), f"--json={tmp_path / 'table.json'}")
+    assert code == 0, err
+    assert png_size(out_dir / "loss.png") == drawn_in_training
+    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["run"]
+    steps = records(out_dir, "step")
+    covered = np.diff([record["iter"] for record in steps], prepend=-1)  # iterations each record is the mean of
+    seconds = sum(n * record["step_ms"] / 1e3 for n, record in zip(covered, steps))
+    assert figures["iterations"] == 12 and figures["tokens"] == 12 * 128
+    assert figures["tokens_per_sec"] == pytest.approx(12 * 128 / seconds, rel=1e-5)
+    assert figures["best_val_loss"] == min(record["val_loss"] for record in records(out_dir, "eval"))
+
+
+def test_unequal_datasets_and_evaluations_are_warned_of(tmp_path, script):
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset="other", eval_tokens=8192)
+    code, out, err = script(compare.main, a, b)
+    assert code == 0 and len(err) == 2
+    assert "a: d, b: other" in err[0] and "not comparable" in err[0]
+    assert "4,096" in err[1] and "8,192" in err[1]
+    assert row(out, "best val loss").endswith("unequal datasets")
+
+
+def test_a_killed_runs_torn_last_line_is_named_and_left_out(tmp_path, script):
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "step", "iter": 99, "tok')
+    code, out, err = script(compare.main, run)
+    assert code == 0 and len(err) == 1 and "cut short" in err[0]
+    assert row(out, "iterations").split() == ["iterations", "5"]
+
+
+def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
+    empty, wrong = tmp_path / "empty", tmp_path / "wrong.log"
+    empty.mkdir()
+    wrong.write_text("hello\n")
+    own = tmp_path / "own.log"
+    own.write_text("iter 100: loss 5.1234, time 168.20ms, mfu 41.20%, tok/s 134,433, lr 6.00e-04\n")
+    code, out, err = script(compare.main, empty, tmp_path / "nowhere", wrong, own)
+    assert (code, out) == (2, "")
+    assert [line.split(": ")[1] for line in err] == [str(p) for p in (empty, tmp_path / "nowhere", wrong, own)]
+    assert all(word in line for line, word in zip(err, ("metrics.jsonl", "No such file", "no iteration", "out_dir")))
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    (log,) = write_notes_logs(tmp_path)[:1]
+    for arguments, word in (
+        ([log, "--gpu=4711"], "4711"),
+        ([log, "--gpu=3080"], "10GB"),  # two cards of that name
+        ([run, f"--png={tmp_path / 'no' / 'where.png'}"], "where"),
+        ([run, f"--json={empty}"], "empty"),
+    ):
+        code, _, err = script(compare.main, *arguments)
+        assert code == 2 and len(err) == 1 and word in err[0], err
+    assert script(compare.main)[0] == 2
+    assert script(compare.main, run, "--pgn=x")[0] == 2
+
+
+def test_a_log_without_its_tokens_per_iteration_says_what_to_add(tmp_path, script):
+    log = tmp_path / "cut.log"
+    log.write_text("iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%\nstep 200: train loss 5.51, val loss 5.53\n")
+    code, out, err = script(compare.main, log)
+    assert code == 0 and len(err) == 1 and "tokens per iteration will be" in err[0]
+    assert row(out, "tok/s").split() == ["tok/s", "n/a"]
+
+
+ODD_RECORDS = [
+    "",
+    "{",
+    "[1]\n",
+    "\0\N{REPLACEMENT CHARACTER}",
+    '{"kind": "step"}\n',
+    '{"kind": "step", "iter": 0, "tokens": 0, "loss": NaN, "tokens_per_sec": "x", "mfu": null}\n',
+    '{"kind": "eval", "iter": 0, "val_loss": Infinity}\n',
+    '{"kind": "eval", "iter": 0, "val_loss": 3, "train_loss": 3}\n{"kind": "ev',
+    '{"kind": "step", "iter": 0, "tokens": 0, "loss": 3, "tokens_per_sec": 0, "mfu": 0}\n',
+    '{"kind": "start", "iter": 0, "tokens_per_iter": "x", "parameters": "y", "config": 3}\n{"kind": "eval", "iter": 9}\n',
+]
+
+
+@pytest.mark.parametrize("content", ODD_RECORDS)
+def test_odd_records_never_stop_a_run(tmp_path, content, capsys):
+    (tmp_path / "metrics.jsonl").write_text(content)
+    png_size(compare.draw_run(tmp_path))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
+    write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    (tmp_path / "a" / "loss.png").mkdir()
+    compare.draw_run(tmp_path / "a")
+    assert "not drawn" in capsys.readouterr().err
+
+
+def test_a_picture_thins_out_but_keeps_the_extremes():
+    x, y = np.arange(100_000.0), np.zeros(100_000)
+    y[54_321], y[77_777] = 9.0, math.nan
+    at, mean, low, high = compare.thin_out(x, y)
+    assert len(at) == compare.PICTURE_POINTS and high.max() == 9.0 and low.min() == 0.0
+    assert abs(at[high.argmax()] - 54_321) < 100_000 / compare.PICTURE_POINTS
+
+
+def test_a_name_typed_by_a_person_finds_the_card():
+    from configurator import UserError
+    from gpus import resolve_gpu
+
+    for typed, name in (("4070", "NVIDIA GeForce RTX 4070"), ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER"),
+                        ("NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 4070"), ("T4", "Tesla T4")):  # fmt: skip
+        assert resolve_gpu(typed)["name"].split("|")[0] == name
+    assert float(resolve_gpu("3080 10GB")["bf16_tflops"]) != float(resolve_gpu("3080 12GB")["bf16_tflops"])
+    for typed in ("3080", "H100", "geforce", "", "4711"):
+        with pytest.raises(UserError):
+            resolve_gpu(typed)

@@ -1,0 +1,182 @@
+"""What nanoGPT's users bring along: config files, data folders, checkpoints, and GPT-2's weights to fine-tune."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from conftest import records, run_here
+
+import train
+from configurator import UserError, load_config
+
+# nanoGPT's config files use these forms: products, imports, strings made at run time, comments after values.
+FILES = {
+    "train_gpt2": """
+wandb_log = True
+wandb_project = 'owt'
+wandb_run_name='gpt2-124M'
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 5 * 8
+max_iters = 600000
+lr_decay_iters = 600000
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+weight_decay = 1e-1
+""",
+    "train_shakespeare_char": """
+out_dir = 'out-shakespeare-char'
+eval_interval = 250
+eval_iters = 200
+log_interval = 10
+always_save_checkpoint = False
+wandb_log = False
+wandb_project = 'shakespeare-char'
+wandb_run_name = 'mini-gpt'
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 1
+batch_size = 64
+block_size = 256
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3
+max_iters = 5000
+lr_decay_iters = 5000
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 100
+""",
+    "finetune_shakespeare": """
+import time
+out_dir = 'out-shakespeare'
+eval_interval = 5
+eval_iters = 40
+wandb_log = False
+wandb_project = 'shakespeare'
+wandb_run_name = 'ft-' + str(time.time())
+dataset = 'shakespeare'
+init_from = 'gpt2-xl'
+always_save_checkpoint = False
+batch_size = 1
+gradient_accumulation_steps = 32
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+""",
+    "eval_gpt2": """
+batch_size = 8
+eval_iters = 500
+eval_only = True
+wandb_log = False
+init_from = 'gpt2'
+""",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_files_run_unchanged(name, tmp_path):
+    path = tmp_path / f"{name}.py"
+    path.write_text(FILES[name])
+    config = load_config([str(path)])
+    if name == "train_gpt2":
+        assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
+        assert train.get_lr(300_000, config, config.lr_decay_iters) == pytest.approx(3.3e-4, rel=0.01)
+
+
+def test_keys_keep_nanogpts_defaults():
+    config = load_config([])
+    assert (config.batch_size, config.block_size, config.gradient_accumulation_steps) == (12, 1024, 40)
+    assert (config.learning_rate, config.min_lr, config.warmup_iters, config.max_iters) == (6e-4, 6e-5, 2000, 600000)
+    assert (config.beta1, config.beta2, config.weight_decay, config.grad_clip) == (0.9, 0.95, 0.1, 1.0)
+    assert (config.eval_interval, config.eval_iters, config.log_interval) == (2000, 200, 1)
+    assert (config.n_layer, config.n_head, config.n_embd, config.dropout, config.bias) == (12, 12, 768, 0.0, False)
+
+
+@pytest.fixture
+def char_dataset(tmp_path):
+    """data/shakespeare_char as nanoGPT prepares it: headerless files and a pickled table."""
+    folder = tmp_path / "data" / "shakespeare_char"
+    folder.mkdir(parents=True)
+    text = "to be or not to be, that is the question:\n" * 60
+    chars = sorted(set(text))
+    ids = np.array([chars.index(c) for c in text], dtype=np.uint16)
+    ids[:2000].tofile(folder / "train.bin")
+    ids[2000:].tofile(folder / "val.bin")
+    table = dict(vocab_size=len(chars), itos=dict(enumerate(chars)), stoi={c: i for i, c in enumerate(chars)})
+    with open(folder / "meta.pkl", "wb") as file:
+        pickle.dump(table, file)
+    return folder
+
+
+def test_the_character_run_of_its_readme(char_dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.py").write_text(FILES["train_shakespeare_char"])
+    small = "--n_layer=1 --n_embd=48 --block_size=32 --batch_size=8 --max_iters=30 --eval_interval=30 --eval_iters=4"
+    assert train.main(["c.py", *small.split(), "--device=cpu", "--compile=False", "--sample_tokens=40"]) == 0
+    out = capsys.readouterr().out
+    assert "vocabulary 16 -> 128" in out and "step 30:" in out
+    sample = out.rpartition("sample 30:\n")[2].partition("checkpoint")[0].strip("\n")
+    assert set(sample) <= set("to be or not to be, that is the question:\n")
+
+
+def hf_folder(tmp_path, **changes):
+    """A tiny GPT-2 as transformers writes it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    settings = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2) | changes
+    hf = GPT2LMHeadModel(GPT2Config(**settings)).eval()
+    hf.save_pretrained(tmp_path / "hf")
+    return hf, tmp_path / "hf"
+
+
+def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
+    """init_from a Hugging Face folder: the first validation loss is the one transformers computes on the same tokens."""
+    from dataloader import open_dataset
+
+    hf, folder = hf_folder(tmp_path)
+    options = dict(init_from=folder, max_iters=4, eval_tokens=512, learning_rate=1e-3, dropout=0.1)
+    assert run_here(dataset, tmp_path / "run", bias=True, **options) == 0
+    windows = open_dataset(str(dataset)).val.read_windows([16 * n for n in range(32)], 17)
+    block = torch.from_numpy(windows)
+    with torch.no_grad():
+        logits = hf(block[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten()).item()
+    evals = records(tmp_path / "run", "eval")
+    assert evals[0]["val_loss"] == pytest.approx(expected, abs=1e-5)
+    assert evals[-1]["val_loss"] < evals[0]["val_loss"]
+    saved = torch.load(tmp_path / "run/ckpt-00000004.pt", weights_only=True)
+    assert saved["model_config"]["vocab_size"] == 64 and saved["model_config"]["block_size"] == 16  # cropped from 32
+
+
+def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(dataset, tmp_path):
+    """GPT-2's 50257 are not padded to 50304 on the way."""
+    _, folder = hf_folder(tmp_path)
+    options = dict(n_layer=2, n_head=2, n_embd=32, bias=True)
+    run_here(dataset, tmp_path / "run", init_from=folder, max_iters=2, **options)
+    assert run_here(dataset, tmp_path / "run", init_from="resume", max_iters=4, **options) == 0
+
+
+def test_contradicting_the_pretrained_architecture_lists_the_differences(dataset, tmp_path):
+    _, folder = hf_folder(tmp_path)
+    with pytest.raises(UserError) as error:
+        run_here(dataset, tmp_path / "run", init_from=folder, n_layer=3, bias=False)
+    assert [p.partition(":")[0] for p in error.value.problems] == ["n_layer", "bias"]
+    with pytest.raises(UserError, match="block_size"):
+        run_here(dataset, tmp_path / "run", init_from=folder, block_size=64)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(dataset, tmp_path):
+    _, folder = hf_folder(tmp_path, vocab_size=40)
+    with pytest.raises(UserError, match="only 40"):
+        run_here(dataset, tmp_path / "run", init_from=folder, bias=True)
+
+
+def test_a_missing_pretrained_model_is_one_line(dataset, tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        run_here(dataset, tmp_path / "run", init_from=tmp_path / "nothing.pt")
