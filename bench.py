@@ -486,6 +486,121 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
 
 
 # -----------------------------------------------------------------------------
+# peer
+
+
+def peer(config: Config, options: dict) -> dict:
+    """
+    nanoGPT's model and this one in turn through the same train_step: same weights, batches, dtype, compile setting and
+    fused AdamW. Each lives in a process of its own, so that its memory is its own.
+    """
+    folder = Path(options["nanogpt"] or "")
+    if not options["nanogpt"] or not (folder / "model.py").is_file():
+        raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
+    if not (config.flash and config.tie_weights):
+        raise UserError("flash, tie_weights: nanoGPT always has both, so without them the work is not the same")
+    context, found, windows = multiprocessing.get_context("spawn"), {}, {"ours": [], "nanoGPT": []}
+    with tempfile.TemporaryDirectory() as shared, contextlib.ExitStack() as stack:
+        pipes = {}
+        for side in windows:
+            pipes[side], theirs = context.Pipe()
+            worker = context.Process(target=peer_side, args=(side, config, folder, Path(shared, "weights.pt"), theirs), daemon=True)
+            worker.start()
+            stack.callback(worker.terminate)
+            theirs.close()
+            found[side] = answer(pipes[side])
+        check_same_work(found)
+        iters = min(math.ceil(WINDOW_SECONDS / max(f["seconds"] for f in found.values())), 100)
+        for trial in tqdm(range(trials_of(options, 5)), desc="peer", disable=None):
+            for side in list(windows)[:: 1 if trial % 2 else -1]:
+                windows[side].append(ask(pipes[side], iters)["seconds"])
+        memory = {side: ask(pipes[side], 0)["memory"] for side in windows}
+    ratios = [theirs / ours for ours, theirs in zip(windows["ours"], windows["nanoGPT"])]
+    ratio, spread = statistics.median(ratios), [min(ratios), max(ratios)]
+    for side, seconds in windows.items():
+        rate = plan.tokens_per_iter(config) / statistics.median(seconds)
+        say(f"{side:<8} {rate:>9,.0f} tok/s, memory {memory[side]:.2f} GiB, first loss {found[side]['loss']:.4f}")
+    say(f"ours / nanoGPT: {ratio:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
+        f"{memory['ours'] / memory['nanoGPT']:.3f} x the memory")  # fmt: skip
+    return dict(seconds=windows, tokens_per_iter=plan.tokens_per_iter(config), speed_ratio=ratio, speed_ratio_range=spread,
+                memory_gib=memory, memory_ratio=memory["ours"] / memory["nanoGPT"], params=found["ours"]["params"],
+                first_loss={side: f["loss"] for side, f in found.items()}, machine=found["ours"]["machine"])  # fmt: skip
+
+
+def ask(pipe, iters: int) -> dict:
+    pipe.send(iters)
+    return answer(pipe)
+
+
+def answer(pipe) -> dict:
+    try:
+        reply = pipe.recv()
+    except EOFError:
+        raise RunError("a side of the comparison ended; its message stands above") from None
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def check_same_work(found: dict[str, dict]) -> None:
+    ours, theirs = found["ours"], found["nanoGPT"]
+    if ours["params"] != theirs["params"]:
+        raise UserError(f"nanogpt: other work: {theirs['params']:,} parameters there, {ours['params']:,} here")
+    if abs(ours["loss"] - theirs["loss"]) > SAME_LOSS:
+        raise UserError(f"nanogpt: other work: first loss {theirs['loss']:.4f} there, {ours['loss']:.4f} here")
+
+
+def peer_side(side: str, config: Config, folder: Path, weights: Path, pipe) -> None:
+    """One side, in its own process: answers with what it is, then times the windows it is asked for."""
+    try:
+        hw = hardware.set_up(config)
+        before = hw.peak_memory_gib() if hw.device.type == "cpu" else 0
+        with tempfile.TemporaryDirectory() as data, readable_errors(config):
+            trainee = build(config, hw, open_data(config, Path(data)))
+            if side == "ours":
+                torch.save(trainee.model.state_dict(), weights)
+            else:
+                trainee = nanogpt_trainee(trainee, folder, torch.load(weights, weights_only=True))
+            params = sum(p.numel() for p in trainee.model.parameters())
+            loss = trainee.step()[0].item()
+            reply = dict(params=params, loss=loss, seconds=trainee.timed(1), machine=machine(hw))
+            while True:
+                pipe.send(reply)
+                iters = pipe.recv()
+                reply = dict(seconds=trainee.timed(iters)) if iters else dict(memory=hw.peak_memory_gib() - before)
+    except (UserError, OutOfMemory) as error:
+        pipe.send(error)
+    except EOFError:  # the parent has gone
+        pass
+
+
+def nanogpt_trainee(ours: Trainee, folder: Path, weights: dict[str, Tensor]) -> Trainee:
+    """The same trainee with nanoGPT's model in it, and our weights in that. Raises UserError where they do not fit."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    c, names = ours.config, ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model = theirs.GPT(theirs.GPTConfig(**{name: getattr(ours.model.config, name) for name in names})).to(ours.hw.device)
+        model.load_state_dict(weights)
+        groups = model.configure_optimizers
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(f"nanogpt: other work: {str(error).strip().partition(chr(10))[0]}") from None
+    with contextlib.redirect_stdout(io.StringIO()):
+        groups = groups(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ours.hw.device.type).param_groups
+    groups = [dict(params=group["params"], weight_decay=group["weight_decay"]) for group in groups]
+    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=True)
+    compiled = torch.compile(model) if c.compile else model
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return compiled(x, y)[1]
+
+    forward.parameters = model.parameters
+    return replace(ours, model=model, step_model=forward, optimizer=optimizer)
+
+
+# -----------------------------------------------------------------------------
 # The command line
 
 NUMBERS = {"trials", "gpus", "iter_seconds", "dataset_tokens", "watts", "price_kwh"}
@@ -493,6 +608,7 @@ MODES = {
     "step": (step, ("trials", "profile")),
     "ladder": (ladder, ("trials", "png")),
     "sweep": (sweep, ("trials", "png", "write", "batch_sizes")),
+    "peer": (peer, ("trials", "nanogpt")),
     "plan": (plan.main, ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh")),
 }
 
