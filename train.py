@@ -292,7 +292,7 @@ class Run:
 
     def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
-        tokens = c.eval_tokens or c.eval_iters * c.batch_size * c.block_size
+        tokens = min(c.eval_tokens or c.eval_iters * c.batch_size * c.block_size, len(self.data.val))  # as many of each split
         batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count
