@@ -57,7 +57,7 @@ class Config:
     overwrite: bool = key(False, "start from scratch in an out_dir that holds another run, deleting that run's files")
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
     eval_iters: int = key(200, "evaluation size in micro-batches, where eval_tokens is 0", low=1)
-    eval_tokens: int = key(0, "evaluation size in tokens of each split, at most val's; 0: eval_iters * batch_size * block_size", low=0)
+    eval_tokens: int = key(0, "evaluation size in tokens of each split; 0: eval_iters * batch_size * block_size", low=0)
     eval_only: bool = key(False, "evaluate once and exit")
     sample_tokens: int = key(0, "print a sample of this many tokens after each evaluation; 0: none", low=0)
     always_save_checkpoint: bool = key(True, "save at every evaluation, not only when the validation loss improves")
