@@ -1,5 +1,5 @@
 """
-What is known of each GPU: gpus.csv beside this file, every row with its sources.
+What is known of each GPU: gpus.csv beside this file, every row with its sources; and how much memory training takes.
 """
 
 import csv
@@ -9,9 +9,15 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, did_you_mean
+from model import GPTConfig, count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
+USABLE_MEMORY = 0.95  # of a card's memory; the driver, and often a desktop, hold the rest
+WORKSPACE_BYTES = 0.6e9  # CUDA context, cuBLAS workspaces, fragments
+
+# -----------------------------------------------------------------------------
+# The table
 
 
 def read_gpu_table() -> list[dict[str, str]]:
@@ -48,7 +54,10 @@ def resolve_gpu(typed: str) -> dict[str, str]:
             found = (found if others == fewest else {}) | {f"{name}, {row['memory_gib']}GB": row}
             fewest = others
     if not found:
-        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}; write it as it stands there, such as 'RTX 4070'")
+        names = [row["name"].partition("|")[0].lower().removeprefix("nvidia ") for row in read_gpu_table()]
+        endings = [name.split(maxsplit=n)[-1] for name in names for n in range(3)]  # geforce rtx 4070, rtx 4070, 4070
+        hint = did_you_mean(typed.strip().lower(), endings) or "; write it as it stands there, such as 'RTX 4070'"
+        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{hint}")
     if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found.values()}) > 1:
         raise UserError(f"gpu: {typed!r} could be {' or '.join(map(repr, found))}")
     return next(iter(found.values()))
@@ -62,3 +71,55 @@ def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | Non
     if dtype == torch.float32 and tf32:
         columns.insert(0, "tf32_tflops")
     return next((float(row[column]) for column in columns if row[column]), None)
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+
+def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
+    """
+    Memory that training with AdamW and accumulated gradients takes, bytes by part: a model, counted from what autograd
+    keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
+    stream at both norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and
+    after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
+    formula keeps its T x T weights too. Next to the logits stand their softmax and gradients, unless compiled code
+    fuses them.
+    """
+    n, _ = count_parameters(model)
+    C, T, half = model.n_embd, model.block_size, dtype != torch.float32
+    block = (36 if half else 64) * C + 16 + 4 * model.n_head
+    if model.dropout:
+        block += 2 * C  # a mask of one byte after each half
+    if not model.flash:
+        block += (6 if half else 4) * model.n_head * T
+    logits = {(True, True): 4, (True, False): 14, (False, True): 8, (False, False): 12}[half, compiled]
+    return dict(
+        weights=(6 if half else 4) * n,  # float32, and autocast's copy
+        gradients=4 * n,
+        optimizer=8 * n,  # Adam's two moments
+        activations=batch_size * T * (model.n_layer * block + (6 if half else 8) * C),  # the last norm's input and output
+        logits=batch_size * T * logits * model.vocab_size,
+        workspace=WORKSPACE_BYTES,
+    )
+
+
+def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torch.dtype, compiled: bool) -> int | None:
+    """The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not even 1 does."""
+    parts = memory_bytes(model, 1, dtype, compiled)
+    sequence = parts["activations"] + parts["logits"]
+    room = capacity - sum(parts.values()) + sequence
+    return next((b for b in range(sequences, 0, -1) if sequences % b == 0 and b * sequence <= room), None)
+
+
+def out_of_memory_advice(model: GPTConfig, batch_size: int, grad_accum: int, dtype: torch.dtype, compiled: bool,
+                         capacity: float) -> str:
+    """What to say where a micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
+    sequences = batch_size * grad_accum
+    smaller = [b for b in range(1, batch_size) if sequences % b == 0]
+    if not smaller:
+        return "out of memory with batch_size=1; a smaller --block_size or model, or --dtype=bfloat16, needs less"
+    b = min(fitting_batch(model, sequences, capacity, dtype, compiled) or 1, smaller[-1])
+    needed = sum(memory_bytes(model, b, dtype, compiled).values())
+    return (f"out of memory with batch_size={batch_size}; the same tokens per iteration in about "
+            f"{needed / 1e9:.1f} GB: --batch_size={b} --gradient_accumulation_steps={sequences // b}")  # fmt: skip

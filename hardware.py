@@ -58,6 +58,12 @@ class Hardware:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB  # macOS counts bytes, Linux KiB
 
+    def usable_bytes(self) -> float:
+        """Device memory that this process has or could still get, bytes: on CUDA what others leave, else infinite."""
+        if self.device.type != "cuda":
+            return float("inf")
+        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
         """Model FLOPs utilisation as a fraction; not clamped; None where the peak is unknown."""
         return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices) if self.peak_tflops else None

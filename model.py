@@ -6,6 +6,7 @@ positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in 
 C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig:
     block_size: int = 1024
     vocab_size: int = 50304  # 50257 padded up to a multiple of 128: the head's matrix product runs on full tiles
@@ -219,6 +220,7 @@ def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator
 # Arithmetic
 
 
+@functools.cache
 def count_parameters(config: GPTConfig) -> tuple[int, int]:
     """(all parameters, those that take part in matrix products and norms: N in the FLOP formula below)."""
     with torch.device("meta"):  # shapes without memory

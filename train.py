@@ -32,6 +32,7 @@ import checkpoint
 import hardware
 from configurator import Config, RunError, UserError, config_values, load_config, print_config, run_main
 from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset
+from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
 from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog, say
@@ -291,7 +292,7 @@ class Run:
 
     def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
-        tokens = c.eval_tokens or c.eval_iters * c.batch_size * c.block_size
+        tokens = min(c.eval_tokens or c.eval_iters * c.batch_size * c.block_size, len(self.data.val))  # as many of each split
         batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count
@@ -374,9 +375,8 @@ def main(argv: list[str]) -> int:
         run.save()
         reason = signal.Signals(int(run.signals.agreed)).name
     except torch.OutOfMemoryError:
-        b, a = config.batch_size, config.gradient_accumulation_steps
-        raise RunError(f"out of memory with batch_size={b}; the same tokens per iteration in half the memory: "
-                       f"--batch_size={b // 2} --gradient_accumulation_steps={a * 2}") from None  # fmt: skip
+        raise RunError(out_of_memory_advice(run.model_config, config.batch_size, config.gradient_accumulation_steps,
+                                            run.hw.dtype, config.compile, run.hw.usable_bytes())) from None  # fmt: skip
     except RunError:
         run.rewind()
         if not run.log.skips_in_a_row and ranks.world_size == 1:  # otherwise the checkpoint from before is worth more

@@ -214,8 +214,9 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 
     for _ in range(len(failures) + 1):
         try:
-            with mock.patch("os.fsync"):  # which is most of the time, and tells nothing here
-                prepare(plan, source, workers=2)
+            # fsync would be most of the time; read ahead, a failure would come before the first document is written
+            with mock.patch("os.fsync"), mock.patch("data.shards.READ_AHEAD", 0):
+                prepare(plan, source, workers=1)
         except RunError as error:
             if "gone" not in str(error):  # no tokens are left for training
                 assert not train and not any(out.glob("*"))
@@ -315,6 +316,7 @@ CARD = "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n  
 class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
+    newest = REVISION
     downloads_allowed = 10**9  # parts of files, before it begins to refuse
 
     def log_message(self, *_):
@@ -331,8 +333,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
         if path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
+            sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]
-            self.answer(200, json.dumps(dict(id="org/name", sha=REVISION, siblings=siblings, tags=[])).encode())
+            self.answer(200, json.dumps(dict(id="org/name", sha=sha, siblings=siblings, tags=[])).encode())
         elif path.startswith(f"/api/datasets/org/name/tree/{REVISION}"):
             folder = path.partition(REVISION)[2].strip("/")
             inside = [name for name in self.files if name.rpartition("/")[0] == folder]
@@ -365,6 +368,7 @@ def hub(source):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+    Hub.downloads_allowed, Hub.newest = 10**9, REVISION
 
 
 def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[int, str]:
@@ -383,11 +387,32 @@ def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked
     warning, error = stderr.splitlines()
     assert "again in 0.01 s" in warning and error.startswith("error: hf://datasets/org/name@")
     assert error.endswith("the same command goes on after the last finished shard, from the same source")
-    Hub.downloads_allowed = 10**9
+    Hub.downloads_allowed, Hub.newest = 10**9, "b" * 40  # meanwhile there is a newer revision
     assert from_hub(hub, tmp_path / "out", tmp_path) == (0, "")
     shards = {name: sha256 for name, sha256 in contents(tmp_path / "out").items() if name != "manifest.json"}
     assert shards.items() < contents(straight).items()
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["revision"] == REVISION
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_file_that_fails_midway_is_read_on_at_the_same_row(tmp_path, monkeypatch, form):
+    texts = [str(i) for i in range(700)]
+    path = (write_parquet if form == "parquet" else write_jsonl)(tmp_path / f"a.{form}", texts)
+    read_rows, good_reads = prepare_fineweb.read_rows, [1, 0, 3, 100]
+    monkeypatch.setattr(prepare_fineweb, "ROWS_PER_READ", 64)
+
+    def failing(name, row):
+        left = good_reads.pop(0)
+        for piece in read_rows(name, row):
+            if not left:
+                raise ConnectionError("reset by peer")
+            yield piece
+            left -= 1
+
+    monkeypatch.setattr(prepare_fineweb, "read_rows", failing)
+    batches = list(prepare_fineweb.files_source([str(path)], backoff=(0, 0))(0, 37))
+    assert [text for _, _, rows in batches for text in rows] == texts[37:]
+    assert all(rows[0] == str(first) for _, first, rows in batches) and not good_reads
 
 
 def test_without_a_network_one_line_names_the_way_out(tmp_path):

@@ -1,0 +1,658 @@
+"""
+Measure and plan training, with the very step that train.py runs.
+
+    python bench.py step config/gpt124m_4070.py                            speed, MFU, memory, where an iteration's time goes
+    python bench.py ladder config/gpt124m_4070.py --png=ladder.png         what each optimisation is worth on this machine
+    python bench.py sweep config/gpt124m_4070.py --write=config/mine.py    the fastest micro-batch at the same tokens/iteration
+    python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200     hours, memory, energy and cost before a run
+    python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT       the same work in a checkout of nanoGPT
+
+Every mode takes config files and --key=value flags as train.py does, and writes its result with --json=PATH.
+step, ladder and sweep read random tokens where there is no dataset. Their own flags:
+
+    step    --trials=5  --profile=TRACE.json (top kernels, and a trace for chrome://tracing)
+    ladder  --trials=3  --png=PATH
+    sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (a quarter to four times batch_size)
+    plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=N  --watts=W  --price_kwh=P
+    peer    --trials=5  --nanogpt=FOLDER
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import hardware
+import plan
+import train
+from configurator import FIELDS, Config, RunError, UserError, did_you_mean, load_config, run_main
+from dataloader import Dataset, TrainBatches, check_dataset, dataset_folder, open_dataset, split_block, write_shard
+from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
+from model import GPT, flops_per_token
+from runlog import say
+from tokenizer import GPT2_VOCAB
+
+WINDOW_SECONDS = 1.0  # a timed window holds as many whole iterations as this takes, at least one
+RANDOM_TOKENS = 2**22
+SAME_LOSS = 0.02  # nats: bfloat16 rounding, and nanoGPT's exact GELU instead of GPT-2's tanh formula
+
+
+class OutOfMemory(UserError):
+    """A micro-batch that does not fit."""
+
+
+# -----------------------------------------------------------------------------
+# What is measured
+
+
+@dataclass
+class Trainee:
+    """A model in training, set up as train.py does it; `step` is one iteration."""
+
+    config: Config
+    hw: hardware.Hardware
+    model: torch.nn.Module
+    step_model: Callable
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    batches: Iterator
+    between: Callable[[], None] = lambda: None
+
+    def step(self) -> Tensor:
+        c = self.config
+        losses, _ = train.train_step(self.step_model, self.optimizer, self.scaler, self.batches, c.gradient_accumulation_steps,
+                                     c.grad_clip, self.hw.autocast(), self.between)  # fmt: skip
+        return losses
+
+    def timed(self, iters: int) -> float:
+        """Seconds per iteration over a window of `iters`."""
+        self.hw.synchronize()
+        began = time.perf_counter()
+        for _ in range(iters):
+            self.step()
+        self.hw.synchronize()
+        return (time.perf_counter() - began) / iters
+
+
+def with_host_sync(trainee: Trainee) -> Trainee:
+    """Fetches each micro-step's loss to the host before the next one begins, as a loop that prints it does."""
+    last = torch.zeros(())
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal last
+        last = trainee.step_model(x, y)
+        return last
+
+    forward.parameters = trainee.model.parameters
+    return replace(trainee, step_model=forward, between=lambda: last.item())
+
+
+def build(config: Config, hw: hardware.Hardware, data: Dataset, read_ahead: bool = True) -> Trainee:
+    torch.manual_seed(config.seed)
+    model = GPT(train.model_config(config, data.vocab)).to(hw.device)
+    batches = TrainBatches(data, config, hw.device)
+    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, train.build_optimizer(model, config),
+                   hw.grad_scaler(), batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
+
+
+def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches, each read only when it is asked for."""
+    n = 0
+    while True:
+        yield split_block(batches.load(n), device)
+        n += batches.batch_size
+
+
+def open_data(config: Config, folder: Path) -> Dataset:
+    """The config's dataset, or one of random tokens in `folder` where there is none."""
+    if dataset_folder(config.dataset).is_dir():
+        if problems := check_dataset(config):
+            raise UserError(*problems)
+        return open_dataset(config.dataset)
+    tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, max(RANDOM_TOKENS, 8 * config.block_size))
+    write_shard(folder / "train_000000.bin", tokens)
+    write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
+    return open_dataset(str(folder))
+
+
+# -----------------------------------------------------------------------------
+# Measuring
+
+
+def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bool = True,
+            examine: Callable[[Trainee, float], dict] = lambda trainee, seconds: {}) -> dict:
+    """
+    Train with random weights for a few seconds: compilation apart, then `trials` timed windows. `examine` may look
+    further at the trainee, and adds to the result. Raises OutOfMemory.
+    """
+    hw = hardware.set_up(config)
+    memory_before = hw.peak_memory_gib() or 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
+        trainee = build(config, hw, open_data(config, Path(folder)), read_ahead)
+        if host_sync:
+            trainee = with_host_sync(trainee)
+        first = trainee.timed(1)
+        iters = min(math.ceil(WINDOW_SECONDS / trainee.timed(1)), 100)
+        windows = [trainee.timed(iters) for _ in range(trials)]
+        seconds, model = statistics.median(windows), trainee.model.config
+        rate, flops = plan.tokens_per_iter(config) / seconds, flops_per_token(model)
+        memory = dict(mem_gib=hw.peak_memory_gib(), mem_growth_gib=(hw.peak_memory_gib() or 0) - memory_before,
+                      mem_model_gib=sum(memory_bytes(model, config.batch_size, hw.dtype, config.compile).values()) / hardware.GIB)
+        if hw.device.type == "cuda":
+            memory["mem_reserved_gib"] = torch.cuda.max_memory_reserved() / hardware.GIB
+        return dict(
+            batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
+            step_ms=1000 * seconds, step_ms_range=[1000 * min(windows), 1000 * max(windows)], trials=trials,
+            iters_per_trial=iters, tokens_per_iter=plan.tokens_per_iter(config), tokens_per_sec=rate,
+            mfu=hw.mfu(flops, rate), flops_per_token=flops, **memory,
+            compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
+            **examine(trainee, seconds),
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def readable_errors(config: Config):
+    """Out of memory, in any of its forms, and a torch.compile that does not work, as one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).strip().partition("\n")[0]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+            raise OutOfMemory(f"out of memory with batch_size={config.batch_size}; a smaller --batch_size") from None
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            raise RunError(f"torch.compile does not work here ({text}); --compile=False") from None
+        raise
+
+
+def in_own_process(function: Callable, *arguments, **keywords):
+    """The function's result from a new process, so that neither memory nor compiled code is left from what ran before."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments, **keywords).result()
+        except BrokenProcessPool:
+            raise OutOfMemory("the process was killed, most likely for its memory") from None
+
+
+def machine(hw: hardware.Hardware) -> dict:
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    names = [line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")]
+    return dict(device=hw.name, dtype=str(hw.dtype).removeprefix("torch."), peak_tflops=hw.peak_tflops,
+                cpu=names[0] if names else platform.processor(), cpu_cores=os.cpu_count(), threads=torch.get_num_threads(),
+                torch=torch.__version__, python=platform.python_version(), system=platform.system(),
+                date=time.strftime("%Y-%m-%d"))  # fmt: skip
+
+
+def matmul_tflops(hw: hardware.Hardware) -> float:
+    """The rate of a large square matrix product in hw.dtype, the best of several: what this device really reaches."""
+    n = 8192 if hw.device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype).unbind()
+    fastest = math.inf
+    for _ in range(10):
+        hw.synchronize()
+        began = time.perf_counter()
+        a @ b
+        hw.synchronize()
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * n**3 / fastest / 1e12
+
+
+def split_ms(trainee: Trainee, iters: int = 3) -> dict[str, float]:
+    """Milliseconds per iteration by part. Each part waits for the device, so they add up to a little more than a step."""
+    seconds, since = dict(data=0.0, forward=0.0, backward=0.0, optimizer=0.0), 0.0
+
+    def mark(part: str) -> None:
+        nonlocal since
+        trainee.hw.synchronize()
+        now = time.perf_counter()
+        seconds[part] += now - since
+        since = now
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        mark("data")
+        loss = trainee.step_model(x, y)
+        mark("forward")
+        return loss
+
+    class Scaler:
+        def __getattr__(self, name: str):
+            if name == "unscale_":  # train_step's first call after the last backward
+                mark("backward")
+            return getattr(trainee.scaler, name)
+
+    forward.parameters = trainee.model.parameters
+    watched = replace(trainee, step_model=forward, scaler=Scaler(), between=lambda: mark("backward"))
+    for _ in range(iters):
+        trainee.hw.synchronize()
+        since = time.perf_counter()
+        watched.step()
+        mark("optimizer")
+    return {part: 1000 * total / iters for part, total in seconds.items()}
+
+
+def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
+    """The kernels that take most of an iteration, and a trace of it for chrome://tracing."""
+    with torch.profiler.profile() as profiler:  # what is there: CPU, and CUDA where there is one
+        trainee.step()
+        trainee.hw.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    on_device = "self_device_time_total" if trainee.hw.device.type == "cuda" else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda event: getattr(event, on_device), reverse=True)
+    return [dict(kernel=e.key, ms=getattr(e, on_device) / 1000, calls=e.count) for e in events[:10]]
+
+
+# -----------------------------------------------------------------------------
+# step
+
+
+def step(config: Config, options: dict) -> dict:
+    def examine(trainee: Trainee, seconds: float) -> dict:
+        hw, rate = trainee.hw, matmul_tflops(trainee.hw)
+        achieved = flops_per_token(trainee.model.config) * plan.tokens_per_iter(config) / seconds / 1e12
+        found = dict(matmul_tflops=rate, mfu_of_matmul=achieved / rate, split_ms=split_ms(trainee))
+        if options["profile"]:
+            found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
+        return found
+
+    r = measure(config, trials_of(options, 5), examine=examine)
+    m, split = r["machine"], r["split_ms"]
+    say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
+    say(f"step     {describe(r)}")
+    say(f"         median of {r['trials']} windows of {r['iters_per_trial']} iterations, {r['step_ms_range'][0]:.1f} to "
+        f"{r['step_ms_range'][1]:.1f} ms")  # fmt: skip
+    say(f"compile  {r['compile_seconds']:.1f} s")
+    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that")
+    say("split    " + ", ".join(f"{part} {ms:.1f} ms ({ms / sum(split.values()):.0%})" for part, ms in split.items()))
+    for kernel in r.get("top_kernels", []):
+        say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")
+    return r
+
+
+def trials_of(options: dict, default: int) -> int:
+    return math.ceil(options["trials"] or default)
+
+
+def describe(r: dict) -> str:
+    mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
+    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {r['mem_gib']:.1f} GiB"
+
+
+# -----------------------------------------------------------------------------
+# sweep
+
+
+def sweep(config: Config, options: dict) -> dict:
+    sequences, sizes = config.batch_size * config.gradient_accumulation_steps, sweep_sizes(config, options["batch_sizes"])
+    if options["write"] and Path(options["write"]).exists():
+        raise UserError(f"write: {options['write']} exists; remove it or choose another name")
+    rows = []
+    for b in tqdm(sizes, desc="micro-batches", disable=None):
+        point = dict(batch_size=b, gradient_accumulation_steps=sequences // b)
+        try:
+            rows.append(in_own_process(measure, replace(config, **point), trials_of(options, 3)))
+        except OutOfMemory:
+            rows.append(point | dict(tokens_per_sec=None, out_of_memory=True))
+    measured = [r for r in rows if r["tokens_per_sec"]]
+    if not measured:
+        raise UserError(f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones")
+    best = max(measured, key=lambda r: r["tokens_per_sec"])
+    say(f"{plan.tokens_per_iter(config):,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
+    for r in rows:
+        note = "  <- fastest" if r is best else "  <- largest that fits" if r is measured[-1] else ""
+        what = describe(r) + note if r["tokens_per_sec"] else "out of memory"
+        say(f"{r['batch_size']:>5} x {r['gradient_accumulation_steps']:<5} {what}")
+    if options["write"]:
+        write_config(Path(options["write"]), config, best)
+    if options["png"]:
+        bars = {f"{r['batch_size']} x {r['gradient_accumulation_steps']}": [r["tokens_per_sec"]] for r in rows}
+        draw(Path(options["png"]), "micro-batch x accumulation", bars, [best["machine"]["device"]])
+    return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=measured[-1]["batch_size"])
+
+
+def sweep_sizes(config: Config, given: str | None) -> list[int]:
+    """Micro-batches that divide an iteration's sequences, ascending: those given, else around the config's."""
+    sequences, b = config.batch_size * config.gradient_accumulation_steps, config.batch_size
+    fits = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    if given is None:
+        return [n for n in fits if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
+    try:
+        sizes = sorted({int(text) for text in given.split(",")})
+    except ValueError:
+        raise UserError(f"batch_sizes: needs whole numbers such as 4,8,16, got {given!r}") from None
+    if wrong := [str(n) for n in sizes if n not in fits]:
+        raise UserError(f"batch_sizes: {', '.join(wrong)} do not divide the {sequences} sequences of an iteration; "
+                        f"these do: {', '.join(map(str, fits[:20]))}")  # fmt: skip
+    return sizes
+
+
+def write_config(path: Path, config: Config, best: dict) -> None:
+    """The configuration with the measured micro-batch, as a config file for train.py."""
+    pair = {name: best[name] for name in ("batch_size", "gradient_accumulation_steps")}
+    keys = {name: getattr(config, name) for name in FIELDS if name in config.given} | pair
+    keys.pop("tokens_per_iter", None)  # the pair says it
+    m = best["machine"]
+    lines = [f"# The fastest micro-batch of a sweep: {describe(best)}", f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines + [f"{name} = {value!r}" for name, value in keys.items()]) + "\n")
+    say(f"wrote {path}")
+
+
+# -----------------------------------------------------------------------------
+# ladder
+
+# Each row: its name, the config keys it changes, the arguments of measure() it changes. Changes stay for the rows below.
+LADDER = [
+    ("float32", dict(dtype="float32", tf32=False, compile=False, flash=False, pad_vocab_multiple=1, tie_weights=False),
+     dict(host_sync=True, read_ahead=False)),
+    ("TF32", dict(tf32=True), {}),
+    ("no host sync", {}, dict(host_sync=False)),
+    ("AMP", dict(dtype="auto"), {}),
+    ("compile", dict(compile=True), {}),
+    ("flash attention", dict(flash=True), {}),
+    ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
+    ("tied weights", dict(tie_weights=True), {}),
+    ("loader thread", {}, dict(read_ahead=True)),
+]  # fmt: skip
+
+
+def ladder(config: Config, options: dict) -> dict:
+    """Each row on top of those before it, at the config's micro-batch, and on CUDA again at the largest that fits."""
+    device, rows, arguments = torch.device(hardware.set_up(config).device), [], dict(trials=trials_of(options, 3))
+    amp = config.dtype if config.dtype != "float32" else "auto"
+    for name, changes, more in tqdm(LADDER, desc="ladder", disable=None):
+        why = missing(name, device)
+        if not why:
+            changes = changes | (dict(dtype=amp) if name == "AMP" else {})
+            config, arguments = replace(config, **changes), arguments | more
+            rows.append(dict(name=name, first=attempt(config, arguments)))
+            rows[-1]["largest"] = attempt_largest(config, arguments, device) if device.type == "cuda" else None
+        else:
+            rows.append(dict(name=name, first=None, largest=None, why=why))
+    for column in ("first", "largest"):
+        add_gains([row[column] for row in rows if row[column] and "tokens_per_sec" in row[column]])
+    if not any(row["first"] and "tokens_per_sec" in row["first"] for row in rows):
+        raise UserError(f"batch_size: every row ran out of memory with {config.batch_size}; a smaller --batch_size")
+    say("\n".join(ladder_lines(rows)))
+    if options["png"]:
+        bars = {row["name"]: [(row[c] or {}).get("tokens_per_sec") for c in ("first", "largest")] for row in rows}
+        draw(Path(options["png"]), "each row on top of those above", bars,
+             [f"micro-batch {config.batch_size}", "the largest that fits"][: 1 + (device.type == "cuda")])  # fmt: skip
+    return dict(rows=rows)
+
+
+def missing(name: str, device: torch.device) -> str | None:
+    """Why this machine has no such row."""
+    if name == "TF32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "needs a GPU from Ampere on"
+    if name == "AMP" and device.type == "cpu" and hardware.best_dtype(device) == torch.float32:
+        return "this processor computes in float32 alone"
+    return None
+
+
+def attempt(config: Config, arguments: dict) -> dict:
+    try:
+        return in_own_process(measure, config, **arguments)
+    except OutOfMemory:
+        return dict(batch_size=config.batch_size, out_of_memory=True)
+
+
+def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
+    """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    model, dtype = train.model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
+    capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
+    b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
+    while "out_of_memory" in (result := attempt(with_batch(config, b), arguments)) and b > 1:
+        b = max(n for n in range(1, b) if sequences % n == 0)
+    return result
+
+
+def with_batch(config: Config, batch_size: int) -> Config:
+    """The same tokens per iteration in other micro-batches."""
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    return replace(config, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size)
+
+
+def add_gains(results: list[dict]) -> None:
+    """gain: over the row before; total_gain: over the first."""
+    for before, r in zip([results[0], *results] if results else [], results):
+        r["gain"] = r["tokens_per_sec"] / before["tokens_per_sec"]
+        r["total_gain"] = r["tokens_per_sec"] / results[0]["tokens_per_sec"]
+
+
+def ladder_lines(rows: list[dict]) -> list[str]:
+    head = f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"
+    both = any(row["largest"] for row in rows)
+    lines = [f"{'':<18}{head}" + (f"   {head}" if both else "")]
+    for row in rows:
+        cells = [cell(row[c]) for c in ("first", "largest") if row[c]]
+        lines.append(f"{row['name']:<18}" + ("   ".join(cells) if cells else f"   n/a: {row['why']}"))
+    for column, what in (("first", "the same micro-batch"), ("largest", "the largest micro-batch that fits")):
+        measured = [(row["name"], row[column]) for row in rows if row[column] and "total_gain" in row[column]]
+        if measured:
+            best = max(measured, key=lambda pair: pair[1]["total_gain"])
+            lines.append(f"total gain at {what}: {measured[-1][1]['total_gain']:.1f}x with the last row, "
+                         f"{best[1]['total_gain']:.1f}x with the best ({best[0]})")  # fmt: skip
+    return lines + ["mfu is of each row's own dtype peak; every row runs in a process of its own"]
+
+
+def cell(r: dict) -> str:
+    if "tokens_per_sec" not in r:
+        return f"{r['batch_size']:>6} {'out of memory':>36}"
+    mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
+    return (f"{r['batch_size']:>6} {r['tokens_per_sec']:>9,.0f} {r['gain']:>5.2f}x {r['total_gain']:>5.2f}x {r['mem_gib']:>6.1f} "
+            f"{mfu:>6}")  # fmt: skip
+
+
+def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: list[str]) -> None:
+    """Horizontal bars of tokens/s, one group for each name, the first on top."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(bars) + 1.5), layout="constrained")
+    height = 0.8 / len(labels)
+    for i, label in enumerate(labels):
+        values = [values[i] or 0 for values in bars.values()]
+        drawn = axes.barh([n + i * height for n in range(len(bars))], values, height, label=label)
+        axes.bar_label(drawn, [f"{value:,.0f}" if value else "n/a" for value in values], padding=3)
+    axes.set_yticks([n + 0.4 - height / 2 for n in range(len(bars))], list(bars))
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="tokens per second", title=title)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# -----------------------------------------------------------------------------
+# peer
+
+
+def peer(config: Config, options: dict) -> dict:
+    """
+    nanoGPT's model and this one in turn through the same train_step: same weights, batches, dtype, compile setting and
+    fused AdamW. Each lives in a process of its own, so that its memory is its own.
+    """
+    folder = Path(options["nanogpt"] or "")
+    if not options["nanogpt"] or not (folder / "model.py").is_file():
+        raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
+    if not (config.flash and config.tie_weights):
+        raise UserError("flash, tie_weights: nanoGPT always has both, so without them the work is not the same")
+    context, found, windows = multiprocessing.get_context("spawn"), {}, {"ours": [], "nanoGPT": []}
+    with tempfile.TemporaryDirectory() as shared, contextlib.ExitStack() as stack:
+        pipes = {}
+        for side in windows:
+            pipes[side], theirs = context.Pipe()
+            worker = context.Process(target=peer_side, args=(side, config, folder, Path(shared, "weights.pt"), theirs), daemon=True)
+            worker.start()
+            stack.callback(worker.terminate)
+            theirs.close()
+            found[side] = answer(pipes[side])
+        check_same_work(found)
+        iters = min(math.ceil(WINDOW_SECONDS / max(f["seconds"] for f in found.values())), 100)
+        for trial in tqdm(range(trials_of(options, 5)), desc="peer", disable=None):
+            for side in list(windows)[:: 1 if trial % 2 else -1]:
+                windows[side].append(ask(pipes[side], iters)["seconds"])
+        memory = {side: ask(pipes[side], 0)["memory"] for side in windows}
+    ratios = [theirs / ours for ours, theirs in zip(windows["ours"], windows["nanoGPT"])]
+    ratio, spread = statistics.median(ratios), [min(ratios), max(ratios)]
+    for side, seconds in windows.items():
+        rate = plan.tokens_per_iter(config) / statistics.median(seconds)
+        say(f"{side:<8} {rate:>9,.0f} tok/s, memory {memory[side]:.2f} GiB, first loss {found[side]['loss']:.4f}")
+    say(f"ours / nanoGPT: {ratio:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
+        f"{memory['ours'] / memory['nanoGPT']:.3f} x the memory")  # fmt: skip
+    return dict(seconds=windows, tokens_per_iter=plan.tokens_per_iter(config), speed_ratio=ratio, speed_ratio_range=spread,
+                memory_gib=memory, memory_ratio=memory["ours"] / memory["nanoGPT"], params=found["ours"]["params"],
+                first_loss={side: f["loss"] for side, f in found.items()}, machine=found["ours"]["machine"])  # fmt: skip
+
+
+def ask(pipe, iters: int) -> dict:
+    pipe.send(iters)
+    return answer(pipe)
+
+
+def answer(pipe) -> dict:
+    try:
+        reply = pipe.recv()
+    except EOFError:
+        raise RunError("a side of the comparison ended; its message stands above") from None
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def check_same_work(found: dict[str, dict]) -> None:
+    ours, theirs = found["ours"], found["nanoGPT"]
+    if ours["params"] != theirs["params"]:
+        raise UserError(f"nanogpt: other work: {theirs['params']:,} parameters there, {ours['params']:,} here")
+    if abs(ours["loss"] - theirs["loss"]) > SAME_LOSS:
+        raise UserError(f"nanogpt: other work: first loss {theirs['loss']:.4f} there, {ours['loss']:.4f} here")
+
+
+def peer_side(side: str, config: Config, folder: Path, weights: Path, pipe) -> None:
+    """One side, in its own process: answers with what it is, then times the windows it is asked for."""
+    try:
+        hw = hardware.set_up(config)
+        before = hw.peak_memory_gib() if hw.device.type == "cpu" else 0
+        with tempfile.TemporaryDirectory() as data, readable_errors(config):
+            trainee = build(config, hw, open_data(config, Path(data)))
+            if side == "ours":
+                torch.save(trainee.model.state_dict(), weights)
+            else:
+                trainee = nanogpt_trainee(trainee, folder, torch.load(weights, weights_only=True))
+            params = sum(p.numel() for p in trainee.model.parameters())
+            loss = trainee.step()[0].item()
+            reply = dict(params=params, loss=loss, seconds=trainee.timed(1), machine=machine(hw))
+            while True:
+                pipe.send(reply)
+                iters = pipe.recv()
+                reply = dict(seconds=trainee.timed(iters)) if iters else dict(memory=hw.peak_memory_gib() - before)
+    except (UserError, OutOfMemory) as error:
+        pipe.send(error)
+    except EOFError:  # the parent has gone
+        pass
+
+
+def nanogpt_trainee(ours: Trainee, folder: Path, weights: dict[str, Tensor]) -> Trainee:
+    """The same trainee with nanoGPT's model in it, and our weights in that. Raises UserError where they do not fit."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    c, names = ours.config, ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model = theirs.GPT(theirs.GPTConfig(**{name: getattr(ours.model.config, name) for name in names})).to(ours.hw.device)
+        model.load_state_dict(weights)
+        groups = model.configure_optimizers
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(f"nanogpt: other work: {str(error).strip().partition(chr(10))[0]}") from None
+    with contextlib.redirect_stdout(io.StringIO()):
+        groups = groups(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ours.hw.device.type).param_groups
+    groups = [dict(params=group["params"], weight_decay=group["weight_decay"]) for group in groups]
+    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=True)
+    compiled = torch.compile(model) if c.compile else model
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return compiled(x, y)[1]
+
+    forward.parameters = model.parameters
+    return replace(ours, model=model, step_model=forward, optimizer=optimizer)
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+NUMBERS = {"trials", "gpus", "iter_seconds", "dataset_tokens", "watts", "price_kwh"}
+MODES = {
+    "step": (step, ("trials", "profile")),
+    "ladder": (ladder, ("trials", "png")),
+    "sweep": (sweep, ("trials", "png", "write", "batch_sizes")),
+    "peer": (peer, ("trials", "nanogpt")),
+    "plan": (plan.main, ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh")),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
+    """(the mode's own flags, None where not given; what is left for load_config). Raises UserError."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    for name in (*MODES[mode][1], "json"):
+        parser.add_argument(f"--{name}")
+    known, rest = parser.parse_known_args(argv)
+    options, problems = vars(known), []
+    for name in sorted(NUMBERS & options.keys()):
+        text = options[name]
+        try:
+            options[name] = text and float(text.replace("_", ""))
+        except ValueError:
+            options[name] = -1
+        if text is not None and not 0 < options[name] < math.inf:
+            problems.append(f"{name}: needs a number above 0, got {text!r}")
+    if problems:
+        raise UserError(*problems)
+    return options, rest
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    mode, checks = argv[0], () if argv[0] == "plan" else (hardware.check_device,)
+    if mode not in MODES:
+        raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
+    options, rest = read_flags(mode, argv[1:])
+    result = MODES[mode][0](load_config(rest, checks), options)
+    if options["json"]:
+        path = Path(options["json"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dict(command=f"python bench.py {' '.join(argv)}") | result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
