@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -355,7 +356,7 @@ def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
 
 
 def compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return counters["stats"]["unique_graphs"]
 
 
 def main(argv: list[str]) -> int:
