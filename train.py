@@ -284,7 +284,7 @@ class Run:
             val_loss = self.mean_loss(self.data.val)
             self.log.evaluation(p.iter_num, train_loss, val_loss, self.ledger.clock() - began)
             if c.sample_tokens and self.ranks.first:
-                self.log.sample(p.iter_num, self.sample())
+                self.sample()
             if not c.eval_only and self.ranks.first:
                 self.log.draw(self.out_dir)
         improved = val_loss < p.best_val_loss
@@ -298,15 +298,20 @@ class Run:
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count
 
-    def sample(self) -> str:
-        text = Tokenizer(self.data.tokenizer)
+    def sample(self) -> None:
+        try:
+            text = Tokenizer(self.data.tokenizer)
+        except UserError as error:  # no vocabulary to be had offline: no reason to stop
+            self.log.warn(self.progress.iter_num, f"no samples: {error}")
+            self.config.sample_tokens = 0
+            return
         idx = torch.tensor([text.prompt()], device=self.hw.device)
         generator = torch.Generator(self.hw.device).manual_seed(self.config.seed)
         self.model.eval()
         with self.hw.autocast():
             idx = self.model.generate(idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
         self.model.train()
-        return text.decode(idx[0].tolist())
+        self.log.sample(self.progress.iter_num, text.decode(idx[0].tolist()))
 
     def settle(self) -> None:
         """Wait for the device, as part of the iterations it is still busy with."""

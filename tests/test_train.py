@@ -260,6 +260,15 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tm
     assert err.count("torch.compile does not work here") == 1 and "no C compiler" in err and "long details" not in err
 
 
+def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(dataset, tmp_path, monkeypatch, capsys):
+    def offline(spec):
+        raise UserError("tokenizer gpt2: tiktoken cannot get its vocabulary")
+
+    monkeypatch.setattr(train, "Tokenizer", offline)
+    assert run_here(dataset, tmp_path, sample_tokens=5) == 0
+    assert capsys.readouterr().err.count("no samples: tokenizer gpt2") == 1
+
+
 def test_out_of_memory_names_a_pair_that_halves_it(dataset, tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
