@@ -3,7 +3,8 @@ What sampling gains from its cache, and what metrics, pictures and comparisons c
 
     python results/sample_speed.py              some ten minutes on two cores
 
-The contestants take turns, so a ratio compares neighbours in time; medians and extremes over the turns are kept.
+The contestants take turns, in sampling token by token, so a ratio compares neighbours in time. Medians and extremes over
+the turns are kept.
 Random weights of the 124M model: speed does not depend on what they are.
 """
 
@@ -31,10 +32,11 @@ import compare
 import hardware
 from configurator import Config, config_values
 from model import GPT, GPTConfig, KVCache
+from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 512
-EVERY = 16  # without the cache, each 16th token is timed and stands for 16
+EVERY = 16  # without the cache, each 16th token is timed
 STEP_SECONDS, LOG_INTERVAL, EVAL_INTERVAL = 0.15, 10, 1000
 
 
@@ -48,35 +50,49 @@ def summary(values: list[float]) -> dict:
     return dict(median=statistics.median(values), lowest=min(values), highest=max(values))
 
 
+class TurnTaker(transformers.generation.streamers.BaseStreamer):
+    """transformers' generate hands each token to this, which then lets the others make theirs: token by token in turn."""
+
+    def __init__(self, model: GPT, idx: torch.Tensor):
+        self.model, self.ours = model, model.stream(idx, NEW_TOKENS, 50257, temperature=0)
+        self.times = dict(cached=[], transformers=[], uncached=[])
+        self.since = None
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self.since is not None:  # the first call brings the prompt
+            self.times["transformers"].append(time.perf_counter() - self.since)
+            made = len(self.times["transformers"])
+            self.times["cached"].append(seconds(next, self.ours))
+            if made % EVERY == EVERY // 2:
+                text = torch.zeros(1, PROMPT_TOKENS + made, dtype=torch.int64)
+                caches = [KVCache(text.size(1)) for _ in self.model.transformer.h]
+                self.times["uncached"].append(seconds(self.model.next_logits, text, caches))
+        self.since = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
 @torch.no_grad()
-def without_cache(model: GPT) -> float:
-    """Seconds for NEW_TOKENS tokens when each is computed from the whole text before it."""
-    total = 0.0
-    for length in range(PROMPT_TOKENS + EVERY // 2, PROMPT_TOKENS + NEW_TOKENS, EVERY):
-        window = torch.zeros(1, length, dtype=torch.int64)
-        total += EVERY * seconds(model.next_logits, window, [KVCache(length) for _ in model.transformer.h])
-    return total
-
-
 def sampling(dtype: torch.dtype, turns: int) -> dict:
     """tok/s of greedy text, batch 1: with the cache, without, and transformers' generate with its own cache."""
     model = GPT(GPTConfig()).eval().to(dtype)
     peer = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().to(dtype)
     idx = torch.randint(50257, (1, PROMPT_TOKENS))
-    peer_flags = dict(attention_mask=torch.ones_like(idx), do_sample=False, use_cache=True, pad_token_id=0)
-    model.generate(idx, 8, 50257, 0.0)
-    peer.generate(idx, max_new_tokens=8, min_new_tokens=8, **peer_flags)
-    peer_flags |= dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
-    times = dict(cached=[], transformers=[], uncached=[])
-    for _ in range(turns):
-        times["cached"].append(seconds(model.generate, idx, NEW_TOKENS, 50257, 0.0))
-        times["transformers"].append(seconds(peer.generate, idx, **peer_flags))
-        times["uncached"].append(without_cache(model))
-        print(dtype, {name: f"{NEW_TOKENS / values[-1]:.2f} tok/s" for name, values in times.items()}, flush=True)
+    tokens_per_sec = dict(cached=[], transformers=[], uncached=[])
+    for turn in range(turns + 1):
+        taker = TurnTaker(model, idx)
+        peer.generate(idx, attention_mask=torch.ones_like(idx), do_sample=False, use_cache=True, pad_token_id=0, streamer=taker,
+                      max_new_tokens=NEW_TOKENS if turn else 16, min_new_tokens=NEW_TOKENS if turn else 16)  # fmt: skip
+        if turn:  # the first only warms up
+            for name, times in taker.times.items():
+                tokens_per_sec[name].append(1 / statistics.mean(times))
+            print(dtype, {name: f"{values[-1]:.2f} tok/s" for name, values in tokens_per_sec.items()}, flush=True)
+    cached, peer_cached, uncached = tokens_per_sec.values()
     return dict(
-        tokens_per_sec={name: summary([NEW_TOKENS / t for t in values]) for name, values in times.items()},
-        speedup_of_the_cache=summary([u / c for c, u in zip(times["cached"], times["uncached"])]),
-        speedup_over_transformers=summary([t / c for c, t in zip(times["cached"], times["transformers"])]),
+        tokens_per_sec={name: summary(values) for name, values in tokens_per_sec.items()},
+        speedup_of_the_cache=summary([c / u for c, u in zip(cached, uncached)]),
+        speedup_over_transformers=summary([c / p for c, p in zip(cached, peer_cached)]),
     )
 
 
@@ -84,7 +100,7 @@ def metrics_and_pictures(turns: int) -> dict:
     """What a log line with its record costs, and a picture of 100,000 iterations, as shares of 150 ms iterations."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(out_dir=folder, log_interval=LOG_INTERVAL, eval_interval=EVAL_INTERVAL, device="cpu", dtype="float32")
-        log = RunLog(config, Ledger(time.perf_counter()), hardware.set_up(config))
+        log = RunLog(config, Ledger(time.perf_counter()), hardware.set_up(config), Ranks())
         log.train_tokens, log.flops_per_token = 10**10, 854_800_000
         lines, loss = [], torch.full((40,), 3.0)
         for line in range(10_000):
