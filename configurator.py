@@ -28,9 +28,12 @@ class UserError(Exception):
 
     exit_code = 2  # found before any long work
 
-    def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+    @property
+    def problems(self) -> list[str]:
+        return list(self.args)
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class RunError(UserError):
@@ -271,8 +274,8 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
     try:
         sys.exit(main(sys.argv[1:]) or 0)
     except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one voice for all processes of a machine
+            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

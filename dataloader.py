@@ -286,19 +286,21 @@ def split_block(block: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
-def eval_batches(stream: TokenStream, tokens: int, config: Config, device: torch.device, spread: bool = False):
+def eval_batches(stream: TokenStream, tokens: int, config: Config, device: torch.device, spread: bool = False,
+                 rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor, int]]:
     """
     The fixed windows that an evaluation reads, as (inputs, targets, number of tokens): the first `tokens` of the
-    stream in order, or with `spread` as many windows evenly over the whole of it. The same tokens at any batch size:
-    the last batch is filled up with targets of -1, which count for nothing and keep its shape.
+    stream in order, or with `spread` as many windows evenly over the whole of it. The same tokens at any batch size
+    and number of processes: the last batches are filled up with targets of -1, which count for nothing.
     """
     T = config.block_size
     available = (len(stream) - 1) // T
     count = min(max(tokens // T, 1), available)
     starts = [n * available // count * T for n in range(count)] if spread else [n * T for n in range(count)]
-    for first in range(0, count, config.batch_size):
+    for first in range(0, count, config.batch_size * world_size):
+        first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
-        block = torch.from_numpy(stream.read_windows(rows + rows[-1:] * (config.batch_size - len(rows)), T + 1))
+        block = torch.from_numpy(stream.read_windows(rows + starts[:1] * (config.batch_size - len(rows)), T + 1))
         x, y = split_block(block, device)
         y[len(rows) :] = -1
         yield x, y, len(rows) * T

@@ -86,11 +86,11 @@ def check_device(config: Config) -> list[str]:
     return []
 
 
-def set_up(config: Config) -> Hardware:
-    """Choose device and dtype, set torch's switches for them, and look up the peak."""
+def set_up(config: Config, local_rank: int = 0) -> Hardware:
+    """Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank has its own GPU."""
     device = torch.device(config.device if config.device != "auto" else best_device())
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device if device.index is not None else torch.device("cuda", local_rank))
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
     # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle

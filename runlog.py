@@ -22,6 +22,7 @@ from configurator import Config, RunError, config_values
 from dataloader import Dataset, TrainBatches
 from hardware import Hardware, tensor_core_hints
 from model import GPTConfig, count_parameters, flops_per_token
+from ranks import Ranks
 from tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
@@ -83,17 +84,18 @@ class IterationResult:
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run (eval_only: console alone). On resume at iteration N the records that the
-    resumed run will write again are dropped from the file, so it reads as one run.
+    Console and metrics.jsonl of one run (eval_only: console alone), written by the first rank for all. On resume at
+    iteration N the records that the resumed run will write again are dropped from the file, so it reads as one run.
     """
 
-    def __init__(self, config: Config, ledger: Ledger, hw: Hardware, resumed_at: int | None = None):
-        self.config, self.ledger, self.hw, self.file, self.tracker = config, ledger, hw, None, Tracker(config)
+    def __init__(self, config: Config, ledger: Ledger, hw: Hardware, ranks: Ranks, resumed_at: int | None = None):
+        self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
+        self.tracker = Tracker(config, wanted=ranks.first)
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
         self.skips_in_a_row, self.mean_loss = 0, None
-        if not config.eval_only:
+        if ranks.first and not config.eval_only:
             path = Path(config.out_dir) / "metrics.jsonl"
             if resumed_at is not None:
                 drop_records(path, resumed_at)
@@ -120,7 +122,9 @@ class RunLog:
         say(f"data: {data.folder}, {count(len(data.train))} train and {count(len(data.val))} val tokens")
         say(f"tokens per iteration will be: {self.tokens_per_iter:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
-        for hint in tensor_core_hints(c, model.vocab_size):
+        if self.ranks.world_size > 1:
+            say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
+        for hint in tensor_core_hints(c, model.vocab_size) if self.ranks.first else []:
             print(hint, file=sys.stderr, flush=True)
         self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
                     peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
@@ -139,10 +143,13 @@ class RunLog:
         self.check_skips(batches)
         last, seconds = self.results[-1], self.ledger.seconds
         waited = seconds["data wait"] - self.logged["data wait"]
-        step_seconds = (seconds["steps"] - self.logged["steps"] + waited) / len(self.results)
+        elapsed = seconds["steps"] - self.logged["steps"] + waited
+        (loss,) = self.ranks.reduce([last.losses.mean().item()])
+        elapsed, waited, mem_gib = self.ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
+        loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / len(self.results), mem_gib or None
         tokens_per_sec = self.tokens_per_iter / step_seconds
-        mfu, mem_gib = self.hw.mfu(self.flops_per_token, tokens_per_sec), self.hw.peak_memory_gib()
-        values = dict(iter=last.iter_num, tokens=last.tokens, loss=last.losses.mean().item(), lr=last.lr,
+        mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
+        values = dict(iter=last.iter_num, tokens=last.tokens, loss=loss, lr=last.lr,
                       grad_norm=last.grad_norm.item(), step_ms=1000 * step_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu,
                       mem_gib=mem_gib, data_wait_ms=1000 * waited / len(self.results))  # fmt: skip
         say(f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
@@ -171,9 +178,12 @@ class RunLog:
         """Name the iterations whose update was skipped for a non-finite gradient, and the first micro-batch at fault."""
         finite = torch.stack([result.grad_norm for result in self.results]).isfinite().tolist()
         for result in (result for result, good in zip(self.results, finite) if not good):
-            it, micro_step = result.iter_num, int(result.losses.isfinite().logical_not().int().argmax())
-            where = batches.locate(result.sequences + micro_step * self.config.batch_size)
-            self.warn(it, f"iter {it}: update skipped, its gradient is not finite; micro-step {micro_step} reads {where}")
+            bad = (~result.losses.isfinite()).nonzero().flatten().tolist()  # of this rank's share of the micro-batches
+            mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
+            first = -self.ranks.max([-mine])[0]
+            where = batches.locate(result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size)
+            what = f"micro-batch {int(first)} reads" if first < math.inf else "every loss is; the iteration begins at"
+            self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
         for good in finite:
             self.skips_in_a_row = 0 if good else self.skips_in_a_row + 1
             if self.skips_in_a_row >= self.config.max_skips:
@@ -201,7 +211,8 @@ class RunLog:
         self.record("sample", iter=iter_num, text=text)
 
     def warn(self, iter_num: int, message: str) -> None:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        if self.ranks.first:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
         self.record("event", iter=iter_num, message=message)
 
     def end(self, reason: str, iters: int, tokens: int) -> None:

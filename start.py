@@ -2,10 +2,14 @@
 Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 from checkpoint import holds_run, load_newest
 from configurator import Config, UserError, config_values
+from dataloader import PREPARED_ON_DEMAND, check_dataset, dataset_folder
+from ranks import Ranks
 
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 ROUNDING = ("device", "dtype", "compile", "flash", "tf32", "batch_size", "gradient_accumulation_steps")
@@ -18,7 +22,8 @@ class Start:
     (then it holds `model`, `model_config` and `vocab` alone); both None from scratch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.resumed: dict | None = None
         self.saved: dict | None = None
 
@@ -29,14 +34,14 @@ class Start:
         """
         out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
         problems = []
-        if holds_run(out_dir) and not (resuming or config.overwrite or config.eval_only):
+        if self.ranks.from_first(holds_run, out_dir) and not (resuming or config.overwrite or config.eval_only):
             problems.append(f"out_dir: {out_dir} holds another run; go on with it: --init_from=resume; or choose another: "
                             f"--out_dir=...; or delete it: --overwrite=True")  # fmt: skip
         try:
             if resuming:
-                self.resumed = self.saved = load_newest(out_dir)
+                self.resumed = self.saved = self.ranks.from_first(load_newest, out_dir)
             elif config.init_from != "scratch":
-                self.saved = read_pretrained(config)
+                self.saved = self.ranks.from_first(read_pretrained, config)
         except UserError as error:
             return problems + error.problems
         if self.resumed:
@@ -82,3 +87,16 @@ def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
                             f"{config.init_from} reads; leave it out")  # fmt: skip
         setattr(config, name, saved[name])
     return problems
+
+
+def prepare_on_demand(config: Config) -> None:
+    """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
+    folder = dataset_folder(config.dataset)
+    if config.dataset != PREPARED_ON_DEMAND or folder.is_dir():
+        return
+    print(f"data: preparing {folder} from Python's own source files", flush=True)
+    script = Path(__file__).parent / "data" / "prepare_text.py"
+    if subprocess.run([sys.executable, str(script), f"--out={folder}"]).returncode:
+        raise UserError(f"dataset: {script} failed; see its message above")
+    if problems := check_dataset(config):
+        raise UserError(*problems)

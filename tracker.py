@@ -12,8 +12,8 @@ from configurator import Config
 class Tracker:
     """wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left out."""
 
-    def __init__(self, config: Config):
-        self.kind, self.writer = config.tracker, None
+    def __init__(self, config: Config, wanted: bool = True):
+        self.kind, self.writer = config.tracker if wanted else "none", None
         with self.forgiving():
             if self.kind == "wandb":
                 import wandb

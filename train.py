@@ -15,10 +15,10 @@ import time
 
 BEGAN = time.perf_counter()  # importing torch takes seconds, which belong to the run's start-up time
 
+import contextlib
 import math
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,15 +26,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import hardware
-from configurator import Config, RunError, UserError, config_values, load_config, run_main
-from dataloader import PREPARED_ON_DEMAND, TrainBatches, check_dataset, dataset_folder, eval_batches, open_dataset
+from configurator import Config, RunError, UserError, config_values, load_config, print_config, run_main
+from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset
 from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
+from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog, say
-from start import Start
+from start import Start, prepare_on_demand
 from tokenizer import Tokenizer
 
 # -----------------------------------------------------------------------------
@@ -44,17 +46,19 @@ from tokenizer import Tokenizer
 def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, grad_clip: float, autocast,
                between_micro_steps: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
     """
-    One iteration: grad_accum micro-batches forward and backward, then one update, which is skipped where a gradient is
-    not finite. Returns the micro-batches' losses (grad_accum,) and the gradient norm before clipping; both stay on the
-    device, and nothing here waits for it.
+    One iteration: grad_accum micro-batches forward and backward (this rank's share), then one update, which is skipped
+    where a gradient is not finite. Returns the micro-batches' losses (grad_accum,) and the gradient norm before
+    clipping; both stay on the device, and nothing here waits for it.
     """
     losses = []
-    for _ in range(grad_accum):
+    for micro_step in range(grad_accum):
         between_micro_steps()
         x, y = next(batches)
-        with autocast:
-            loss = model(x, y)
-        scaler.scale(loss / grad_accum).backward()
+        alone = micro_step < grad_accum - 1 and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if alone else contextlib.nullcontext():  # ranks average their gradients once, at the last
+            with autocast:
+                loss = model(x, y)
+            scaler.scale(loss / grad_accum).backward()
         losses.append(loss.detach())
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
@@ -67,8 +71,8 @@ def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, gra
 
 
 @torch.no_grad()
-def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None) -> float:
-    """The mean loss over `batches` without dropout, nats per token; the model comes back in training mode."""
+def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None) -> tuple[float, int]:
+    """Sum of the loss over all tokens of `batches`, without dropout, in nats, and their number; leaves the model training."""
     losses, counts = [], []
     model.eval()
     for x, y, tokens in batches:
@@ -77,7 +81,7 @@ def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], N
             losses.append(model(x, y))
         counts.append(tokens)
     model.train()
-    return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts)) / sum(counts)
+    return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n), sum(counts)
 
 
 def get_lr(it: int, config: Config, horizon: int) -> float:
@@ -105,21 +109,23 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """SIGINT and SIGTERM ask the run to save and stop; a second one ends the process at once."""
+    """SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the process at once."""
 
-    def __init__(self) -> None:
-        self.received: int | None = None
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.received, self.agreed = ranks, 0, 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
     def handle(self, number: int, frame) -> None:
-        if self.received is not None:
+        if self.received:
             os._exit(128 + number)
         self.received = number
-        print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
+        if self.ranks.first:
+            print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
 
     def check(self) -> None:
-        if self.received is not None:
+        (self.agreed,) = self.ranks.max([self.received])
+        if self.agreed:
             raise Interrupted
 
 
@@ -138,20 +144,22 @@ class Progress:
 class Run:
     """Everything one training run holds."""
 
-    def __init__(self, config: Config, start: Start):
-        self.config, self.out_dir = config, Path(config.out_dir)
-        self.ledger, self.signals = Ledger(BEGAN), Signals()
-        self.hw = hardware.set_up(config)
+    def __init__(self, config: Config, start: Start, ranks: Ranks):
+        self.config, self.out_dir, self.ranks = config, Path(config.out_dir), ranks
+        self.ledger, self.signals = Ledger(BEGAN), Signals(ranks)
+        self.hw = hardware.set_up(config, ranks.local_rank)
         self.data = open_dataset(config.dataset)
         if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
             raise UserError(f"dataset: {self.data.folder} is not what the checkpoint was trained on, or has changed since")
         if start.saved and start.saved["vocab"] < self.data.vocab:
             known = start.saved["vocab"]
             raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
+        ranks.check_same({"dataset": self.data.fingerprint, "configuration": print_config(config)})
         torch.manual_seed(config.seed)
         self.model_config = model_config(config, self.data.vocab, start.saved)
         self.model = GPT(self.model_config).to(self.hw.device)
-        self.step_model = torch.compile(self.model) if config.compile else self.model
+        torch.manual_seed(config.seed + ranks.rank)  # other dropout on every rank
+        self.compiled = torch.compile(self.model) if config.compile else self.model
         self.optimizer = build_optimizer(self.model, config)
         self.scaler = self.hw.grad_scaler()
         self.progress = Progress(lr_horizon=config.lr_decay_iters or config.max_iters)
@@ -159,13 +167,14 @@ class Run:
             self.model.load_state_dict(start.saved["model"])
         if start.resumed:
             self.restore(start.resumed)
-        self.batches = TrainBatches(self.data, config, self.hw.device, consumed=self.progress.sequences)
+        self.grad_accum = config.gradient_accumulation_steps // ranks.world_size
+        self.batches = TrainBatches(self.data, config, self.hw.device, self.progress.sequences, ranks.rank, ranks.world_size)
         self.timed_batches = self.ledger.book_waits(self.batches)
         self.rng = hardware.get_rng_state(self.hw.device)  # as of the last whole iteration
         self.saved_at = self.progress.iter_num if start.resumed else None
         if not config.eval_only:
-            checkpoint.make_out_dir(self.out_dir, fresh=start.resumed is None)
-        self.log = RunLog(config, self.ledger, self.hw, resumed_at=self.saved_at)
+            ranks.from_first(checkpoint.make_out_dir, self.out_dir, start.resumed is None)
+        self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at=self.saved_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
 
     def restore(self, state: dict) -> None:
@@ -176,7 +185,8 @@ class Run:
             group.update(values)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        hardware.set_rng_state(state["rng"], self.hw.device)
+        if len(state["rng"]) > self.ranks.rank:
+            hardware.set_rng_state(state["rng"][self.ranks.rank], self.hw.device)
         self.progress = Progress(**state["progress"])
         if "lr_decay_iters" in self.config.given:
             self.progress.lr_horizon = self.config.lr_decay_iters or self.config.max_iters
@@ -188,7 +198,7 @@ class Run:
             model=self.model.state_dict(),
             optimizer=self.optimizer.state_dict(),
             scaler=self.scaler.state_dict(),
-            rng=self.rng,
+            rng=self.ranks.gather(self.rng),
             progress=asdict(self.progress),
             ledger=dict(self.ledger.seconds),
             model_config=asdict(self.model_config),
@@ -203,10 +213,11 @@ class Run:
         c, p = self.config, self.progress
         if c.compile:
             self.compile()
+        self.step_model = self.ranks.data_parallel(self.compiled)
         self.ledger.switch("other")
         while True:
             done = p.iter_num >= c.max_iters or c.eval_only
-            late = c.max_minutes > 0 and self.ledger.clock() - BEGAN > 60 * c.max_minutes
+            late = c.max_minutes > 0 and self.ranks.max([self.ledger.clock() - BEGAN])[0] > 60 * c.max_minutes
             if (p.iter_num % c.eval_interval == 0 or done) and p.evaluated_at != p.iter_num:
                 improved = self.evaluate()
                 if p.iter_num > 0 and (improved or c.always_save_checkpoint):
@@ -228,7 +239,7 @@ class Run:
         graphs, began = compiled_graphs(), self.ledger.clock()
         with self.ledger.book("steps"):
             losses, grad_norm = train_step(
-                self.step_model, self.optimizer, self.scaler, self.timed_batches, c.gradient_accumulation_steps, c.grad_clip,
+                self.step_model, self.optimizer, self.scaler, self.timed_batches, self.grad_accum, c.grad_clip,
                 self.hw.autocast(), self.signals.check,
             )  # fmt: skip
         if compiled_graphs() == graphs:
@@ -250,15 +261,15 @@ class Run:
         with self.ledger.book("compile"):
             try:
                 with self.hw.autocast():
-                    loss = self.step_model(x, y.clone())
+                    loss = self.compiled(x, y.clone())
                 loss.backward()
-                evaluate(self.step_model, [(x, y.clone(), 1)], self.hw.autocast())
+                evaluate(self.compiled, [(x, y.clone(), 1)], self.hw.autocast())
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # no compiler, or a platform without one: every backend fails in its own way
                 reason = str(error).strip().partition("\n")[0]
                 print(f"warning: torch.compile does not work here ({reason}); going on without", file=sys.stderr, flush=True)
-                self.step_model = self.model
+                self.compiled = self.model
             self.rewind()
         say(f"compile: {self.ledger.clock() - began:.1f}s")
 
@@ -266,21 +277,25 @@ class Run:
         """Losses on fixed windows of both splits, a sample and the picture; returns whether the val loss is the best so far."""
         c, p = self.config, self.progress
         self.settle()
-        began, tokens = self.ledger.clock(), c.eval_tokens or c.eval_iters * c.batch_size * c.block_size
+        began = self.ledger.clock()
         with self.ledger.book("evaluation"):
-            train_loss, val_loss = (
-                evaluate(self.step_model, eval_batches(stream, tokens, c, self.hw.device, spread), self.hw.autocast(),
-                         self.signals.check)
-                for stream, spread in ((self.data.train, True), (self.data.val, False))
-            )  # fmt: skip
+            train_loss = self.mean_loss(self.data.train, spread=True)
+            val_loss = self.mean_loss(self.data.val)
             self.log.evaluation(p.iter_num, train_loss, val_loss, self.ledger.clock() - began)
-            if c.sample_tokens:
+            if c.sample_tokens and self.ranks.first:
                 self.log.sample(p.iter_num, self.sample())
-            if not c.eval_only:
+            if not c.eval_only and self.ranks.first:
                 self.log.draw(self.out_dir)
         improved = val_loss < p.best_val_loss
         p.best_val_loss, p.evaluated_at = min(p.best_val_loss, val_loss), p.iter_num
         return improved
+
+    def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
+        c, ranks = self.config, self.ranks
+        tokens = c.eval_tokens or c.eval_iters * c.batch_size * c.block_size
+        batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
+        total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
+        return total / count
 
     def sample(self) -> str:
         text = Tokenizer(self.data.tokenizer)
@@ -310,8 +325,11 @@ class Run:
         path = self.out_dir / f"ckpt-{p.iter_num:08}.pt"
         self.settle()
         with self.ledger.book("checkpoints"):
+            self.saved_at, state = p.iter_num, self.state()
+            if not self.ranks.first:
+                return
             try:
-                size = checkpoint.save(self.state(), path)
+                size = checkpoint.save(state, path)
                 if improved:
                     checkpoint.mark_best(path)
                 checkpoint.prune(self.out_dir, self.config.keep_checkpoints)
@@ -320,7 +338,6 @@ class Run:
                     raise RunError(f"checkpoint {p.iter_num}: {error}; and there is no older one") from None
                 self.log.warn(p.iter_num, f"checkpoint {p.iter_num} failed: {error}; going on, the one before is still valid")
                 return
-        self.saved_at = p.iter_num
         self.log.checkpoint(p.iter_num, path, size, self.ledger.clock() - began)
 
 
@@ -341,44 +358,35 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def prepare_on_demand(config: Config) -> None:
-    """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
-    folder = dataset_folder(config.dataset)
-    if config.dataset != PREPARED_ON_DEMAND or folder.is_dir():
-        return
-    say(f"data: preparing {folder} from Python's own source files")
-    script = Path(__file__).parent / "data" / "prepare_text.py"
-    if subprocess.run([sys.executable, str(script), f"--out={folder}"]).returncode:
-        raise UserError(f"dataset: {script} failed; see its message above")
-    if problems := check_dataset(config):
-        raise UserError(*problems)
-
-
 def main(argv: list[str]) -> int:
-    start = Start()
-    config = load_config(argv, checks=(start.find, hardware.check_device, check_dataset))
+    ranks = Ranks()
+    if not ranks.first:
+        sys.stdout = open(os.devnull, "w")  # one voice
+    start = Start(ranks)
+    config = load_config(argv, checks=(start.find, hardware.check_device, check_dataset, ranks.check_config))
     if start.finished(config):
         return 0
-    prepare_on_demand(config)
-    run = Run(config, start)
+    ranks.from_first(prepare_on_demand, config)
+    run = Run(config, start, ranks)
     try:
         reason = run.loop()
     except Interrupted:
         run.rewind()
         run.save()
-        reason = signal.Signals(run.signals.received).name
+        reason = signal.Signals(int(run.signals.agreed)).name
     except torch.OutOfMemoryError:
-        raise RunError(out_of_memory_advice(run.model_config, config.batch_size, config.gradient_accumulation_steps,
-                                            run.hw.dtype, config.compile, run.hw.usable_bytes())) from None  # fmt: skip
+        advice = out_of_memory_advice(config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size)
+        raise RunError(advice) from None
     except RunError:
         run.rewind()
-        if not run.log.skips_in_a_row:  # after those, the checkpoint from before the trouble is worth more
+        if not run.log.skips_in_a_row and ranks.world_size == 1:  # otherwise the checkpoint from before is worth more
             run.save()
         raise
     finally:
         run.batches.close()
     run.log.end(reason, run.progress.iter_num, run.progress.tokens)
-    return 128 + run.signals.received if run.signals.received else 0
+    ranks.leave()
+    return 128 + int(run.signals.agreed) if run.signals.agreed else 0
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def load(out_dir: Path, iter_num: int) -> dict:
 
 def assert_same_state(a: dict, b: dict) -> None:
     """Weights, optimizer, random states and progress equal to the last bit."""
-    for left, right in ((a["model"], b["model"]), (a["rng"], b["rng"])):
+    for left, right in ((a["model"], b["model"]), *zip(a["rng"], b["rng"], strict=True)):
         assert left.keys() == right.keys()
         assert all(torch.equal(left[k], right[k]) for k in left)
     for i, moments in a["optimizer"]["state"].items():

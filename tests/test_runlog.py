@@ -8,6 +8,7 @@ import torch
 import runlog
 from configurator import Config, RunError
 from hardware import Hardware
+from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog, count, drop_records, duration
 
 
@@ -34,7 +35,7 @@ def clock():
 
 def make_log(tmp_path, clock, ledger, **changes):
     config = Config(out_dir=str(tmp_path), batch_size=8, block_size=1024, gradient_accumulation_steps=64, **changes)
-    log = RunLog(config, ledger, Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3))
+    log = RunLog(config, ledger, Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3), Ranks())
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
     return log
 
