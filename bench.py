@@ -150,6 +150,7 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
     further at the trainee, and adds to the result. Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
+    torch._dynamo.reset()  # loads what every optimizer loads, so that it is not counted as training's memory
     memory_before = hw.peak_memory_gib() or 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
         trainee = build(config, hw, open_data(config, Path(folder)), read_ahead)
@@ -383,24 +384,33 @@ LADDER = [
 
 def ladder(config: Config, options: dict) -> dict:
     """Each row on top of those before it, at the config's micro-batch, and on CUDA again at the largest that fits."""
-    device, rows, arguments = hardware.set_up(config).device, [], dict(trials=trials_of(options, 3))
-    wanted = "auto" if config.dtype == "float32" else config.dtype
-    for name, changes, more in tqdm(LADDER, desc="ladder", disable=None):
-        row = dict(name=name, why=missing(name, device), first=None, largest=None)
+    device, arguments = hardware.set_up(config).device, dict(trials=trials_of(options, 3))
+    columns = ("first", "largest") if device.type == "cuda" else ("first",)
+    wanted, rows = "auto" if config.dtype == "float32" else config.dtype, []
+    say(" " * 18 + "  ".join([f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"] * len(columns)))
+    for name, changes, more in LADDER:
+        row = dict(name=name, why=missing(name, device))
         if not row["why"]:
             config, arguments = replace(config, **changes), arguments | more
             config = replace(config, dtype=wanted) if name == "AMP" else config
             row["first"] = attempt(config, **arguments)
-            row["largest"] = attempt_largest(config, arguments, device) if device.type == "cuda" else None
+            if "largest" in columns:
+                row["largest"] = attempt_largest(config, arguments, device)
         rows.append(row)
-    for column in ("first", "largest"):
-        add_gains([row[column] for row in rows if row[column] and row[column]["tokens_per_sec"]])
-    if not any("gain" in (row["first"] or {}) for row in rows):
+        for column in columns:
+            add_gains([row[column] for row in rows if column in row and row[column]["tokens_per_sec"]])
+        say(f"{name:<18}" + (f"   n/a: {row['why']}" if row["why"] else "  ".join(cell(row[column]) for column in columns)))
+    measured = {column: [row for row in rows if "gain" in row.get(column, {})] for column in columns}
+    if not measured["first"]:
         raise UserError(f"batch_size: every row ran out of memory with {config.batch_size}; a smaller --batch_size")
-    say("\n".join(ladder_lines(rows)))
+    for column, what in zip(columns, (f"micro-batch {config.batch_size}", "the largest micro-batch that fits")):
+        last, best = measured[column][-1], max(measured[column], key=lambda row: row[column]["total_gain"])
+        say(f"total gain at {what}: {last[column]['total_gain']:.1f}x with the last row, "
+            f"{best[column]['total_gain']:.1f}x with the best ({best['name']})")  # fmt: skip
+    say("each row runs in a process of its own; mfu is of the row's own dtype peak")
     if options["png"]:
-        bars = {row["name"]: [(row[c] or {}).get("tokens_per_sec") for c in ("first", "largest")] for row in rows}
-        labels = [f"micro-batch {config.batch_size}", "the largest that fits"][: 2 if device.type == "cuda" else 1]
+        bars = {row["name"]: [row.get(column, {}).get("tokens_per_sec") for column in columns] for row in rows}
+        labels = [f"micro-batch {config.batch_size}", "the largest that fits"][: len(columns)]
         draw(Path(options["png"]), "each row on top of those above", bars, labels)
     return dict(rows=rows)
 
@@ -430,22 +440,6 @@ def add_gains(results: list[dict]) -> None:
     for before, r in zip([results[0], *results] if results else [], results):
         r["gain"] = r["tokens_per_sec"] / before["tokens_per_sec"]
         r["total_gain"] = r["tokens_per_sec"] / results[0]["tokens_per_sec"]
-
-
-def ladder_lines(rows: list[dict]) -> list[str]:
-    head = f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"
-    both = any(row["largest"] for row in rows)
-    lines = [f"{'':<18}{head}" + (f"   {head}" if both else "")]
-    for row in rows:
-        cells = [cell(row[c]) for c in ("first", "largest") if row[c]]
-        lines.append(f"{row['name']:<18}" + ("   ".join(cells) if cells else f"   n/a: {row['why']}"))
-    for column, what in (("first", "the same micro-batch"), ("largest", "the largest micro-batch that fits")):
-        measured = [(row["name"], row[column]) for row in rows if "gain" in (row[column] or {})]
-        if measured:
-            best = max(measured, key=lambda pair: pair[1]["total_gain"])
-            lines.append(f"total gain at {what}: {measured[-1][1]['total_gain']:.1f}x with the last row, "
-                         f"{best[1]['total_gain']:.1f}x with the best ({best[0]})")  # fmt: skip
-    return lines + ["mfu is of each row's own dtype peak; every row runs in a process of its own"]
 
 
 def cell(r: dict) -> str:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from configurator import Config, UserError
-from gpus import fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
+import bench
+from configurator import Config, UserError, load_config
+from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 from model import GPTConfig
 
 BF16 = torch.bfloat16
@@ -62,3 +63,15 @@ def test_unknown_gpu_gets_a_hint(typed, meant):
         return
     with pytest.raises(UserError, match=f"did you mean {meant}"):
         resolve_gpu(typed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_layer, n_embd", [(2, 128), (4, 256), (6, 384)])
+def test_memory_model_on_a_cpu(n_layer, n_embd):
+    """Within 15 % of what the process grows by in eager float32, where activations and logits take most of it. The
+    workspace is CUDA's and not in it; what is missing is fragments of the allocator and gradients in flight."""
+    keys = dict(n_layer=n_layer, n_head=n_layer, n_embd=n_embd, batch_size=4, block_size=256, gradient_accumulation_steps=2,
+                device="cpu", dtype="float32", compile=False, dataset="none")  # fmt: skip
+    result = bench.attempt(load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1)
+    modelled = result["mem_model_gib"] - WORKSPACE_BYTES / 2**30
+    assert modelled == pytest.approx(result["mem_training_gib"], rel=0.15)
