@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, did_you_mean
+from configurator import Config, UserError, did_you_mean
 from model import GPTConfig, count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
@@ -112,14 +112,13 @@ def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torc
     return next((b for b in range(sequences, 0, -1) if sequences % b == 0 and b * sequence <= room), None)
 
 
-def out_of_memory_advice(model: GPTConfig, batch_size: int, grad_accum: int, dtype: torch.dtype, compiled: bool,
-                         capacity: float) -> str:
-    """What to say where a micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
-    sequences = batch_size * grad_accum
-    smaller = [b for b in range(1, batch_size) if sequences % b == 0]
+def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1) -> str:
+    """What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
+    sequences = config.batch_size * config.gradient_accumulation_steps // world_size  # of one process
+    smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:
         return "out of memory with batch_size=1; a smaller --block_size or model, or --dtype=bfloat16, needs less"
-    b = min(fitting_batch(model, sequences, capacity, dtype, compiled) or 1, smaller[-1])
-    needed = sum(memory_bytes(model, b, dtype, compiled).values())
-    return (f"out of memory with batch_size={batch_size}; the same tokens per iteration in about "
-            f"{needed / 1e9:.1f} GB: --batch_size={b} --gradient_accumulation_steps={sequences // b}")  # fmt: skip
+    b = min(fitting_batch(model, sequences, capacity, dtype, config.compile) or 1, smaller[-1])
+    needed = sum(memory_bytes(model, b, dtype, config.compile).values())
+    return (f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "
+            f"--batch_size={b} --gradient_accumulation_steps={sequences // b * world_size}")  # fmt: skip

@@ -220,9 +220,20 @@ class RunLog:
         total = self.ledger.total()
         shares = ", ".join(f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.ledger.seconds.items() if s >= 0.05)
         say(f"time: {duration(total)} wall = {shares}")
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens")
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(self.ledger.seconds))
         self.tracker.close()
+
+    def against_plan(self, iters: int) -> str:
+        """Actual against planned hours of iterations, where `bench.py plan --json=OUT_DIR/plan.json` made a plan."""
+        try:
+            plan = json.loads((Path(self.config.out_dir) / "plan.json").read_text(encoding="utf-8"))
+            planned = plan["hours"] * iters / plan["max_iters"]
+        except (OSError, ValueError, LookupError, TypeError):  # none, or one without an iteration time
+            return ""
+        actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
+        off = f" ({actual / planned - 1:+.1%})" if planned else ""
+        return f"; {actual:.3g} h of iterations, {planned:.3g} h planned{off}"
 
 
 def drop_records(path: Path, resumed_at: int) -> None:

@@ -381,8 +381,8 @@ def main(argv: list[str]) -> int:
         run.save()
         reason = signal.Signals(int(run.signals.agreed)).name
     except torch.OutOfMemoryError:
-        raise RunError(out_of_memory_advice(run.model_config, config.batch_size, config.gradient_accumulation_steps,
-                                            run.hw.dtype, config.compile, run.hw.usable_bytes())) from None  # fmt: skip
+        advice = out_of_memory_advice(config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size)
+        raise RunError(advice) from None
     except RunError:
         run.rewind()
         if not run.log.skips_in_a_row and ranks.world_size == 1:  # otherwise the checkpoint from before is worth more
