@@ -6,6 +6,9 @@ DistributedDataParallel on the devices. A process alone needs none of it: everyt
 """
 
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -100,3 +103,30 @@ class Ranks:
     def leave(self) -> None:
         if self.world_size > 1:
             dist.destroy_process_group()
+
+
+class Interrupted(Exception):
+    """A signal arrived; raised where the run can stop without losing anything."""
+
+
+class Signals:
+    """SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the process at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.received, self.agreed = ranks, 0, 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame) -> None:
+        if self.received:
+            if time.monotonic() - self.since > 0.5:  # SLURM, systemd and torchrun between them send one stop twice
+                os._exit(128 + number)
+            return
+        self.received, self.since = number, time.monotonic()
+        if self.ranks.first:
+            print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
+
+    def check(self) -> None:
+        (self.agreed,) = self.ranks.max([self.received])
+        if self.agreed:
+            raise Interrupted

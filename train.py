@@ -35,7 +35,7 @@ from configurator import Config, RunError, UserError, config_values, load_config
 from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset
 from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
-from ranks import Ranks
+from ranks import Interrupted, Ranks, Signals
 from runlog import IterationResult, Ledger, RunLog, say
 from start import Start, prepare_on_demand
 from tokenizer import Tokenizer
@@ -107,33 +107,6 @@ def get_lr(it: int, config: Config, horizon: int) -> float:
 
 # -----------------------------------------------------------------------------
 # A run and what can happen to it
-
-
-class Interrupted(Exception):
-    """A signal arrived; raised where the run can stop without losing anything."""
-
-
-class Signals:
-    """SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the process at once."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.received, self.agreed = ranks, 0, 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
-
-    def handle(self, number: int, frame) -> None:
-        if self.received:
-            if time.monotonic() - self.since > 0.5:  # SLURM, systemd and torchrun between them send one stop twice
-                os._exit(128 + number)
-            return
-        self.received, self.since = number, time.monotonic()
-        if self.ranks.first:
-            print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
-
-    def check(self) -> None:
-        (self.agreed,) = self.ranks.max([self.received])
-        if self.agreed:
-            raise Interrupted
 
 
 @dataclass
