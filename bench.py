@@ -150,7 +150,6 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
     further at the trainee, and adds to the result. Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
-    torch._dynamo.reset()  # loads what every optimizer loads, so that it is not counted as training's memory
     memory_before = hw.peak_memory_gib() or 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
         trainee = build(config, hw, open_data(config, Path(folder)), read_ahead)
@@ -303,8 +302,8 @@ def trials_of(options: dict, default: int) -> int:
 
 
 def describe(r: dict) -> str:
-    mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
-    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {r['mem_gib'] or math.nan:.1f} GiB"
+    mfu, mem = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}", r["mem_gib"] or math.nan
+    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {mem:.1f} GiB"
 
 
 # -----------------------------------------------------------------------------

@@ -25,8 +25,7 @@ import numpy as np
 from configurator import FIELDS, UserError, run_main
 
 PICTURE_POINTS = 600  # a line in a picture is drawn through at most this many means
-TRAIN_COLOR, VAL_COLOR, SPEED_COLOR, MARK_COLOR = "#4c78a8", "#e4572e", "#54a24b", "#777777"
-RUN_COLORS = ("#4c78a8", "#e4572e", "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777")
+COLORS = BLUE, RED, GREEN, *_, GREY = "#4c78a8", "#e4572e", "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"
 LOSS_NOISE = 0.005  # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 NANOGPT_DEFAULTS = dict(device="cuda", dtype="bfloat16", lr_decay_iters=600000)  # where this program's differ
@@ -86,25 +85,23 @@ def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     if most_steps and len(lines) > most_steps:
         steps = [line for line in lines if line.startswith(STEP_LINE)]
         lines = [line for line in lines if not line.startswith(STEP_LINE)] + steps[:: -(-len(steps) // most_steps)]
-    records = parse_lines(lines)
-    starts = [record for record in records if record.get("kind") == "start"]
-    run = tabulate(path.resolve().parent.name, starts[0] if starts else {}, records)
+    try:
+        records = json.loads(f"[{','.join(lines)}]")  # at once: three times as fast as line by line
+    except ValueError:
+        records = [record for line in lines for record in parse_line(line)]
+    records = [record for record in records if isinstance(record, dict)]
+    start = next((record for record in records if record.get("kind") == "start"), {})
+    run = tabulate(path.resolve().parent.name, start, records)
     if text and not text.endswith("\n"):
         run.warnings.append(f"{path}: its last line is cut short (the run was killed); read without it")
     return run
 
 
-def parse_lines(lines: list[str]) -> list[dict]:
+def parse_line(line: str) -> list:
     try:
-        records = json.loads(f"[{','.join(lines)}]")  # at once: three times as fast as line by line
+        return [json.loads(line)]
     except ValueError:
-        records = []
-        for line in lines:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                pass
-    return [record for record in records if isinstance(record, dict)]
+        return []
 
 
 def tabulate(name: str, start: dict, records: list[dict]) -> RunRecords:
@@ -112,7 +109,7 @@ def tabulate(name: str, start: dict, records: list[dict]) -> RunRecords:
     columns = {}
     for kind, names in COLUMNS.items():
         of_kind = [record for record in records if record.get("kind") == kind]
-        columns[kind] = {name: column(of_kind, name) for name in names}
+        columns[kind] = {name: np.array([as_number(r.get(name)) for r in of_kind], dtype=float) for name in names}
     run = RunRecords(name, start, **columns, warnings=[])
     step, tokens_per_iter = run.step, as_number(start.get("tokens_per_iter"))
     step["iters"] = np.diff(step["iter"], prepend=as_number(start.get("iter"), 0) - 1)
@@ -125,10 +122,6 @@ def tabulate(name: str, start: dict, records: list[dict]) -> RunRecords:
     saved_before = np.searchsorted(run.checkpoint["iter"], run.eval["iter"])
     run.eval["hours"] = (seconds + np.append(0, np.cumsum(np.nan_to_num(run.checkpoint["seconds"])))[saved_before]) / 3600
     return run
-
-
-def column(records: list[dict], name: str) -> np.ndarray:
-    return np.array([as_number(record.get(name)) for record in records], dtype=float)
 
 
 def as_number(value, otherwise: float = math.nan) -> float:
@@ -158,7 +151,7 @@ def read_nanogpt_log(path: Path) -> RunRecords:
     """
     What nanoGPT prints, or the part of it that was kept. Its iteration times hold evaluation and checkpoint where there
     was one: there, what exceeds the median is booked as evaluation. Its MFU is relative to an A100, so it is not taken
-    over; the model's FLOPs per token come from the printed configuration, else from that MFU.
+    over; the model's FLOPs per token come from what is printed of its configuration, else from that MFU.
     """
     evals, checkpoints, iters, config, numbers = {}, {}, {}, {}, {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -200,18 +193,22 @@ def tidy_times(iters: dict[int, dict], evals: dict[int, dict]) -> None:
 
 
 def describe_nanogpt_run(config: dict, numbers: dict, iters: list[dict]) -> dict:
+    """What a start record would say. flops_per_token is one card's share, as its MFU is, where tokens are those of all."""
     start = dict(numbers)
+    mfu, step_ms = (median(np.array([it[name] for it in iters])) for name in ("printed_mfu", "step_ms"))
+    per_card = mfu * NANOGPT_PEAK_FLOPS * step_ms / 1e3 / numbers.get("tokens_per_iter", math.nan)
+    start["flops_per_token"] = per_card  # only roughly: a running mean that evaluations pull down
     if config:
         defaults = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
         start["config"] = config = defaults | config
         start["dtype"] = config["dtype"]
-    n, tokens_per_iter = numbers.get("matmul_parameters"), numbers.get("tokens_per_iter")
-    if config and n:
-        start["parameters"] = n + config["block_size"] * config["n_embd"]
-        start["flops_per_token"] = 6 * n + 12 * config["n_layer"] * config["n_embd"] * config["block_size"]
-    elif tokens_per_iter:
-        mfu, step_ms = (median(np.array([it[name] for it in iters])) for name in ("printed_mfu", "step_ms"))
-        start["flops_per_token"] = mfu * NANOGPT_PEAK_FLOPS * step_ms / 1e3 / tokens_per_iter
+    if config and "matmul_parameters" in numbers:
+        n = numbers["matmul_parameters"]
+        L, C, T = (as_number(config[name]) for name in ("n_layer", "n_embd", "block_size"))
+        flops_per_token = 6 * n + 12 * L * C * T
+        cards = flops_per_token / per_card
+        start["parameters"] = n + T * C
+        start["flops_per_token"] = flops_per_token / (max(1, round(cards)) if math.isfinite(cards) else 1)
     return start
 
 
@@ -240,6 +237,7 @@ def mfu_on(gpu: str, run: RunRecords) -> np.ndarray:
     dtype = run.start.get("dtype", "bfloat16")
     tf32 = run.start.get("config", {}).get("tf32", True)
     row = gpus.resolve_gpu(gpu)
+    run.start.setdefault("device", row["name"].partition("|")[0])
     peak = gpus.row_peak(row, getattr(torch, str(dtype), torch.bfloat16), tf32)
     if peak is None:
         raise UserError(f"gpu: gpus.csv has no certain {dtype} peak for {gpu}; leave --gpu away")
@@ -261,55 +259,55 @@ class Row:
     verdict: str
 
 
-def build_row(runs: list[RunRecords], key: str, label: str, value: Callable, form: Callable = str,
-              verdict: Callable = lambda values, names: "") -> Row:
-    """The row of value(run) for each run; `verdict` is asked where at least two runs know theirs."""
-    values = [None if isinstance(v, float) and not math.isfinite(v) else v for v in map(value, runs)]
+def build_row(runs: list[RunRecords], key: str, label: str, values: list, form: Callable, verdict: Callable | None) -> Row:
+    """The row of one value per run; `verdict` is asked where at least two runs know theirs."""
+    values = [None if isinstance(v, float) and not math.isfinite(v) else v for v in values]
     known = [(v, run.name) for v, run in zip(values, runs) if v is not None]
     texts = ["n/a" if v is None else form(v) for v in values]
-    return Row(key, label, values, texts, verdict(*zip(*known)) if len(known) > 1 else "")
+    return Row(key, label, values, texts, verdict(known) if verdict and len(known) > 1 else "")
 
 
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
-    rows = []
-    for key in differing_keys(runs):
-        values = {run.name: config_of(run).get(key) for run in runs}
-        rows.append(build_row(runs, f"config/{key}", key, lambda run: values[run.name], str, lambda *_: "differs"))  # noqa: B023
-    equal_work = len({run.start.get("tokens_per_iter") for run in runs}) == 1
-    shorter = ratio("shorter", lower=True) if equal_work else lambda values, names: "unequal tokens per iteration"
-    for row in (
-        ("device", "device", lambda run: run.start.get("device")),
-        ("dtype", "dtype", lambda run: run.start.get("dtype")),
-        ("parameters", "parameters", lambda run: as_number(run.start.get("parameters")), short_count, ratio("larger")),
-        ("iterations", "iterations", lambda run: spent(run, "iter"), "{:,.0f}".format, ratio("more")),
-        ("tokens", "tokens", lambda run: spent(run, "tokens"), short_count, ratio("more")),
-        ("hours", "hours", lambda run: spent(run, "hours"), "{:.2f}".format, ratio("longer")),
-        ("tokens_per_sec", "tok/s", lambda run: mean_over_time(run, "tokens_per_sec"), "{:,.0f}".format, ratio("faster")),
-        ("mfu", "MFU", lambda run: mean_over_time(run, "mfu"), "{:.1%}".format, points("higher")),
-        ("step_ms_p50", "iteration time p50, ms", lambda run: percentile(run, 50), "{:,.1f}".format, shorter),
-        ("step_ms_p95", "iteration time p95, ms", lambda run: percentile(run, 95), "{:,.1f}".format, shorter),
-        ("pause_share", "evaluations and checkpoints", pause_share, "{:.1%} of time".format, points("less", lower=True)),
-    ):  # fmt: skip
-        rows.append(build_row(runs, *row))
+    equal_work = len({as_number(run.start.get("tokens_per_iter"), 0) for run in runs}) == 1
+    shorter = ratio("shorter", lower=True) if equal_work else lambda known: "unequal tokens per iteration"
+    rows = [build_row(runs, f"config/{key}", key, [config_of(run).get(key) for run in runs], str, lambda known: "differs")
+            for key in differing_keys(runs)]  # fmt: skip
+    figures = [figures_of(run) for run in runs]
+    for key, label, form, verdict in (
+        ("device", "device", str, None),
+        ("dtype", "dtype", str, None),
+        ("parameters", "parameters", short_count, ratio("larger")),
+        ("iterations", "iterations", "{:,.0f}".format, ratio("more")),
+        ("tokens", "tokens", short_count, ratio("more")),
+        ("hours", "hours", "{:.2f}".format, ratio("longer")),
+        ("tokens_per_sec", "tok/s", "{:,.0f}".format, ratio("faster")),
+        ("mfu", "MFU", "{:.1%}".format, difference("{:.1%} of the peak higher", noise=5e-4)),
+        ("step_ms_p50", "iteration time p50, ms", "{:,.1f}".format, shorter),
+        ("step_ms_p95", "iteration time p95, ms", "{:,.1f}".format, shorter),
+        ("pause_share", "evaluations and checkpoints", "{:.1%} of time".format, difference("{:.1%} of time less", True, 5e-4)),
+    ):
+        rows.append(build_row(runs, key, label, [of_run[key] for of_run in figures], form, verdict))
     return rows + loss_rows(runs, target_loss)
 
 
 def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     """Val loss at equal iterations, tokens and hours, and the tokens and hours to one loss: one that all runs reach."""
-    lower, less = lower_loss, ratio("less", lower=True)
+    lower, less = difference("{:.4f} lower", lower=True, noise=LOSS_NOISE), ratio("less", lower=True)
     if len({config_of(run).get("dataset") for run in runs if config_of(run)}) > 1:
-        lower = less = lambda values, names: "not comparable: unequal datasets"
-    rows = [build_row(runs, "best_val_loss", "best val loss", best_loss, "{:.4f}".format, lower)]
-    for axis, form in (("iter", "iteration {:,.0f}".format), ("tokens", lambda x: f"{short_count(x)} tokens"),
-                       ("hours", "{:.2f} hours".format)) if len(runs) > 1 else ():  # fmt: skip
-        x = last_common_evaluation(runs, axis)
-        rows.append(build_row(runs, f"val_loss_at_equal_{axis}", f"val loss at {form(x)}",
-                              lambda run, axis=axis, x=x: loss_at(run, axis, x), "{:.4f}".format, lower))  # fmt: skip
-    if target_loss is None and len(runs) > 1:
-        target_loss = max(map(best_loss, runs))
-    for axis, form in (("tokens", short_count), ("hours", "{:.2f}".format)) if target_loss is not None else ():
-        rows.append(build_row(runs, f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}",
-                              lambda run, axis=axis: reach(run, axis, target_loss), form, less))  # fmt: skip
+        lower = less = lambda known: "not comparable: unequal datasets"
+    best = [float(np.min(run.eval["val_loss"], initial=math.inf, where=np.isfinite(run.eval["val_loss"]))) for run in runs]
+    rows = [build_row(runs, "best_val_loss", "best val loss", best, "{:.4f}".format, lower)]
+    if len(runs) > 1:
+        for axis, form in (("iter", "iteration {:,.0f}".format), ("tokens", lambda x: f"{short_count(x)} tokens"),
+                           ("hours", "{:.2f} hours".format)):  # fmt: skip
+            x = last_common_evaluation(runs, axis)
+            losses = [loss_at(run, axis, x) for run in runs]
+            rows.append(build_row(runs, f"val_loss_at_equal_{axis}", f"val loss at {form(x)}", losses, "{:.4f}".format, lower))
+        target_loss = max(best) if target_loss is None else target_loss
+    if target_loss is not None:
+        for axis, form in (("tokens", short_count), ("hours", "{:.2f}".format)):
+            reached = [reach(run, axis, target_loss) for run in runs]
+            rows.append(build_row(runs, f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}", reached, form, less))
     return rows
 
 
@@ -324,38 +322,20 @@ def differing_keys(runs: list[RunRecords]) -> list[str]:
     return [key for key in keys if len({repr(config_of(run)[key]) for run in runs if key in config_of(run)}) > 1]
 
 
-def spent(run: RunRecords, what: str) -> float:
-    """The iterations made ("iter"), or the tokens or hours spent on them."""
-    if what == "hours":
-        return float(np.sum(run.step["seconds"]) + pauses(run)) / 3600
-    per_iter = {"iter": 1, "tokens": as_number(run.start.get("tokens_per_iter"))}[what]
-    return max([float(value + per_iter) for value in run.step[what][-1:]] + run.eval[what][-1:].tolist())
-
-
-def pauses(run: RunRecords) -> float:
-    """Seconds of evaluations and checkpoints."""
-    return float(np.nansum(run.eval["seconds"]) + np.nansum(run.checkpoint["seconds"]))
-
-
-def pause_share(run: RunRecords) -> float:
-    total = pauses(run) + float(np.sum(run.step["seconds"]))
-    return pauses(run) / total if total > 0 else math.nan
-
-
-def mean_over_time(run: RunRecords, name: str) -> float:
-    """Weighted by time, so that tok/s is tokens per time."""
-    values, seconds = run.step[name], run.step["seconds"]
-    known = np.isfinite(values) & np.isfinite(run.step["step_ms"])
-    return float(np.average(values[known], weights=seconds[known])) if seconds[known].sum() > 0 else math.nan
-
-
-def percentile(run: RunRecords, q: int) -> float:
-    times = run.step["step_ms"][np.isfinite(run.step["step_ms"])]
-    return float(np.percentile(times, q)) if len(times) else math.nan
-
-
-def best_loss(run: RunRecords) -> float:
-    return float(np.min(run.eval["val_loss"], initial=math.inf, where=np.isfinite(run.eval["val_loss"])))
+def figures_of(run: RunRecords) -> dict:
+    """What can be said of a run as a whole; means are over time, so that tok/s is tokens per time."""
+    step, start, timed = run.step, run.start, np.isfinite(run.step["step_ms"])
+    seconds, pauses = np.sum(step["seconds"]), np.nansum(run.eval["seconds"]) + np.nansum(run.checkpoint["seconds"])
+    figures = dict(device=start.get("device"), dtype=start.get("dtype"), parameters=as_number(start.get("parameters")))
+    figures["hours"], figures["pause_share"] = (seconds + pauses) / 3600, pauses / (seconds + pauses) if seconds else math.nan
+    for key, name, per_iter in (("iterations", "iter", 1), ("tokens", "tokens", as_number(start.get("tokens_per_iter")))):
+        figures[key] = max([value + per_iter for value in step[name][-1:]] + run.eval[name][-1:].tolist())
+    for name in ("tokens_per_sec", "mfu"):
+        known = timed & np.isfinite(step[name]) & (step["seconds"] > 0)
+        figures[name] = np.average(step[name][known], weights=step["seconds"][known]) if known.any() else math.nan
+    for key, q in (("step_ms_p50", 50), ("step_ms_p95", 95)):
+        figures[key] = np.percentile(step["step_ms"][timed], q) if timed.any() else math.nan
+    return {key: float(value) if isinstance(value, np.floating) else value for key, value in figures.items()}
 
 
 def last_common_evaluation(runs: list[RunRecords], axis: str) -> float:
@@ -368,8 +348,7 @@ def last_common_evaluation(runs: list[RunRecords], axis: str) -> float:
 def loss_at(run: RunRecords, axis: str, x: float) -> float:
     """The val loss at x, between evaluations by a straight line; NaN before the first."""
     known = np.isfinite(run.eval["val_loss"]) & np.isfinite(run.eval[axis])
-    points, losses = run.eval[axis][known], run.eval["val_loss"][known]
-    return float(np.interp(x, points, losses, left=math.nan)) if len(points) else math.nan
+    return float(np.interp(x, run.eval[axis][known], run.eval["val_loss"][known], left=math.nan)) if known.any() else math.nan
 
 
 def reach(run: RunRecords, axis: str, loss: float) -> float:
@@ -384,31 +363,22 @@ def reach(run: RunRecords, axis: str, loss: float) -> float:
 def ratio(word: str, lower: bool = False) -> Callable:
     """A verdict such as "a 2.39x faster": the best against the next best."""
 
-    def verdict(values, names) -> str:
-        (best, name), (second, _) = ranked(values, names, lower)[:2]
+    def verdict(known: list[tuple[float, str]]) -> str:
+        (best, name), (second, _) = sorted(known, reverse=not lower)[:2]
         low, high = sorted((best, second))
         return "equal" if high < 1.005 * low else f"{name} {high / low:.2f}x {word}" if low > 0 else ""
 
     return verdict
 
 
-def points(word: str, lower: bool = False) -> Callable:
-    """A verdict on shares such as "a 13.1 points higher"."""
+def difference(form: str, lower: bool = False, noise: float = 0.0) -> Callable:
+    """A verdict such as "b 0.0134 lower": the best against the next best, if they differ by more than `noise`."""
 
-    def verdict(values, names) -> str:
-        (best, name), (second, _) = ranked(values, names, lower)[:2]
-        return f"{name} {100 * abs(best - second):.1f} points {word}" if abs(best - second) >= 5e-4 else "equal"
+    def verdict(known: list[tuple[float, str]]) -> str:
+        (best, name), (second, _) = sorted(known, reverse=not lower)[:2]
+        return f"{name} {form.format(abs(best - second))}" if abs(best - second) > noise else f"equal within {noise}"
 
     return verdict
-
-
-def lower_loss(values, names) -> str:
-    (best, name), (second, _) = ranked(values, names, lower=True)[:2]
-    return f"{name} {second - best:.4f} lower" if second - best > LOSS_NOISE else f"too close to call (within {LOSS_NOISE})"
-
-
-def ranked(values, names, lower: bool) -> list[tuple[float, str]]:
-    return sorted(zip(values, names), key=lambda pair: pair[0], reverse=not lower)
 
 
 def short_count(number: float) -> str:
@@ -420,14 +390,14 @@ def short_count(number: float) -> str:
 def find_warnings(runs: list[RunRecords]) -> list[str]:
     """What stands in the way of comparing these runs."""
     warnings = [warning for run in runs for warning in run.warnings]
-    known = [(run.name, config_of(run)) for run in runs if config_of(run)]
-    if len({config.get("dataset") for _, config in known}) > 1:
-        listed = ", ".join(f"{name}: {config.get('dataset')}" for name, config in known)
-        warnings.append(f"unequal datasets ({listed}), so losses are not comparable")
-    sizes = {name: evaluation_tokens(config) for name, config in known}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name}: {size:,}" for name, size in sizes.items())
-        warnings.append(f"unequal evaluations ({listed} tokens), so small differences in val loss say little")
+    for what, value, consequence in (
+        ("datasets", lambda config: config.get("dataset"), "losses are not comparable"),
+        ("evaluation tokens", evaluation_tokens, "small differences in val loss say little"),
+    ):
+        values = {run.name: value(config_of(run)) for run in runs if config_of(run)}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{name}: {value}" for name, value in values.items())
+            warnings.append(f"unequal {what} ({listed}), so {consequence}")
     return warnings
 
 
@@ -441,6 +411,8 @@ def print_table(rows: list[Row], runs: list[RunRecords]) -> None:
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     for line in cells:
         print("  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:-1], widths[1:])), line[-1]]).rstrip())
+    if len(runs) > 1:
+        print("Between two evaluations, losses, tokens and hours are those on the straight line from one to the other.")
 
 
 # -----------------------------------------------------------------------------
@@ -459,69 +431,78 @@ def draw_run(out_dir: Path) -> Path:
     return path
 
 
+def save_picture(figure, path: Path) -> None:
+    """Write the figure as a PNG, all or nothing."""
+    temporary = path.with_suffix(".tmp")
+    figure.savefig(temporary, format="png", dpi=110)
+    os.replace(temporary, path)
+
+
 def picture_of_run(run: RunRecords):
-    """Losses over tokens, and below them tok/s with MFU on the right-hand axis."""
+    """Losses over tokens, evaluations and checkpoints marked, and below them tok/s with MFU on the right-hand axis."""
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure and may look for a screen
 
     figure = Figure(figsize=(9, 6), facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
     figure.subplots_adjust(left=0.085, right=0.915, top=0.92, bottom=0.09, hspace=0.08)
-    step, evals, unit = run.step, run.eval, token_unit(run)
-
-    x, mean, low, high = thin_out(step["tokens"] / unit[0], step["loss"])
-    top.fill_between(x, low, high, color=TRAIN_COLOR, alpha=0.25, linewidth=0)
-    top.plot(x, mean, color=TRAIN_COLOR, linewidth=1.2, label="train loss, every log line")
-    marker = dict(marker="o", markersize=4 if len(evals["iter"]) < 80 else 2)
-    x = evals["tokens"] / unit[0]
-    top.plot(x, evals["train_loss"], color=TRAIN_COLOR, linewidth=0, **marker, label="train loss, evaluated")
-    top.plot(x, evals["val_loss"], color=VAL_COLOR, linewidth=1.6, **marker, label="val loss, evaluated")
-    top.plot(run.checkpoint["tokens"] / unit[0], np.full(len(run.checkpoint["iter"]), 0.02), color=MARK_COLOR, linewidth=0,
-             marker="|", markersize=7, transform=top.get_xaxis_transform(), label="checkpoint")  # fmt: skip
-    top.set_ylabel("loss, nats per token")
+    step, evals, saved = run.step, run.eval, run.checkpoint
+    draw_band(top, step["tokens"], step["loss"], BLUE, "train loss, every log line")
+    dots = dict(marker="o", markersize=4 if len(evals["iter"]) < 80 else 2)
+    top.plot(evals["tokens"], evals["train_loss"], color=BLUE, linewidth=0, **dots, label="train loss, evaluated")
+    top.plot(evals["tokens"], evals["val_loss"], color=RED, linewidth=1.6, **dots, label="val loss, evaluated")
+    top.plot(saved["tokens"], np.full(len(saved["iter"]), 0.02), color=GREY, linewidth=0, marker="|", markersize=7,
+             transform=top.get_xaxis_transform(), label="checkpoint")  # fmt: skip
     limit_to_settled(top, [run])
     top.legend(frameon=False, loc="upper right")
-
-    x, mean, low, high = thin_out(step["tokens"] / unit[0], step["tokens_per_sec"] / 1e3)
-    bottom.fill_between(x, low, high, color=SPEED_COLOR, alpha=0.25, linewidth=0)
-    bottom.plot(x, mean, color=SPEED_COLOR, linewidth=1.2)
-    bottom.set_ylabel("thousand tok/s")
-    bottom.set_ylim(0, 1.15 * np.nanmax(high) if len(high) and np.nanmax(high) > 0 else 1)
-    bottom.set_xlabel(f"{unit[1]}tokens")
+    draw_band(bottom, step["tokens"], step["tokens_per_sec"], GREEN)
+    finish(top, "", "loss, nats per token")
+    finish(bottom, "tokens", "tok/s", from_zero=True)
     known = (step["mfu"] > 0) & (step["tokens_per_sec"] > 0)
     if known.any():  # MFU and tok/s are proportional, so one line serves two axes
-        scale = np.median(step["mfu"][known] / step["tokens_per_sec"][known] * 1e5)  # % per thousand tok/s
         right = bottom.twinx()
-        right.set_ylim(0, bottom.get_ylim()[1] * scale)
+        right.set_ylim(0, bottom.get_ylim()[1] * np.median(100 * step["mfu"][known] / step["tokens_per_sec"][known]))
         right.set_ylabel("MFU, %")
         right.spines[["top", "left"]].set_visible(False)
     else:
-        bottom.set_title("MFU n/a: the device's peak is unknown", fontsize=8, loc="right", color=MARK_COLOR, y=0.02)
-    for axes in (top, bottom):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    bottom.set_xlim(left=0)
-    figure.suptitle(title(run), fontsize=10, x=0.085, ha="left")
+        bottom.set_title("MFU n/a: the device's peak is unknown", fontsize=8, loc="right", color=GREY, y=0.02)
+    parts = [run.name]
+    if as_number(run.start.get("parameters")) > 0:
+        parts.append(f"{short_count(run.start['parameters'])} parameters")
+    parts += [str(run.start[name]) for name in ("device", "dtype") if run.start.get(name)]
+    parts += [f"val loss {loss:.4f} at iter {it:.0f}" for loss, it in zip(evals["val_loss"][-1:], evals["iter"][-1:])]
+    figure.suptitle("   |   ".join(parts), fontsize=10, x=0.085, ha="left")
     return figure
 
 
-def title(run: RunRecords) -> str:
-    parts = [run.name]
-    if as_number(run.start.get("parameters")) > 0:
-        parts.append(f"{run.start['parameters'] / 1e6:.1f}M parameters")
-    parts += [str(run.start[name]) for name in ("device", "dtype") if run.start.get(name)]
-    if len(run.eval["iter"]):
-        parts.append(f"val loss {run.eval['val_loss'][-1]:.4f} at iter {run.eval['iter'][-1]:.0f}")
-    return "   |   ".join(parts)
+def picture_of_runs(runs: list[RunRecords]):
+    """Val and train loss over tokens, val loss over hours, tok/s and MFU over tokens; one colour a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 7.5), facecolor="white")
+    (losses, hours), (speed, mfu) = figure.subplots(2, 2, height_ratios=(5, 3))
+    figure.subplots_adjust(left=0.065, right=0.985, top=0.95, bottom=0.075, hspace=0.26, wspace=0.13)
+    for run, color in zip(runs, itertools.cycle(COLORS)):
+        step, evals = run.step, run.eval
+        losses.plot(*thin_out(step["tokens"], step["loss"])[:2], color=color, linewidth=0.8, alpha=0.4)
+        style = dict(color=color, linewidth=1.6, marker="o", markersize=4 if len(evals["iter"]) < 80 else 2, label=run.name)
+        losses.plot(evals["tokens"], evals["val_loss"], **style)
+        hours.plot(evals["hours"], evals["val_loss"], **style)
+        draw_band(speed, step["tokens"], step["tokens_per_sec"], color)
+        draw_band(mfu, step["tokens"], 100 * step["mfu"], color)
+    finish(losses, "tokens", "loss, nats per token", "val loss (dots) and train loss (thin)")
+    finish(hours, "hours of iterations, evaluations and checkpoints", "loss, nats per token", "val loss over time")
+    finish(speed, "tokens", "tok/s", "speed", from_zero=True)
+    finish(mfu, "tokens", "MFU, %", "model FLOPs utilisation", from_zero=True)
+    for axes in (losses, hours):
+        limit_to_settled(axes, runs)
+    losses.legend(frameon=False, loc="upper right")
+    return figure
 
 
-def limit_to_settled(axes, runs: list[RunRecords]) -> None:
-    """Fit the loss axis to what follows the first 2 % of each run: the drop from ln V would flatten all the rest."""
-    columns = [(run.step, "loss") for run in runs] + [(run.eval, name) for run in runs for name in ("train_loss", "val_loss")]
-    losses = np.concatenate([kind[name][kind["iter"] >= 0.02 * np.max(kind["iter"], initial=0)] for kind, name in columns])
-    losses = losses[np.isfinite(losses)]
-    if len(losses):
-        margin = 0.05 * (losses.max() - losses.min()) or 0.1
-        axes.set_ylim(losses.min() - 2 * margin, losses.max() + margin)
+def draw_band(axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
+    x, mean, low, high = thin_out(x, y)
+    axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
+    axes.plot(x, mean, color=color, linewidth=1.2, label=label)
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -536,83 +517,39 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
             np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))  # fmt: skip
 
 
-def token_unit(run: RunRecords) -> tuple[float, str]:
-    """What to divide tokens by for the axis, and its name."""
-    last = max(np.max(kind["tokens"], initial=0) for kind in (run.step, run.eval))
-    units = (1e9, "billion "), (1e6, "million "), (1e3, "thousand ")
-    return next(((size, name) for size, name in units if last >= size), (1, ""))
-
-
-def save_picture(figure, path: Path) -> None:
-    """Write the figure as a PNG, all or nothing."""
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    os.replace(temporary, path)
-
-
-def picture_of_runs(runs: list[RunRecords]):
-    """Val and train loss over tokens, val loss over hours, tok/s and MFU over tokens; one colour a run."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 7.5), facecolor="white")
-    (losses, hours), (speed, mfu) = figure.subplots(2, 2, height_ratios=(5, 3))
-    figure.subplots_adjust(left=0.065, right=0.985, top=0.95, bottom=0.075, hspace=0.26, wspace=0.13)
-    unit = max(token_unit(run) for run in runs)
-    for run, color in zip(runs, itertools.cycle(RUN_COLORS)):
-        step, evals = run.step, run.eval
-        x, mean, _, _ = thin_out(step["tokens"] / unit[0], step["loss"])
-        losses.plot(x, mean, color=color, linewidth=0.8, alpha=0.4)
-        style = dict(color=color, linewidth=1.6, marker="o", markersize=4 if len(evals["iter"]) < 80 else 2, label=run.name)
-        losses.plot(evals["tokens"] / unit[0], evals["val_loss"], **style)
-        hours.plot(evals["hours"], evals["val_loss"], **style)
-        for axes, values in ((speed, step["tokens_per_sec"] / 1e3), (mfu, 100 * step["mfu"])):
-            x, mean, low, high = thin_out(step["tokens"] / unit[0], values)
-            axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-            axes.plot(x, mean, color=color, linewidth=1.2)
-    for axes, title, x_label, y_label in (
-        (losses, "val loss (dots) and train loss (thin)", f"{unit[1]}tokens", "loss, nats per token"),
-        (hours, "val loss over time", "hours of iterations, evaluations and checkpoints", "loss, nats per token"),
-        (speed, "speed", f"{unit[1]}tokens", "thousand tok/s"),
-        (mfu, "model FLOPs utilisation", f"{unit[1]}tokens", "MFU, %"),
-    ):
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(left=0)
-    for axes in (losses, hours):
-        limit_to_settled(axes, runs)
-    for axes in (speed, mfu):
+def finish(axes, x_label: str, y_label: str, title: str = "", from_zero: bool = False) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(left=0)
+    if x_label == "tokens":
+        axes.xaxis.set_major_formatter(tick_label)
+    if from_zero:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    losses.legend(frameon=False, loc="upper right")
-    return figure
+        axes.yaxis.set_major_formatter(tick_label)
+
+
+def tick_label(x: float, position: int) -> str:
+    """5e8 -> 500M"""
+    return next((f"{x / size:g}{unit}" for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if x >= size), f"{x:g}")
+
+
+def limit_to_settled(axes, runs: list[RunRecords]) -> None:
+    """Fit the loss axis to what follows the first 2 % of a run of some length: the drop from ln V would flatten the rest."""
+    losses = []
+    for run in runs:
+        last = max(np.max(kind["iter"], initial=0) for kind in (run.step, run.eval))
+        first = 0.02 * last if len(run.step["iter"]) > 20 else 0
+        for kind, name in ((run.step, "loss"), (run.eval, "train_loss"), (run.eval, "val_loss")):
+            losses += kind[name][(kind["iter"] >= first) & np.isfinite(kind[name])].tolist()
+    if losses:
+        margin = 0.05 * (max(losses) - min(losses)) or 0.1
+        axes.set_ylim(min(losses) - 2 * margin, max(losses) + margin)
 
 
 # -----------------------------------------------------------------------------
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="One run's figures and picture, or several side by side.", allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="out_dir of a run, or a file with nanoGPT's output")
-    parser.add_argument("--loss", type=float, help="compare the tokens and hours to this val loss; default: one that all reach")
-    parser.add_argument("--gpu", help="card of the runs that do not know their MFU, such as 4070")
-    parser.add_argument("--png", type=Path, help="write the picture here; one run alone: loss.png in its folder")
-    parser.add_argument("--json", type=Path, help="write the table here")
-    args = parser.parse_args(argv)
-    runs = read_runs(args.runs, args.gpu)
-    rows, warnings = build_table(runs, args.loss), find_warnings(runs)
-    print_table(rows, runs)
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    png = args.png or (default_png(args.runs[0]) if len(runs) == 1 else None)
-    try:
-        if png:
-            save_picture(picture_of_run(runs[0]) if len(runs) == 1 else picture_of_runs(runs), png)
-        if args.json:
-            args.json.write_text(json.dumps(as_json(rows, runs, warnings), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror}); choose another --png or --json") from None
 
 
 def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
@@ -630,16 +567,30 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
     return runs
 
 
-def default_png(path: Path) -> Path:
-    return path / "loss.png" if path.is_dir() else path.with_suffix(".png")
-
-
-def as_json(rows: list[Row], runs: list[RunRecords], warnings: list[str]) -> dict:
-    return dict(
-        runs={run.name: {row.key: row.values[i] for row in rows} for i, run in enumerate(runs)},
-        verdicts={row.key: row.verdict for row in rows if row.verdict},
-        warnings=warnings,
-    )
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="One run's figures and picture, or several side by side.", allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="out_dir of a run, or a file with nanoGPT's output")
+    parser.add_argument("--loss", type=float, help="compare the tokens and hours to this val loss; default: one that all reach")
+    parser.add_argument("--gpu", help="card of the runs that do not know their MFU, such as 4070")
+    parser.add_argument("--png", type=Path, help="write the picture here; one run alone: loss.png in its folder")
+    parser.add_argument("--json", type=Path, help="write the table here")
+    args = parser.parse_args(argv)
+    runs, png = read_runs(args.runs, args.gpu), args.png
+    rows, warnings = build_table(runs, args.loss), find_warnings(runs)
+    print_table(rows, runs)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if len(runs) == 1 and not png:
+        png = args.runs[0] / "loss.png" if args.runs[0].is_dir() else args.runs[0].with_suffix(".png")
+    values = {run.name: {row.key: row.values[i] for row in rows} for i, run in enumerate(runs)}
+    table = dict(runs=values, verdicts={row.key: row.verdict for row in rows if row.verdict}, warnings=warnings)
+    try:
+        if png:
+            save_picture(picture_of_run(runs[0]) if len(runs) == 1 else picture_of_runs(runs), png)
+        if args.json:
+            args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror}); choose another --png or --json") from None
 
 
 if __name__ == "__main__":

@@ -251,8 +251,10 @@ def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
 
 
 def write_checkpoint(state: dict, path: Path) -> None:
-    if path.exists() or path.suffix != ".pt":
-        raise UserError(f"{path}: {'exists' if path.exists() else 'must end with .pt'}; choose another name")
+    """Weights as a checkpoint of their own: there is no run in it to resume."""
+    if path.exists() or path.suffix != ".pt" or path.name.startswith("ckpt-"):
+        why = "exists" if path.exists() else "has the name of a run's own" if path.suffix == ".pt" else "must end with .pt"
+        raise UserError(f"{path}: {why}; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(state, path)
     parameters, _ = count_parameters(GPTConfig(**state["model_config"]))

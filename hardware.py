@@ -18,7 +18,8 @@ from configurator import Config
 from gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
+if sys.platform == "linux":
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
 
 GIB = 2**30
 

@@ -100,7 +100,7 @@ def stream_samples(model: GPT, idx: torch.Tensor, text: Tokenizer, vocab: int, a
     return samples
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     args = parse_args(argv)
     if problems := find_problems(args):
         raise UserError(*problems)
@@ -124,10 +124,15 @@ def main(argv: list[str]) -> None:
         print(f"start: {len(ids):,} tokens, of which the model sees the last {model.config.block_size:,}", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character
     idx = torch.tensor([ids] * args.num_samples, device=hw.device)
-    samples = stream_samples(model, idx, text, vocab, args)
+    try:
+        samples = stream_samples(model, idx, text, vocab, args)
+    except KeyboardInterrupt:
+        print()
+        return 130
     for sample in samples[1:]:
         print(f"{RULER}\n{text.decode(sample)}")
     print(RULER)
+    return 0
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -283,7 +284,7 @@ class Run:
             val_loss = self.mean_loss(self.data.val)
             self.log.evaluation(p.iter_num, train_loss, val_loss, self.ledger.clock() - began)
             if c.sample_tokens and self.ranks.first:
-                self.log.sample(p.iter_num, self.sample())
+                self.sample()
             if not c.eval_only and self.ranks.first:
                 self.log.draw(self.out_dir)
         improved = val_loss < p.best_val_loss
@@ -292,20 +293,25 @@ class Run:
 
     def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
-        tokens = c.eval_tokens or c.eval_iters * c.batch_size * c.block_size
+        tokens = min(c.eval_tokens or c.eval_iters * c.batch_size * c.block_size, len(self.data.val))  # as many of each split
         batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count
 
-    def sample(self) -> str:
-        text = Tokenizer(self.data.tokenizer)
+    def sample(self) -> None:
+        try:
+            text = Tokenizer(self.data.tokenizer)
+        except UserError as error:  # no vocabulary to be had offline: no reason to stop
+            self.log.warn(self.progress.iter_num, f"no samples: {error}")
+            self.config.sample_tokens = 0
+            return
         idx = torch.tensor([text.prompt()], device=self.hw.device)
         generator = torch.Generator(self.hw.device).manual_seed(self.config.seed)
         self.model.eval()
         with self.hw.autocast():
             idx = self.model.generate(idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
         self.model.train()
-        return text.decode(idx[0].tolist())
+        self.log.sample(self.progress.iter_num, text.decode(idx[0].tolist()))
 
     def settle(self) -> None:
         """Wait for the device, as part of the iterations it is still busy with."""
@@ -355,7 +361,7 @@ def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
 
 
 def compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return counters["stats"]["unique_graphs"]
 
 
 def main(argv: list[str]) -> int:

@@ -15,6 +15,7 @@ import train
 from configurator import run_main
 from dataloader import write_shard
 
+torch.set_num_threads(1)  # models this small only wait for further threads, the longer the busier the machine
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,

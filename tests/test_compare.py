@@ -119,6 +119,14 @@ def test_mfu_without_a_printed_configuration_comes_from_nanogpts_own(tmp_path, s
     assert figures["mfu"] == pytest.approx(0.1293 * 312 / 58.3)  # the same FLOP/s over the card's own peak
 
 
+def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
+    log = write_notes_logs(tmp_path)[1]  # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
+    log.write_text(log.read_text().replace("mfu 15.38%", "mfu 1.92%").replace("mfu 14.38%", "mfu 1.80%"))
+    script(compare.main, log, "--gpu=A100", f"--json={tmp_path / 'table.json'}")
+    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["new"]
+    assert figures["mfu"] == pytest.approx(56_133.6 * 854.8e6 / 312e12 / 8, rel=1e-3)
+
+
 def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
     a = write_run(tmp_path / "a", 36_000, {0: 8.0, 50: 4.0, 100: 3.0}, learning_rate=1e-3)
     b = write_run(tmp_path / "b", 72_000, {0: 8.0, 40: 4.0, 80: 2.5}, tokens_per_iter=2000, learning_rate=2e-3)
@@ -147,7 +155,7 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
 def test_a_loss_difference_within_seed_noise_decides_nothing(tmp_path, script):
     a, b = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.002}), write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0})
     _, out, _ = script(compare.main, a, b)
-    assert row(out, "best val loss").endswith("too close to call (within 0.005)")
+    assert row(out, "best val loss").endswith("equal within 0.005")
 
 
 def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
@@ -183,7 +191,7 @@ def test_unequal_datasets_and_evaluations_are_warned_of(tmp_path, script):
     code, out, err = script(compare.main, a, b)
     assert code == 0 and len(err) == 2
     assert "a: d, b: other" in err[0] and "not comparable" in err[0]
-    assert "4,096" in err[1] and "8,192" in err[1]
+    assert "a: 4096, b: 8192" in err[1]
     assert row(out, "best val loss").endswith("unequal datasets")
 
 

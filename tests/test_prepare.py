@@ -128,6 +128,24 @@ def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
     val, train = (bytes(stored(tmp_path / "out", split).tolist()[1:]).decode() for split in ("val", "train"))
     assert val + train == "\n\n".join(paragraphs) and train.startswith("paragraph") and val.endswith("a line\n\n")
     assert 0.25 <= len(val) / len(val + train) < 0.3
+    with pytest.raises(UserError, match="was made from revision"):
+        prepare_text.main([str(tmp_path / "book.txt"), f"--out={tmp_path / 'out'}", "--val_fraction=0.5"])
+
+
+def test_text_that_cannot_be_used(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    (tmp_path / "b.txt").write_text("much longer " * 9)
+    (tmp_path / "c.docx").write_text("")
+    out = f"--out={tmp_path / 'out'}"
+    for flags, code, message in [
+        (["a.txt", "b.txt", "--val_fraction=0.9"], 1, "leaves none for training; try a smaller --val_fraction"),
+        (["c.docx"], 2, "c.docx: not one of .txt, .md, .py, .jsonl, .parquet"),
+        (["nowhere.txt"], 2, "nowhere.txt: no such file"),
+        (["a.txt", "--val_fraction=1"], 2, "--val_fraction: 1.0 is not between 0 and 1"),
+    ]:
+        with pytest.raises(UserError, match=message) as raised:
+            prepare_text.main([str(tmp_path / flag) if flag[0] != "-" else flag for flag in flags] + [out])
+        assert raised.value.exit_code == code and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -196,8 +214,9 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 
     for _ in range(len(failures) + 1):
         try:
-            with mock.patch("os.fsync"):  # which is most of the time, and tells nothing here
-                prepare(plan, source, workers=2)
+            # fsync would be most of the time; read ahead, a failure would come before the first document is written
+            with mock.patch("os.fsync"), mock.patch("data.shards.READ_AHEAD", 0):
+                prepare(plan, source, workers=1)
         except RunError as error:
             if "gone" not in str(error):  # no tokens are left for training
                 assert not train and not any(out.glob("*"))
@@ -297,6 +316,7 @@ CARD = "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n  
 class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
+    newest = REVISION
     downloads_allowed = 10**9  # parts of files, before it begins to refuse
 
     def log_message(self, *_):
@@ -313,8 +333,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
         if path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
+            sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]
-            self.answer(200, json.dumps(dict(id="org/name", sha=REVISION, siblings=siblings, tags=[])).encode())
+            self.answer(200, json.dumps(dict(id="org/name", sha=sha, siblings=siblings, tags=[])).encode())
         elif path.startswith(f"/api/datasets/org/name/tree/{REVISION}"):
             folder = path.partition(REVISION)[2].strip("/")
             inside = [name for name in self.files if name.rpartition("/")[0] == folder]
@@ -347,6 +368,7 @@ def hub(source):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+    Hub.downloads_allowed, Hub.newest = 10**9, REVISION
 
 
 def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[int, str]:
@@ -358,18 +380,39 @@ def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[
 
 
 def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked_again(hub, straight, tmp_path):
-    Hub.downloads_allowed = 6  # enough to begin with, not for the second file
+    Hub.downloads_allowed = 5  # not enough for the second file
     code, stderr = from_hub(hub, tmp_path / "out", tmp_path, backoff="(0.01,)")
     assert code == 1, stderr
     assert 1 < len(list((tmp_path / "out").glob("*.bin"))) < len(list(straight.glob("*.bin")))
     warning, error = stderr.splitlines()
     assert "again in 0.01 s" in warning and error.startswith("error: hf://datasets/org/name@")
     assert error.endswith("the same command goes on after the last finished shard, from the same source")
-    Hub.downloads_allowed = 10**9
+    Hub.downloads_allowed, Hub.newest = 10**9, "b" * 40  # meanwhile there is a newer revision
     assert from_hub(hub, tmp_path / "out", tmp_path) == (0, "")
     shards = {name: sha256 for name, sha256 in contents(tmp_path / "out").items() if name != "manifest.json"}
     assert shards.items() < contents(straight).items()
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["revision"] == REVISION
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_file_that_fails_midway_is_read_on_at_the_same_row(tmp_path, monkeypatch, form):
+    texts = [str(i) for i in range(700)]
+    path = (write_parquet if form == "parquet" else write_jsonl)(tmp_path / f"a.{form}", texts)
+    read_rows, good_reads = prepare_fineweb.read_rows, [1, 0, 3, 100]
+    monkeypatch.setattr(prepare_fineweb, "ROWS_PER_READ", 64)
+
+    def failing(name, row):
+        left = good_reads.pop(0)
+        for piece in read_rows(name, row):
+            if not left:
+                raise ConnectionError("reset by peer")
+            yield piece
+            left -= 1
+
+    monkeypatch.setattr(prepare_fineweb, "read_rows", failing)
+    batches = list(prepare_fineweb.files_source([str(path)], backoff=(0, 0))(0, 37))
+    assert [text for _, _, rows in batches for text in rows] == texts[37:]
+    assert all(rows[0] == str(first) for _, first, rows in batches) and not good_reads
 
 
 def test_without_a_network_one_line_names_the_way_out(tmp_path):
@@ -413,7 +456,7 @@ def bad_file(folder: Path, name: str) -> Path:
     ("garbage.parquet", 2, "not a parquet file"),
     ("empty.parquet", 2, "is empty; remove it"),
     ("notes.docx", 2, "needs .parquet or .jsonl files"),
-    ("small.parquet", 1, "leaves none for training; make it smaller, such as --val_tokens=12"),
+    ("small.parquet", 1, "leaves none for training; try --val_tokens=12"),
 ])  # fmt: skip
 def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, message):
     with pytest.raises(UserError) as raised:
@@ -477,18 +520,22 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
 
 def test_a_document_of_50_megabytes(vocabulary, tmp_path):
     """Beside ordinary ones, through the whole command, within a gigabyte of memory."""
-    long = " ".join(WORDS) * (50_000_000 // len(" ".join(WORDS).encode()))
-    source = write_parquet(tmp_path / "a.parquet", [*documents(50), long, *documents(50)])
+    sentence = "the quick brown fox jumps over the lazy dog, "
+    texts = ["before", sentence * (50_000_000 // len(sentence)), "after"]
+    source = write_parquet(tmp_path / "a.parquet", texts)
     script = (
         "import resource, sys\nfrom data.prepare_fineweb import main\nmain(sys.argv[1:])\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    process = start("-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=100")
+    process = start("-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=1")
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert sum(text in (None, "") for text in documents(50)) * 2 + int((stored(tmp_path / "out", "train") == EOT).sum()) > 90
-    peak_kib = int(stdout.split()[-1]) // (1024 if sys.platform == "darwin" else 1)
-    assert peak_kib * 1024 < 1e9
+    tokens = [len(vocabulary.encode(text)) for text in (texts[0], sentence * 2, sentence, texts[2])]
+    per_sentence = tokens[1] - tokens[2]  # each repetition but the first begins with the space before it
+    expected = tokens[2] + per_sentence * (50_000_000 // len(sentence) - 1) + tokens[3] + 2
+    assert len(stored(tmp_path / "out", "train")) == expected
+    peak_bytes = int(stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+    assert peak_bytes < 1e9
 
 
 # -----------------------------------------------------------------------------

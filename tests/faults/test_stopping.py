@@ -30,6 +30,7 @@ def send_at(monkeypatch, owner, name, call_number, number=signal.SIGTERM):
 MOMENTS = {
     "in the first evaluation": (train, "evaluate", 0),
     "in the evaluation at iteration 4": (train, "evaluate", 2),
+    "while compiling": (train.Run, "compile", 0),
     "before an iteration": (train, "train_step", 2),
     "between two micro-steps": (TrainBatches, "__next__", 5),
     "while saving": (checkpoint, "save", 0),
@@ -40,7 +41,8 @@ MOMENTS = {
 @pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
 def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(moment, number, exit_code, dataset, tmp_path, monkeypatch):
-    options = dict(dropout=0.1, gradient_accumulation_steps=3)
+    options = dict(dropout=0.1, gradient_accumulation_steps=3, compile=True)
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # its place in the run counts here, not its code
     with monkeypatch.context() as patch:
         send_at(patch, *moment, number)
         assert run_here(dataset, tmp_path / "broken", **options) == exit_code

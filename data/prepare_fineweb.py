@@ -1,0 +1,236 @@
+"""
+Turn FineWeb-Edu, or any source of the same form, into token shards: the hub's files and local ones through the same code.
+
+    python data/prepare_fineweb.py --tokens=1B                   the hub's sample-10BT -> data/fineweb_edu, 2 GB
+    python data/prepare_fineweb.py --source='/disk/fineweb/*.parquet' --tokens=10B --out=data/fineweb_10B
+    python data/prepare_fineweb.py --check data/fineweb_edu --tokens_per_iter=524288 --max_iters=20000
+
+Stopped in any way, the same command goes on after the last finished shard, and the files come out the same.
+"""
+
+import argparse
+import glob
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of data/, whose files could hide others
+
+from tqdm import tqdm
+
+from configurator import UserError, run_main
+from data.shards import MAX_SHARD_TOKENS, Batch, Parser, Plan, Rows, Source, check_folder, prepare, read_manifest
+from tokenizer import Tokenizer
+
+COLUMN = "text"
+ROWS_PER_READ = 256
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}  # file ending -> builder of the datasets library
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")  # of Arrow
+BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)  # waits while the hub fails, on top of the library's own attempts
+
+# -----------------------------------------------------------------------------
+# Sources: parquet and jsonl files, here or on the hub
+
+
+def local_files(source: str) -> list[str]:
+    """The files of a path, folder or pattern, sorted by name. Raises UserError."""
+    paths = [Path(source)] if os.path.exists(source) else [Path(path) for path in glob.glob(source, recursive=True)]
+    if not paths:
+        raise UserError(f"--source={source}: no such file")
+    files = [inner for path in paths for inner in (path.rglob("*") if path.is_dir() else [path]) if inner.is_file()]
+    names = sorted(str(file) for file in files if file_format(str(file)))
+    if empty := [name for name in names if not os.path.getsize(name)]:
+        raise UserError(*(f"{name}: is empty; remove it" for name in empty))
+    if not names:
+        raise UserError(f"--source={source}: needs .parquet or .jsonl files (.jsonl.gz and .jsonl.zst too)")
+    return names
+
+
+def hub_files(dataset: str, name: str, revision: str | None) -> tuple[list[str], str]:
+    """The addresses of a hub dataset's training files, in its own order, and the revision they are from. Raises UserError."""
+    try:
+        from huggingface_hub import HfApi
+
+        revision = revision or HfApi().dataset_info(dataset).sha
+        builder = quiet_datasets().load_dataset_builder(dataset, name, revision=revision)
+        files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
+    except Exception as error:  # whatever the network throws
+        raise UserError(f"{dataset}: {reason(error)}; mend that, or give local files with --source") from None
+    if not files or not all(map(file_format, files)):
+        raise UserError(f"{dataset} {name}: has no training split of parquet or jsonl files; choose another --name")
+    return files, revision
+
+
+def quiet_datasets():
+    """The datasets library, its only messages those about lost connections; its errors reach us as exceptions."""
+    import datasets
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it calls a server, for local files too
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.logging.get_logger("datasets.utils.file_utils").setLevel(datasets.logging.WARNING)
+    return datasets
+
+
+def file_format(name: str) -> str | None:
+    path = Path(name)
+    return FORMATS.get(Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix)
+
+
+def read_rows(name: str, row: int) -> Iterator[tuple[int, Rows]]:
+    """
+    The texts of a file, a path or an hf:// address, from `row` on: the number of the first one, and some texts.
+    Invalid UTF-8 becomes U+FFFD. Raises UserError where there is no text, and whatever reading throws.
+    """
+    import pyarrow
+
+    columns = parquet_columns(name, row) if file_format(name) == "parquet" else json_columns(name)
+    for first, column in columns:
+        if first + len(column) <= row:
+            continue
+        skipped = max(row - first, 0)
+        texts = column.slice(skipped).cast(pyarrow.large_binary()).to_pylist()
+        yield first + skipped, [text if text is None else text.decode(errors="replace") for text in texts]
+
+
+def parquet_columns(name: str, row: int):
+    """
+    The column of texts in pieces, each with the number of its first row, from the row group that holds `row` on.
+    With pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer and, when it begins amid a
+    file, downloads what it skips.
+    """
+    import pyarrow.parquet
+    from huggingface_hub import HfFileSystem
+
+    with HfFileSystem().open(name) if "://" in name else open(name, "rb") as file:
+        parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)  # pre-buffered bytes are kept until the file's end
+        check_column(name, parquet.schema_arrow)
+        first = 0
+        for group in range(parquet.num_row_groups):
+            rows = parquet.metadata.row_group(group).num_rows
+            if first + rows <= row:
+                first += rows
+                continue
+            for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[COLUMN]):
+                yield first, batch.column(0)
+                first += len(batch)
+
+
+def json_columns(name: str):
+    pattern = name if "://" in name else glob.escape(name)
+    stream = quiet_datasets().load_dataset(
+        "json", data_files=[pattern], split="train", streaming=True,
+        encoding="UTF-8", encoding_errors="replace",  # it repairs invalid UTF-8 only where that is not spelt utf-8
+    )  # fmt: skip
+    first = 0
+    for table in stream.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+        check_column(name, table.schema)
+        yield first, table.column(COLUMN)
+        first += len(table)
+
+
+def check_column(name: str, schema) -> None:
+    if COLUMN not in schema.names:
+        raise UserError(f"{name}: has no column {COLUMN}; its columns: {', '.join(schema.names)}")
+    if str(schema.field(COLUMN).type) not in TEXT_TYPES:
+        raise UserError(f"{name}: its column {COLUMN} holds {schema.field(COLUMN).type}, not text")
+
+
+def files_source(files: list[str], backoff: tuple[float, ...] = ()) -> Source:
+    """Parquet and jsonl files as a source. A file that fails is opened again at the same row after each wait of `backoff`."""
+
+    def source(file: int, row: int) -> Iterator[Batch]:
+        waits = iter(backoff)
+        while file < len(files):
+            try:
+                for first, rows in read_rows(files[file], row):
+                    yield file, first, rows
+                    row, waits = first + len(rows), iter(backoff)
+                file, row = file + 1, 0
+            except UserError:
+                raise
+            except Exception as error:  # whatever a network or a damaged file throws
+                wait = next(waits, None)
+                if wait is None:
+                    raise UserError(f"{files[file]}: {reason(error)}") from None
+                tqdm.write(f"warning: {files[file]}: {reason(error)}; again in {wait} s", file=sys.stderr)
+                time.sleep(wait)
+
+    return source
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+def count(text: str) -> int:
+    """A number of tokens: 10000000, 10_000_000, 10M or 1e7."""
+    factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
+    try:
+        number = float(text[:-1] if factor > 1 else text) * factor
+        if number.is_integer() and number >= 1:
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"needs a number of tokens such as 10M or 1e9, got {text!r}")
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--dataset", default="HuggingFaceFW/fineweb-edu", help="dataset on the hub (default: %(default)s)")
+    add("--name", default="sample-10BT", help="its configuration (default: %(default)s)")
+    add("--source", help="local files in place of the hub: a .parquet or .jsonl file, a folder, or a pattern in quotes")
+    add("--tokens", type=count, default=count("1B"), help="tokens for training, fewer where the source ends (default: 1B)")
+    add("--val_tokens", type=count, default=count("10M"), help="tokens for validation, at least (default: 10M)")
+    add("--shard_tokens", type=count, default=count("100M"), help="tokens in a shard (default: 100M)")
+    add("--out", type=Path, default=Path("data", "fineweb_edu"), help="the folder to fill (default: %(default)s)")
+    add("--workers", type=int, default=os.cpu_count(), help="threads that tokenise (default: one per core)")
+    add("--check", metavar="DIR", help="verify a data folder, and print what it holds")
+    add("--tokens_per_iter", type=count, default=count("524288"), help="with --check: for the epochs (default: 524288)")
+    add("--max_iters", type=count, help="with --check: for the epochs")
+    arguments = parser.parse_args(argv)
+    if arguments.workers < 1:
+        parser.error(f"--workers: {arguments.workers} is less than 1")
+    if arguments.shard_tokens > MAX_SHARD_TOKENS:
+        parser.error(f"--shard_tokens: at most {MAX_SHARD_TOKENS:,}, which the format can count")
+    return arguments
+
+
+def main(argv: list[str]) -> int | None:
+    arguments = parse_arguments(argv)
+    if arguments.check:
+        return check_folder(arguments.check, arguments.tokens_per_iter, arguments.max_iters)
+    tokenizer = Tokenizer({"kind": "gpt2"})
+    if arguments.source:
+        title, files = arguments.source, local_files(arguments.source)
+        revision = f"{len(files)} files, {sum(os.path.getsize(file) for file in files)} bytes"
+        source = files_source(files)
+    else:
+        title = f"{arguments.dataset} {arguments.name}"
+        files, revision = hub_files(arguments.dataset, arguments.name, begun_revision(arguments.out, title))
+        source = files_source(files, BACKOFF_SECONDS)
+    if next(source(0, 0), None) is None:  # opening it finds a source without text before anything is written
+        raise UserError(f"{title}: holds no documents")
+    plan = Plan(
+        arguments.out, title, revision, tokenizer, expected_tokens=arguments.tokens + arguments.val_tokens,
+        train_tokens=arguments.tokens, val_tokens=arguments.val_tokens, shard_tokens=arguments.shard_tokens,
+    )  # fmt: skip
+    return prepare(plan, source, arguments.workers)
+
+
+def begun_revision(folder: Path, title: str) -> str | None:
+    """The revision that an earlier start took from the hub: the dataset may have changed there since."""
+    begun = read_manifest(folder) if (folder / "manifest.json").exists() else {}
+    return begun.get("revision") if begun.get("source") == title else None
+
+
+if __name__ == "__main__":
+    run_main(main)
