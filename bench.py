@@ -150,7 +150,6 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
     further at the trainee, and adds to the result. Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
-    torch._dynamo.reset()  # loads what every optimizer loads, so that it is not counted as training's memory
     memory_before = hw.peak_memory_gib() or 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
         trainee = build(config, hw, open_data(config, Path(folder)), read_ahead)
@@ -303,8 +302,8 @@ def trials_of(options: dict, default: int) -> int:
 
 
 def describe(r: dict) -> str:
-    mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
-    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {r['mem_gib']:.1f} GiB"
+    mfu, mem = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}", r["mem_gib"] or math.nan
+    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {mem:.1f} GiB"
 
 
 # -----------------------------------------------------------------------------
@@ -323,8 +322,8 @@ def sweep(config: Config, options: dict) -> dict:
     best = max(measured, key=lambda r: r["tokens_per_sec"])
     say(f"{plan.tokens_per_iter(config):,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
     for r in rows:
-        note = "  <- fastest" if r is best else "  <- largest that fits" if r is measured[-1] else ""
-        what = describe(r) + note if r["tokens_per_sec"] else "out of memory"
+        notes = [note for note, row in (("fastest", best), ("largest that fits", measured[-1])) if row is r]
+        what = describe(r) + ("  <- " + ", ".join(notes) if notes else "") if r["tokens_per_sec"] else "out of memory"
         say(f"{r['batch_size']:>5} x {r['gradient_accumulation_steps']:<5} {what}")
     if options["write"]:
         write_config(Path(options["write"]), config, best)
@@ -359,7 +358,6 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     lines = [f"# The fastest micro-batch of a sweep: {describe(best)}",
              f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}",
              *(f"{name} = {value!r}" for name, value in keys.items())]  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     say(f"wrote {path}")
 
@@ -466,7 +464,6 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
     axes.set(xlabel="tokens per second", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
@@ -582,6 +579,13 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
     return options, rest
 
 
+def make_folder(name: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{name}: {path}: {error.strerror}; choose another path") from None
+
+
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
@@ -590,11 +594,14 @@ def main(argv: list[str]) -> int:
     if mode not in MODES:
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
     options, rest = read_flags(mode, argv[1:])
-    result = MODES[mode][0](load_config(rest, checks), options)
+    config = load_config(rest, checks)
+    for name in {"json", "png", "write", "profile"} & options.keys():  # before a measurement, not after it
+        if options[name]:
+            make_folder(name, Path(options[name]))
+    result = MODES[mode][0](config, options)
     if options["json"]:
-        path = Path(options["json"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dict(command=f"python bench.py {' '.join(argv)}") | result, indent=1) + "\n")
+        result = dict(command=f"python bench.py {' '.join(argv)}") | result
+        Path(options["json"]).write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import ROOT, records, run_here, run_process, write_dataset
 
 import bench
 import hardware
+import train
 from configurator import Config, UserError, load_config
 from gpus import read_gpu_table
 from plan import count_pauses
@@ -231,10 +233,30 @@ def test_step_agrees_with_the_log_of_train(tmp_path):
     """The same model, sizes and data; 3 % where measured in turn on an idle machine (results/), here a loose bound."""
     data = write_dataset(tmp_path / "data", [50_000], vocab=50257, val_tokens=200)
     shape = small(dataset=data, n_embd=128)
-    bench.train.main([*shape, f"--out_dir={tmp_path}/run", "--max_iters=6", "--eval_tokens=64", "--eval_interval=100"])
+    train.main([*shape, f"--out_dir={tmp_path}/run", "--max_iters=6", "--eval_tokens=64", "--eval_interval=100"])
     logged = sorted(r["step_ms"] for r in records(tmp_path / "run", "step"))[2:4]
     r = run(tmp_path, "step", *shape, "--trials=3")
     assert 0.5 < r["step_ms"] / (sum(logged) / 2) < 2
+
+
+@pytest.mark.slow
+def test_step_agrees_with_train_in_turn(tmp_path):
+    """Within 3 %: train.py's iteration, as its ledger books it for the log, and bench's, one after the other, 60 times."""
+    data = write_dataset(tmp_path / "data", [50_000], vocab=512, val_tokens=200)
+    config = load_config(small(dataset=data, n_embd=128, block_size=64, out_dir=tmp_path / "run", grad_clip=1.0))
+    run = train.Run(config, train.Start(train.Ranks()), train.Ranks())
+    run.step_model = run.compiled
+    trainee = bench.build(config, run.hw, run.data)
+    ratios = []
+    for _ in range(60):
+        before = run.ledger.seconds["steps"] + run.ledger.seconds["data wait"]
+        run.iterate()
+        run.settle()
+        logged = run.ledger.seconds["steps"] + run.ledger.seconds["data wait"] - before
+        ratios.append(trainee.timed(1) / logged)
+    run.batches.close()
+    print(f"bench / train.py: median {statistics.median(ratios):.4f} of {len(ratios)} pairs")
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.03)
 
 
 def test_step_rejects_a_dataset_that_is_too_small(dataset):
