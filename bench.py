@@ -7,12 +7,12 @@ Measure and plan training, with the very step that train.py runs.
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200     hours, memory, energy and cost before a run
     python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT       the same work in a checkout of nanoGPT
 
-Every mode takes config files and --key=value flags as train.py does, and writes its result with --json=PATH.
-step, ladder and sweep read random tokens where there is no dataset. Their own flags:
+Every mode takes config files and --key=value flags as train.py does; all but plan read random tokens where there is no
+dataset. Their own flags, beside --json=PATH:
 
     step    --trials=5  --profile=TRACE.json (top kernels, and a trace for chrome://tracing)
     ladder  --trials=3  --png=PATH
-    sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (a quarter to four times batch_size)
+    sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (default: a quarter to four times batch_size)
     plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=N  --watts=W  --price_kwh=P
     peer    --trials=5  --nanogpt=FOLDER
 """
@@ -102,8 +102,13 @@ def with_host_sync(trainee: Trainee) -> Trainee:
         last = trainee.step_model(x, y)
         return last
 
-    forward.parameters = trainee.model.parameters
-    return replace(trainee, step_model=forward, between=lambda: last.item())
+    return replace(trainee, step_model=like(trainee.model, forward), between=lambda: last.item())
+
+
+def like(model: torch.nn.Module, forward: Callable) -> Callable:
+    """`forward` as train_step wants a model: with its parameters."""
+    forward.parameters = model.parameters
+    return forward
 
 
 def build(config: Config, hw: hardware.Hardware, data: Dataset, read_ahead: bool = True) -> Trainee:
@@ -155,15 +160,15 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds, model = statistics.median(windows), trainee.model.config
         rate, flops = plan.tokens_per_iter(config) / seconds, flops_per_token(model)
-        memory = dict(mem_gib=hw.peak_memory_gib(), mem_growth_gib=(hw.peak_memory_gib() or 0) - memory_before,
-                      mem_model_gib=sum(memory_bytes(model, config.batch_size, hw.dtype, config.compile).values()) / hardware.GIB)
-        if hw.device.type == "cuda":
-            memory["mem_reserved_gib"] = torch.cuda.max_memory_reserved() / hardware.GIB
+        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile)
+        on_cuda = hw.device.type == "cuda"
+        grown = torch.cuda.max_memory_reserved() / hardware.GIB if on_cuda else (hw.peak_memory_gib() or 0) - memory_before
         return dict(
             batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
             step_ms=1000 * seconds, step_ms_range=[1000 * min(windows), 1000 * max(windows)], trials=trials,
             iters_per_trial=iters, tokens_per_iter=plan.tokens_per_iter(config), tokens_per_sec=rate,
-            mfu=hw.mfu(flops, rate), flops_per_token=flops, **memory,
+            mfu=hw.mfu(flops, rate), flops_per_token=flops, mem_gib=hw.peak_memory_gib(),
+            mem_training_gib=grown, mem_model_gib=sum(modelled.values()) / hardware.GIB,
             compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
             **examine(trainee, seconds),
         )  # fmt: skip
@@ -183,13 +188,20 @@ def readable_errors(config: Config):
         raise
 
 
-def in_own_process(function: Callable, *arguments, **keywords):
-    """The function's result from a new process, so that neither memory nor compiled code is left from what ran before."""
+def attempt(config: Config, **arguments) -> dict:
+    """measure() in a new process, so that neither memory nor compiled code is left from what ran before."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(function, *arguments, **keywords).result()
-        except BrokenProcessPool:
-            raise OutOfMemory("the process was killed, most likely for its memory") from None
+            return pool.submit(measure, config, **arguments).result()
+        except (OutOfMemory, BrokenProcessPool):  # broken: the system killed it, most likely for its memory
+            return dict(batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
+                        tokens_per_sec=None, out_of_memory=True)  # fmt: skip
+
+
+def with_batch(config: Config, batch_size: int) -> Config:
+    """The same tokens per iteration in other micro-batches."""
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    return replace(config, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size)
 
 
 def machine(hw: hardware.Hardware) -> dict:
@@ -238,8 +250,7 @@ def split_ms(trainee: Trainee, iters: int = 3) -> dict[str, float]:
                 mark("backward")
             return getattr(trainee.scaler, name)
 
-    forward.parameters = trainee.model.parameters
-    watched = replace(trainee, step_model=forward, scaler=Scaler(), between=lambda: mark("backward"))
+    watched = replace(trainee, step_model=like(trainee.model, forward), scaler=Scaler(), between=lambda: mark("backward"))
     for _ in range(iters):
         trainee.hw.synchronize()
         since = time.perf_counter()
@@ -265,7 +276,7 @@ def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
 
 def step(config: Config, options: dict) -> dict:
     def examine(trainee: Trainee, seconds: float) -> dict:
-        hw, rate = trainee.hw, matmul_tflops(trainee.hw)
+        rate = matmul_tflops(trainee.hw)
         achieved = flops_per_token(trainee.model.config) * plan.tokens_per_iter(config) / seconds / 1e12
         found = dict(matmul_tflops=rate, mfu_of_matmul=achieved / rate, split_ms=split_ms(trainee))
         if options["profile"]:
@@ -291,8 +302,8 @@ def trials_of(options: dict, default: int) -> int:
 
 
 def describe(r: dict) -> str:
-    mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
-    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {r['mem_gib']:.1f} GiB"
+    mfu, mem = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}", r["mem_gib"] or math.nan
+    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {mem:.1f} GiB"
 
 
 # -----------------------------------------------------------------------------
@@ -300,24 +311,19 @@ def describe(r: dict) -> str:
 
 
 def sweep(config: Config, options: dict) -> dict:
-    sequences, sizes = config.batch_size * config.gradient_accumulation_steps, sweep_sizes(config, options["batch_sizes"])
+    sizes, rows = sweep_sizes(config, options["batch_sizes"]), []
     if options["write"] and Path(options["write"]).exists():
         raise UserError(f"write: {options['write']} exists; remove it or choose another name")
-    rows = []
     for b in tqdm(sizes, desc="micro-batches", disable=None):
-        point = dict(batch_size=b, gradient_accumulation_steps=sequences // b)
-        try:
-            rows.append(in_own_process(measure, replace(config, **point), trials_of(options, 3)))
-        except OutOfMemory:
-            rows.append(point | dict(tokens_per_sec=None, out_of_memory=True))
+        rows.append(attempt(with_batch(config, b), trials=trials_of(options, 3)))
     measured = [r for r in rows if r["tokens_per_sec"]]
     if not measured:
         raise UserError(f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones")
     best = max(measured, key=lambda r: r["tokens_per_sec"])
     say(f"{plan.tokens_per_iter(config):,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
     for r in rows:
-        note = "  <- fastest" if r is best else "  <- largest that fits" if r is measured[-1] else ""
-        what = describe(r) + note if r["tokens_per_sec"] else "out of memory"
+        notes = [note for note, row in (("fastest", best), ("largest that fits", measured[-1])) if row is r]
+        what = describe(r) + ("  <- " + ", ".join(notes) if notes else "") if r["tokens_per_sec"] else "out of memory"
         say(f"{r['batch_size']:>5} x {r['gradient_accumulation_steps']:<5} {what}")
     if options["write"]:
         write_config(Path(options["write"]), config, best)
@@ -349,9 +355,10 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     keys = {name: getattr(config, name) for name in FIELDS if name in config.given} | pair
     keys.pop("tokens_per_iter", None)  # the pair says it
     m = best["machine"]
-    lines = [f"# The fastest micro-batch of a sweep: {describe(best)}", f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines + [f"{name} = {value!r}" for name, value in keys.items()]) + "\n")
+    lines = [f"# The fastest micro-batch of a sweep: {describe(best)}",
+             f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}",
+             *(f"{name} = {value!r}" for name, value in keys.items())]  # fmt: skip
+    path.write_text("\n".join(lines) + "\n")
     say(f"wrote {path}")
 
 
@@ -364,7 +371,7 @@ LADDER = [
      dict(host_sync=True, read_ahead=False)),
     ("TF32", dict(tf32=True), {}),
     ("no host sync", {}, dict(host_sync=False)),
-    ("AMP", dict(dtype="auto"), {}),
+    ("AMP", {}, {}),  # the config's dtype, or this machine's best
     ("compile", dict(compile=True), {}),
     ("flash attention", dict(flash=True), {}),
     ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
@@ -375,26 +382,34 @@ LADDER = [
 
 def ladder(config: Config, options: dict) -> dict:
     """Each row on top of those before it, at the config's micro-batch, and on CUDA again at the largest that fits."""
-    device, rows, arguments = torch.device(hardware.set_up(config).device), [], dict(trials=trials_of(options, 3))
-    amp = config.dtype if config.dtype != "float32" else "auto"
-    for name, changes, more in tqdm(LADDER, desc="ladder", disable=None):
-        why = missing(name, device)
-        if not why:
-            changes = changes | (dict(dtype=amp) if name == "AMP" else {})
+    device, arguments = hardware.set_up(config).device, dict(trials=trials_of(options, 3))
+    columns = ("first", "largest") if device.type == "cuda" else ("first",)
+    wanted, rows = "auto" if config.dtype == "float32" else config.dtype, []
+    say(" " * 18 + "  ".join([f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"] * len(columns)))
+    for name, changes, more in LADDER:
+        row = dict(name=name, why=missing(name, device))
+        if not row["why"]:
             config, arguments = replace(config, **changes), arguments | more
-            rows.append(dict(name=name, first=attempt(config, arguments)))
-            rows[-1]["largest"] = attempt_largest(config, arguments, device) if device.type == "cuda" else None
-        else:
-            rows.append(dict(name=name, first=None, largest=None, why=why))
-    for column in ("first", "largest"):
-        add_gains([row[column] for row in rows if row[column] and "tokens_per_sec" in row[column]])
-    if not any(row["first"] and "tokens_per_sec" in row["first"] for row in rows):
+            config = replace(config, dtype=wanted) if name == "AMP" else config
+            row["first"] = attempt(config, **arguments)
+            if "largest" in columns:
+                row["largest"] = attempt_largest(config, arguments, device)
+        rows.append(row)
+        for column in columns:
+            add_gains([row[column] for row in rows if column in row and row[column]["tokens_per_sec"]])
+        say(f"{name:<18}" + (f"   n/a: {row['why']}" if row["why"] else "  ".join(cell(row[column]) for column in columns)))
+    measured = {column: [row for row in rows if "gain" in row.get(column, {})] for column in columns}
+    if not measured["first"]:
         raise UserError(f"batch_size: every row ran out of memory with {config.batch_size}; a smaller --batch_size")
-    say("\n".join(ladder_lines(rows)))
+    for column, what in zip(columns, (f"micro-batch {config.batch_size}", "the largest micro-batch that fits")):
+        last, best = measured[column][-1], max(measured[column], key=lambda row: row[column]["total_gain"])
+        say(f"total gain at {what}: {last[column]['total_gain']:.1f}x with the last row, "
+            f"{best[column]['total_gain']:.1f}x with the best ({best['name']})")  # fmt: skip
+    say("each row runs in a process of its own; mfu is of the row's own dtype peak")
     if options["png"]:
-        bars = {row["name"]: [(row[c] or {}).get("tokens_per_sec") for c in ("first", "largest")] for row in rows}
-        draw(Path(options["png"]), "each row on top of those above", bars,
-             [f"micro-batch {config.batch_size}", "the largest that fits"][: 1 + (device.type == "cuda")])  # fmt: skip
+        bars = {row["name"]: [row.get(column, {}).get("tokens_per_sec") for column in columns] for row in rows}
+        labels = [f"micro-batch {config.batch_size}", "the largest that fits"][: len(columns)]
+        draw(Path(options["png"]), "each row on top of those above", bars, labels)
     return dict(rows=rows)
 
 
@@ -407,28 +422,15 @@ def missing(name: str, device: torch.device) -> str | None:
     return None
 
 
-def attempt(config: Config, arguments: dict) -> dict:
-    try:
-        return in_own_process(measure, config, **arguments)
-    except OutOfMemory:
-        return dict(batch_size=config.batch_size, out_of_memory=True)
-
-
 def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
     """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
     sequences = config.batch_size * config.gradient_accumulation_steps
     model, dtype = train.model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
     b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
-    while "out_of_memory" in (result := attempt(with_batch(config, b), arguments)) and b > 1:
+    while not (result := attempt(with_batch(config, b), **arguments))["tokens_per_sec"] and b > 1:
         b = max(n for n in range(1, b) if sequences % n == 0)
     return result
-
-
-def with_batch(config: Config, batch_size: int) -> Config:
-    """The same tokens per iteration in other micro-batches."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size)
 
 
 def add_gains(results: list[dict]) -> None:
@@ -438,39 +440,20 @@ def add_gains(results: list[dict]) -> None:
         r["total_gain"] = r["tokens_per_sec"] / results[0]["tokens_per_sec"]
 
 
-def ladder_lines(rows: list[dict]) -> list[str]:
-    head = f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"
-    both = any(row["largest"] for row in rows)
-    lines = [f"{'':<18}{head}" + (f"   {head}" if both else "")]
-    for row in rows:
-        cells = [cell(row[c]) for c in ("first", "largest") if row[c]]
-        lines.append(f"{row['name']:<18}" + ("   ".join(cells) if cells else f"   n/a: {row['why']}"))
-    for column, what in (("first", "the same micro-batch"), ("largest", "the largest micro-batch that fits")):
-        measured = [(row["name"], row[column]) for row in rows if row[column] and "total_gain" in row[column]]
-        if measured:
-            best = max(measured, key=lambda pair: pair[1]["total_gain"])
-            lines.append(f"total gain at {what}: {measured[-1][1]['total_gain']:.1f}x with the last row, "
-                         f"{best[1]['total_gain']:.1f}x with the best ({best[0]})")  # fmt: skip
-    return lines + ["mfu is of each row's own dtype peak; every row runs in a process of its own"]
-
-
 def cell(r: dict) -> str:
-    if "tokens_per_sec" not in r:
+    if r["tokens_per_sec"] is None:
         return f"{r['batch_size']:>6} {'out of memory':>36}"
     mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
-    return (f"{r['batch_size']:>6} {r['tokens_per_sec']:>9,.0f} {r['gain']:>5.2f}x {r['total_gain']:>5.2f}x {r['mem_gib']:>6.1f} "
-            f"{mfu:>6}")  # fmt: skip
+    gains = f"{r['gain']:>5.2f}x {r['total_gain']:>5.2f}x"
+    return f"{r['batch_size']:>6} {r['tokens_per_sec']:>9,.0f} {gains} {r['mem_gib']:>6.1f} {mfu:>6}"
 
 
 def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: list[str]) -> None:
     """Horizontal bars of tokens/s, one group for each name, the first on top."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 0.5 * len(bars) + 1.5), layout="constrained")
-    height = 0.8 / len(labels)
+    figure = Figure(figsize=(9, 0.45 * len(bars) + 1.4), facecolor="white", layout="constrained")
+    axes, height = figure.subplots(), 0.8 / len(labels)
     for i, label in enumerate(labels):
         values = [values[i] or 0 for values in bars.values()]
         drawn = axes.barh([n + i * height for n in range(len(bars))], values, height, label=label)
@@ -479,10 +462,9 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set(xlabel="tokens per second", title=title)
-    axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower right", ncols=2, frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 # -----------------------------------------------------------------------------
@@ -491,113 +473,72 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
 
 def peer(config: Config, options: dict) -> dict:
     """
-    nanoGPT's model and this one in turn through the same train_step: same weights, batches, dtype, compile setting and
-    fused AdamW. Each lives in a process of its own, so that its memory is its own.
+    This model and nanoGPT's in turn, in one process and through the same train_step: same weights, batches, dtype, compile
+    setting and fused AdamW. Raises UserError where the work is not the same.
     """
     folder = Path(options["nanogpt"] or "")
     if not options["nanogpt"] or not (folder / "model.py").is_file():
         raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
     if not (config.flash and config.tie_weights):
         raise UserError("flash, tie_weights: nanoGPT always has both, so without them the work is not the same")
-    context, found, windows = multiprocessing.get_context("spawn"), {}, {"ours": [], "nanoGPT": []}
-    with tempfile.TemporaryDirectory() as shared, contextlib.ExitStack() as stack:
-        pipes = {}
-        for side in windows:
-            pipes[side], theirs = context.Pipe()
-            worker = context.Process(target=peer_side, args=(side, config, folder, Path(shared, "weights.pt"), theirs), daemon=True)
-            worker.start()
-            stack.callback(worker.terminate)
-            theirs.close()
-            found[side] = answer(pipes[side])
-        check_same_work(found)
-        iters = min(math.ceil(WINDOW_SECONDS / max(f["seconds"] for f in found.values())), 100)
+    hw = hardware.set_up(config)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tokens, readable_errors(config):
+        data = open_data(config, Path(tokens))
+        ours = build(config, hw, data)
+        sides = {"ours": ours, "nanoGPT": nanogpt_trainee(build(config, hw, data), folder)}
+        params = {side: sum(p.numel() for p in t.model.parameters()) for side, t in sides.items()}
+        losses = {side: t.step()[0].item() for side, t in sides.items()}
+        for what, (a, b), tolerance in (("parameters", params.values(), 0), ("first loss", losses.values(), SAME_LOSS)):
+            if abs(a - b) > tolerance:
+                raise UserError(f"nanogpt: other work: {what} {a:.10g} here, {b:.10g} there")
+        iters = min(math.ceil(WINDOW_SECONDS / max(t.timed(1) for t in sides.values())), 100)
+        seconds, memory = {side: [] for side in sides}, dict.fromkeys(sides)
         for trial in tqdm(range(trials_of(options, 5)), desc="peer", disable=None):
-            for side in list(windows)[:: 1 if trial % 2 else -1]:
-                windows[side].append(ask(pipes[side], iters)["seconds"])
-        memory = {side: ask(pipes[side], 0)["memory"] for side in windows}
-    ratios = [theirs / ours for ours, theirs in zip(windows["ours"], windows["nanoGPT"])]
-    ratio, spread = statistics.median(ratios), [min(ratios), max(ratios)]
-    for side, seconds in windows.items():
-        rate = plan.tokens_per_iter(config) / statistics.median(seconds)
-        say(f"{side:<8} {rate:>9,.0f} tok/s, memory {memory[side]:.2f} GiB, first loss {found[side]['loss']:.4f}")
-    say(f"ours / nanoGPT: {ratio:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
-        f"{memory['ours'] / memory['nanoGPT']:.3f} x the memory")  # fmt: skip
-    return dict(seconds=windows, tokens_per_iter=plan.tokens_per_iter(config), speed_ratio=ratio, speed_ratio_range=spread,
-                memory_gib=memory, memory_ratio=memory["ours"] / memory["nanoGPT"], params=found["ours"]["params"],
-                first_loss={side: f["loss"] for side, f in found.items()}, machine=found["ours"]["machine"])  # fmt: skip
+            for side in list(sides)[:: 1 if trial % 2 else -1]:
+                others = sum(resident_bytes(t) for name, t in sides.items() if name != side)
+                if hw.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds[side].append(sides[side].timed(iters))
+                if hw.device.type == "cuda":  # one process: on a CPU the two cannot be told apart
+                    memory[side] = hw.peak_memory_gib() - others / hardware.GIB
+    ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
+    speed, spread = statistics.median(ratios), [min(ratios), max(ratios)]
+    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
+    for side in sides:
+        rate = plan.tokens_per_iter(config) / statistics.median(seconds[side])
+        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}"
+            + (f", memory {memory[side]:.2f} GiB" if memory[side] else ""))  # fmt: skip
+    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows)"
+        + (f", {memory_ratio:.3f} x the memory" if memory_ratio else ""))  # fmt: skip
+    return dict(speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds, memory_ratio=memory_ratio,
+                memory_gib=memory, tokens_per_iter=plan.tokens_per_iter(config), params=params["ours"], first_loss=losses,
+                machine=machine(hw))  # fmt: skip
 
 
-def ask(pipe, iters: int) -> dict:
-    pipe.send(iters)
-    return answer(pipe)
-
-
-def answer(pipe) -> dict:
-    try:
-        reply = pipe.recv()
-    except EOFError:
-        raise RunError("a side of the comparison ended; its message stands above") from None
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
-
-
-def check_same_work(found: dict[str, dict]) -> None:
-    ours, theirs = found["ours"], found["nanoGPT"]
-    if ours["params"] != theirs["params"]:
-        raise UserError(f"nanogpt: other work: {theirs['params']:,} parameters there, {ours['params']:,} here")
-    if abs(ours["loss"] - theirs["loss"]) > SAME_LOSS:
-        raise UserError(f"nanogpt: other work: first loss {theirs['loss']:.4f} there, {ours['loss']:.4f} here")
-
-
-def peer_side(side: str, config: Config, folder: Path, weights: Path, pipe) -> None:
-    """One side, in its own process: answers with what it is, then times the windows it is asked for."""
-    try:
-        hw = hardware.set_up(config)
-        before = hw.peak_memory_gib() if hw.device.type == "cpu" else 0
-        with tempfile.TemporaryDirectory() as data, readable_errors(config):
-            trainee = build(config, hw, open_data(config, Path(data)))
-            if side == "ours":
-                torch.save(trainee.model.state_dict(), weights)
-            else:
-                trainee = nanogpt_trainee(trainee, folder, torch.load(weights, weights_only=True))
-            params = sum(p.numel() for p in trainee.model.parameters())
-            loss = trainee.step()[0].item()
-            reply = dict(params=params, loss=loss, seconds=trainee.timed(1), machine=machine(hw))
-            while True:
-                pipe.send(reply)
-                iters = pipe.recv()
-                reply = dict(seconds=trainee.timed(iters)) if iters else dict(memory=hw.peak_memory_gib() - before)
-    except (UserError, OutOfMemory) as error:
-        pipe.send(error)
-    except EOFError:  # the parent has gone
-        pass
-
-
-def nanogpt_trainee(ours: Trainee, folder: Path, weights: dict[str, Tensor]) -> Trainee:
-    """The same trainee with nanoGPT's model in it, and our weights in that. Raises UserError where they do not fit."""
+def nanogpt_trainee(ours: Trainee, folder: Path) -> Trainee:
+    """The same trainee with nanoGPT's model in it, which takes over our weights."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
     c, names = ours.config, ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            model = theirs.GPT(theirs.GPTConfig(**{name: getattr(ours.model.config, name) for name in names})).to(ours.hw.device)
-        model.load_state_dict(weights)
-        groups = model.configure_optimizers
-    except (AttributeError, TypeError, RuntimeError) as error:
-        raise UserError(f"nanogpt: other work: {str(error).strip().partition(chr(10))[0]}") from None
-    with contextlib.redirect_stdout(io.StringIO()):
-        groups = groups(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ours.hw.device.type).param_groups
-    groups = [dict(params=group["params"], weight_decay=group["weight_decay"]) for group in groups]
+            spec.loader.exec_module(theirs)
+            sizes = {name: getattr(ours.model.config, name) for name in names}
+            model = theirs.GPT(theirs.GPTConfig(**sizes)).to(ours.hw.device)
+            model.load_state_dict(ours.model.state_dict())
+            groups = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ours.hw.device.type)
+    except (AttributeError, ImportError, TypeError, RuntimeError) as error:
+        raise UserError(f"nanogpt: {folder} holds other work: {str(error).strip().splitlines()[0]}") from None
+    groups = [dict(params=group["params"], weight_decay=group["weight_decay"]) for group in groups.param_groups]
     optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=True)
     compiled = torch.compile(model) if c.compile else model
+    return replace(ours, model=model, step_model=like(model, lambda x, y: compiled(x, y)[1]), optimizer=optimizer)
 
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        return compiled(x, y)[1]
 
-    forward.parameters = model.parameters
-    return replace(ours, model=model, step_model=forward, optimizer=optimizer)
+def resident_bytes(trainee: Trainee) -> int:
+    """What a trainee holds on the device between iterations: weights and optimizer state."""
+    moments = (v for state in trainee.optimizer.state.values() for v in state.values())
+    return sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
 
 
 # -----------------------------------------------------------------------------
@@ -638,6 +579,13 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
     return options, rest
 
 
+def make_folder(name: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{name}: {path}: {error.strerror}; choose another path") from None
+
+
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
@@ -646,11 +594,14 @@ def main(argv: list[str]) -> int:
     if mode not in MODES:
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
     options, rest = read_flags(mode, argv[1:])
-    result = MODES[mode][0](load_config(rest, checks), options)
+    config = load_config(rest, checks)
+    for name in {"json", "png", "write", "profile"} & options.keys():  # before a measurement, not after it
+        if options[name]:
+            make_folder(name, Path(options[name]))
+    result = MODES[mode][0](config, options)
     if options["json"]:
-        path = Path(options["json"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dict(command=f"python bench.py {' '.join(argv)}") | result, indent=1) + "\n")
+        result = dict(command=f"python bench.py {' '.join(argv)}") | result
+        Path(options["json"]).write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

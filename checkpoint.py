@@ -128,9 +128,14 @@ def load_newest(out_dir: Path) -> dict | None:
     return None
 
 
-def prune(out_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what killed saves left behind."""
-    for path in [*list_checkpoints(out_dir)[: -keep or None], *out_dir.glob("*.tmp")]:
+def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
+    """
+    Delete all but the newest `keep` checkpoints, counted from `newest` down (those above it were found damaged when the
+    run was resumed), and what killed saves left behind.
+    """
+    paths = list_checkpoints(out_dir)
+    kept = [path for path in paths if newest is None or path <= newest][-keep:] if keep else []
+    for path in [*(path for path in paths if path not in kept), *out_dir.glob("*.tmp")]:
         path.unlink(missing_ok=True)
 
 
@@ -159,4 +164,4 @@ def make_out_dir(out_dir: Path, fresh: bool) -> None:
 
 
 def holds_run(out_dir: Path) -> bool:
-    return bool(list_checkpoints(out_dir)) or (out_dir / "metrics.jsonl").exists()
+    return bool(list_checkpoints(out_dir)) or any((out_dir / name).exists() for name in ("metrics.jsonl", "best.pt"))

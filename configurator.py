@@ -271,11 +271,13 @@ def print_help() -> None:
 
 def run_main(main: Callable[[list[str]], int | None]) -> None:
     """Run a script's main(argv): a UserError becomes one `error:` line per problem and its exit code, no traceback."""
+    sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
     try:
         sys.exit(main(sys.argv[1:]) or 0)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one voice for all processes of a machine
-            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+        # Of several processes on a machine one speaks, unless the trouble may be another's alone
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError):
+            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, did_you_mean
+from configurator import Config, UserError, did_you_mean
 from model import GPTConfig, count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
@@ -83,8 +83,8 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
     stream at both norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and
     after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
-    formula keeps its T x T weights too. Next to the logits stand their softmax and gradients, unless compiled code
-    fuses them.
+    formula keeps its T x T weights too. A logit takes 14 bytes with its softmax and gradients (as measured on a CPU), and
+    only itself and its gradient where compiled code fuses the rest.
     """
     n, _ = count_parameters(model)
     C, T, half = model.n_embd, model.block_size, dtype != torch.float32
@@ -93,7 +93,7 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
         block += 2 * C  # a mask of one byte after each half
     if not model.flash:
         block += (6 if half else 4) * model.n_head * T
-    logits = {(True, True): 4, (True, False): 14, (False, True): 8, (False, False): 12}[half, compiled]
+    logits = (4 if half else 8) if compiled else 14
     return dict(
         weights=(6 if half else 4) * n,  # float32, and autocast's copy
         gradients=4 * n,
@@ -112,14 +112,13 @@ def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torc
     return next((b for b in range(sequences, 0, -1) if sequences % b == 0 and b * sequence <= room), None)
 
 
-def out_of_memory_advice(model: GPTConfig, batch_size: int, grad_accum: int, dtype: torch.dtype, compiled: bool,
-                         capacity: float) -> str:
-    """What to say where a micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
-    sequences = batch_size * grad_accum
-    smaller = [b for b in range(1, batch_size) if sequences % b == 0]
+def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1) -> str:
+    """What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
+    sequences = config.batch_size * config.gradient_accumulation_steps // world_size  # of one process
+    smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:
         return "out of memory with batch_size=1; a smaller --block_size or model, or --dtype=bfloat16, needs less"
-    b = min(fitting_batch(model, sequences, capacity, dtype, compiled) or 1, smaller[-1])
-    needed = sum(memory_bytes(model, b, dtype, compiled).values())
-    return (f"out of memory with batch_size={batch_size}; the same tokens per iteration in about "
-            f"{needed / 1e9:.1f} GB: --batch_size={b} --gradient_accumulation_steps={sequences // b}")  # fmt: skip
+    b = min(fitting_batch(model, sequences, capacity, dtype, config.compile) or 1, smaller[-1])
+    needed = sum(memory_bytes(model, b, dtype, config.compile).values())
+    return (f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "
+            f"--batch_size={b} --gradient_accumulation_steps={sequences // b * world_size}")  # fmt: skip

@@ -18,7 +18,8 @@ from configurator import Config
 from gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
+if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name is the user's choice
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
 
 GIB = 2**30
 
@@ -46,7 +47,10 @@ class Hardware:
             getattr(torch, self.device.type).synchronize()
 
     def peak_memory_gib(self) -> float | None:
-        """The most memory in use so far, GiB: the allocator's on CUDA, the process's on the CPU; None where unknown."""
+        """
+        The most memory in use so far, GiB: the allocator's on CUDA, the process's on the CPU, None where unknown. On MPS
+        what is in use now.
+        """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
@@ -131,15 +135,15 @@ def device_name(device: torch.device) -> str:
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The random states that dropout draws on. No wait for the device."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = getattr(torch, device.type).get_rng_state()
     return states
 
 
 def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu" and device.type in states:
+        getattr(torch, device.type).set_rng_state(states[device.type])
 
 
 def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:

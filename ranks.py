@@ -6,6 +6,9 @@ DistributedDataParallel on the devices. A process alone needs none of it: everyt
 """
 
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import Config, UserError
+from configurator import Config, RunError, UserError, print_config
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
 
@@ -42,7 +45,12 @@ class Ranks:
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op)
+        try:
+            dist.all_reduce(tensor, op)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
+                           f"between the machines") from None  # fmt: skip
         return tensor.tolist()
 
     def max(self, values: list[float]) -> list[float]:
@@ -70,20 +78,55 @@ class Ranks:
         return values
 
     def check_config(self, config: Config) -> list[str]:
-        """Whether the micro-batches of an iteration can be shared out evenly (for load_config)."""
-        steps, n = config.gradient_accumulation_steps, self.world_size
-        if steps % n == 0:
+        """Whether the ranks agree, and can share out the micro-batches and the GPUs (the first check for load_config)."""
+        if self.world_size == 1:
             return []
-        return [f"gradient_accumulation_steps: {steps} micro-batches cannot be shared out to {n} processes; "
-                f"{' or '.join(str(m) for m in (steps // n * n, steps // n * n + n) if m)} can"]  # fmt: skip
+        self.check_same("configuration", print_config(config))
+        steps, n, problems = config.gradient_accumulation_steps, self.world_size, []
+        if steps % n:
+            problems.append(f"gradient_accumulation_steps: {steps} micro-batches cannot be shared out to {n} processes; "
+                            f"{' or '.join(str(m) for m in (steps // n * n, steps // n * n + n) if m)} can")  # fmt: skip
+        if torch.cuda.is_available() and config.device != "cpu":
+            if config.device not in ("auto", "cuda"):
+                problems.append(f"device: {config.device} for {n} processes; --device=cuda gives each its own")
+            if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+                problems.append(f"nproc_per_node: more processes than the {torch.cuda.device_count()} GPUs here")
+        return problems
 
-    def check_same(self, what: dict[str, str]) -> None:
-        """Raises UserError on every rank where one has other data or another configuration than the first."""
-        everywhere = self.gather(what)
-        for rank, other in enumerate(everywhere):
-            if different := [name for name in what if other[name] != everywhere[0][name]]:
-                raise UserError(f"rank {rank} has another {' and '.join(different)} than rank 0; start all with the same")
+    def check_same(self, what: str, value: str) -> None:
+        """Raises UserError on every rank where one has another value than the first."""
+        everywhere = self.gather(value)
+        different = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
+        if different:
+            raise UserError(f"rank {different[0]} has another {what} than rank 0; start all processes with the same")
 
     def leave(self) -> None:
         if self.world_size > 1:
             dist.destroy_process_group()
+
+
+class Interrupted(Exception):
+    """A signal arrived; raised where the run can stop without losing anything."""
+
+
+class Signals:
+    """SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the process at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.received, self.agreed = ranks, 0, 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame) -> None:
+        if self.received:
+            if time.monotonic() - self.since > 0.5:  # SLURM, systemd and torchrun between them send one stop twice
+                os._exit(128 + number)
+            return
+        self.received, self.since = number, time.monotonic()
+        if self.ranks.first:
+            print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
+
+    def check(self) -> None:
+        (self.agreed,) = self.ranks.max([self.received])
+        if self.agreed:
+            raise Interrupted

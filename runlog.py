@@ -5,13 +5,13 @@ Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings 
 is booked in the Ledger under one category, so evaluation, checkpoints and compilation never enter an iteration's time.
 """
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ SPIKE = 1.25  # a loss this many times its running mean is marked
 
 class Ledger:
     """
-    Books wall time under exactly one category at a time: "start-up" until the first `resume_other`, then "other"
+    Books wall time under exactly one category at a time: "start-up" until the first `switch`, then "other"
     except inside `book`. Nested bookings take their time out of the outer one. Times are in seconds.
     """
 
@@ -46,7 +46,7 @@ class Ledger:
         self.since, ended, self.category = now, self.category, category
         return ended
 
-    @contextmanager
+    @contextlib.contextmanager
     def book(self, category: str) -> Iterator[None]:
         outer = self.switch(category)
         try:
@@ -80,15 +80,17 @@ class IterationResult:
     lr: float
     losses: Tensor  # (micro-steps,), nats per token
     grad_norm: Tensor
+    timed: bool = True  # False where it was compiled in
 
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run (eval_only: console alone), written by the first rank for all. On resume at
-    iteration N the records that the resumed run will write again are dropped from the file, so it reads as one run.
+    Console and metrics.jsonl of one run (eval_only: console alone), written by the first rank for all. Resumed at
+    (iteration, last evaluation), the records that the run will write again are dropped, so that the file reads as one.
     """
 
-    def __init__(self, config: Config, ledger: Ledger, hw: Hardware, ranks: Ranks, resumed_at: int | None = None):
+    def __init__(self, config: Config, ledger: Ledger, hw: Hardware, ranks: Ranks,
+                 resumed_at: tuple[int, int] | None = None):
         self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
         self.tracker = Tracker(config, wanted=ranks.first)
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
@@ -98,15 +100,18 @@ class RunLog:
         if ranks.first and not config.eval_only:
             path = Path(config.out_dir) / "metrics.jsonl"
             if resumed_at is not None:
-                drop_records(path, resumed_at)
+                drop_records(path, *resumed_at)
             self.file = open(path, "w" if resumed_at is None else "a", encoding="utf-8")
 
     def record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, flushed."""
-        record = dict(kind=kind, **{k: round(v, 7) if isinstance(v, float) else v for k, v in values.items()})
+        record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         if self.file:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(record) + "\n")
+                self.file.flush()
+            except OSError as error:  # a full disk: the run is worth more than its record
+                print(f"warning: metrics.jsonl: {error.strerror}; going on", file=sys.stderr, flush=True)
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
@@ -130,9 +135,6 @@ class RunLog:
                     peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
                     torch=torch.__version__)  # fmt: skip
 
-    def add(self, result: IterationResult) -> None:
-        self.results.append(result)
-
     def steps(self, batches: TrainBatches) -> None:
         """
         One line and record for the iterations since the last. Only here do their numbers leave the device, which must
@@ -146,12 +148,13 @@ class RunLog:
         elapsed = seconds["steps"] - self.logged["steps"] + waited
         (loss,) = self.ranks.reduce([last.losses.mean().item()])
         elapsed, waited, mem_gib = self.ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
-        loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / len(self.results), mem_gib or None
+        timed = sum(result.timed for result in self.results) or 1
+        loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / timed, mem_gib or None
         tokens_per_sec = self.tokens_per_iter / step_seconds
         mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
         values = dict(iter=last.iter_num, tokens=last.tokens, loss=loss, lr=last.lr,
                       grad_norm=last.grad_norm.item(), step_ms=1000 * step_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu,
-                      mem_gib=mem_gib, data_wait_ms=1000 * waited / len(self.results))  # fmt: skip
+                      mem_gib=mem_gib, data_wait_ms=1000 * waited / timed)  # fmt: skip
         say(f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
             f"mfu {'n/a' if mfu is None else f'{mfu:.2%}'}, tok/s {tokens_per_sec:,.0f}, lr {last.lr:.2e}, "
             f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {last.tokens / self.train_tokens:.2f}, "
@@ -182,7 +185,7 @@ class RunLog:
             mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
             first = -self.ranks.max([-mine])[0]
             where = batches.locate(result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size)
-            what = f"micro-batch {int(first)} reads" if first < math.inf else "every loss is; the iteration begins at"
+            what = f"micro-batch {int(first)} reads" if first < math.inf else "all losses are finite; the iteration begins at"
             self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
         for good in finite:
             self.skips_in_a_row = 0 if good else self.skips_in_a_row + 1
@@ -200,10 +203,8 @@ class RunLog:
 
     def draw(self, out_dir: Path) -> None:
         """Refresh loss.png."""
-        try:
-            from compare import draw_run
-        except ImportError:  # matplotlib is not needed to train
-            return
+        from compare import draw_run  # which does nothing where there is no matplotlib
+
         draw_run(out_dir)
 
     def sample(self, iter_num: int, text: str) -> None:
@@ -220,31 +221,49 @@ class RunLog:
         total = self.ledger.total()
         shares = ", ".join(f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.ledger.seconds.items() if s >= 0.05)
         say(f"time: {duration(total)} wall = {shares}")
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens")
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(self.ledger.seconds))
         self.tracker.close()
 
+    def against_plan(self, iters: int) -> str:
+        """Actual against planned hours of iterations, where `bench.py plan --json=OUT_DIR/plan.json` made a plan."""
+        try:
+            plan = json.loads((Path(self.config.out_dir) / "plan.json").read_text(encoding="utf-8"))
+            planned = plan["hours"] * iters / plan["max_iters"]
+        except (OSError, ValueError, LookupError, TypeError):  # none, or one without an iteration time
+            return ""
+        actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
+        off = f" ({actual / planned - 1:+.1%})" if planned else ""
+        return f"; {actual:.3g} h of iterations, {planned:.3g} h planned{off}"
 
-def drop_records(path: Path, resumed_at: int) -> None:
-    """Rewrite metrics.jsonl without what belongs to iterations the resumed run repeats, and without a torn last line."""
-    kept = [line for line in read_lines(path) if not repeats(json.loads(line), resumed_at)]
+
+def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
+    """Rewrite metrics.jsonl without what a run resumed at iter_num says again, and without lines that are no records."""
+    # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before that
+    last = dict(step=iter_num - 1, event=iter_num - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=iter_num)
+    kept = []
+    for line in read_lines(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["kind"] != "end" and record["iter"] <= last.get(record["kind"], math.inf):
+                kept.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     os.replace(temporary, path)
 
 
-def repeats(record: dict, resumed_at: int) -> bool:
-    if record["kind"] in ("end", "start"):
-        return record["kind"] == "end"
-    # ckpt-N is saved after the evaluation at N and before iteration N
-    return record["iter"] > resumed_at or record["iter"] == resumed_at and record["kind"] == "step"
+def plain(value):
+    """A value for JSON: nine digits of a float, null for one that is not finite."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
 def read_lines(path: Path) -> Iterable[str]:
     """The whole lines of metrics.jsonl; a kill can leave half a line at the end."""
     if not path.exists():
         return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if line[-1] == "\n"]
 
 
 def say(line: str) -> None:

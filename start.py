@@ -51,24 +51,31 @@ class Start:
         if self.saved:
             return problems + adopt(self.saved["model_config"], ARCHITECTURE, config)
         if config.init_from == "resume":
-            problems.append(f"init_from: {out_dir} holds no checkpoint to resume")
+            problems.append(f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where there is none")
+        if config.init_from == "auto" and self.ranks.from_first(Path.exists, out_dir / "best.pt"):
+            problems.append(f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; --init_from={out_dir}/best.pt with another "
+                            f"--out_dir starts from its weights")  # fmt: skip
         return problems
 
     def finished(self, config: Config) -> bool:
-        """Whether there is nothing left to do; says so. Otherwise says which keys differ from the resumed checkpoint's."""
-        if self.resumed is None:
+        """Whether the resumed run has nothing left to do; says so."""
+        progress = self.resumed["progress"] if self.resumed else None
+        if not progress or config.eval_only or not progress["iter_num"] >= config.max_iters <= progress["evaluated_at"]:
             return False
-        progress, saved = self.resumed["progress"], self.resumed["config"]
-        if progress["iter_num"] >= config.max_iters and progress["evaluated_at"] >= 0 and not config.eval_only:
-            print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
-            return True
-        values = config_values(config)
-        changed = [name for name in values if saved.get(name, values[name]) != values[name]]
+        print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
+        return True
+
+    def say_what_changed(self, config: Config) -> None:
+        """Print the keys that differ from the resumed checkpoint's, and whether the run goes on bit for bit."""
+        values, saved = config_values(config), self.resumed["config"] if self.resumed else {}
+        changed = [name for name in values if saved.get(name, values[name]) != values[name] and name != "init_from"]
         for name in changed:
             print(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})", flush=True)
-        if rounding := [name for name in changed if name in ROUNDING]:
+        rounding = [name for name in changed if name in ROUNDING]
+        if self.resumed and len(self.resumed["rng"]) != self.ranks.world_size:
+            rounding.append("number of processes")
+        if rounding:
             print(f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run")
-        return False
 
 
 def read_pretrained(config: Config) -> dict:
@@ -83,8 +90,8 @@ def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
     problems = []
     for name in names:
         if name in config.given and getattr(config, name) != saved[name]:
-            problems.append(f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of what init_from="
-                            f"{config.init_from} reads; leave it out")  # fmt: skip
+            source = "the checkpoint" if config.init_from in ("resume", "auto") else config.init_from
+            problems.append(f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of {source}; leave it out")
         setattr(config, name, saved[name])
     return problems
 

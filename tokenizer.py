@@ -46,9 +46,9 @@ class Tokenizer:
 
 
 def gpt2_bpe():
-    import tiktoken  # here, so that a machine with prepared shards can train without it
-
     try:
+        import tiktoken  # here, so that a machine with prepared shards can train without it
+
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network throws
         raise UserError(

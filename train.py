@@ -26,15 +26,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import hardware
-from configurator import Config, RunError, UserError, config_values, load_config, print_config, run_main
+from configurator import Config, RunError, UserError, config_values, load_config, run_main
 from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset
 from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
-from ranks import Ranks
+from ranks import Interrupted, Ranks, Signals
 from runlog import IterationResult, Ledger, RunLog, say
 from start import Start, prepare_on_demand
 from tokenizer import Tokenizer
@@ -54,17 +55,21 @@ def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, gra
     for micro_step in range(grad_accum):
         between_micro_steps()
         x, y = next(batches)
-        alone = micro_step < grad_accum - 1 and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if alone else contextlib.nullcontext():  # ranks average their gradients once, at the last
+        averages_later = micro_step < grad_accum - 1 and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if averages_later else contextlib.nullcontext():  # ranks average their gradients once, at the last
             with autocast:
                 loss = model(x, y)
             scaler.scale(loss / grad_accum).backward()
         losses.append(loss.detach())
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    if not scaler.is_enabled():
-        optimizer.found_inf = (~grad_norm.isfinite()).float()  # the fused update reads it on the device
-    scaler.step(optimizer)
+    if not optimizer.defaults["fused"]:
+        if grad_norm.isfinite():  # waits for the device, as no fused update can skip by itself
+            scaler.step(optimizer)
+    else:
+        if not scaler.is_enabled():
+            optimizer.found_inf = (~grad_norm.isfinite()).float()  # the fused update reads it on the device
+        scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return torch.stack(losses), grad_norm
@@ -104,31 +109,6 @@ def get_lr(it: int, config: Config, horizon: int) -> float:
 # A run and what can happen to it
 
 
-class Interrupted(Exception):
-    """A signal arrived; raised where the run can stop without losing anything."""
-
-
-class Signals:
-    """SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the process at once."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.received, self.agreed = ranks, 0, 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
-
-    def handle(self, number: int, frame) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
-        if self.ranks.first:
-            print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
-
-    def check(self) -> None:
-        (self.agreed,) = self.ranks.max([self.received])
-        if self.agreed:
-            raise Interrupted
-
-
 @dataclass
 class Progress:
     """How far the run is: what a checkpoint needs besides weights, optimizer and random states."""
@@ -154,12 +134,12 @@ class Run:
         if start.saved and start.saved["vocab"] < self.data.vocab:
             known = start.saved["vocab"]
             raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
-        ranks.check_same({"dataset": self.data.fingerprint, "configuration": print_config(config)})
+        ranks.check_same("dataset", self.data.fingerprint)
         torch.manual_seed(config.seed)
         self.model_config = model_config(config, self.data.vocab, start.saved)
         self.model = GPT(self.model_config).to(self.hw.device)
         torch.manual_seed(config.seed + ranks.rank)  # other dropout on every rank
-        self.compiled = torch.compile(self.model) if config.compile else self.model
+        self.compiled = self.model  # until compile(): the same weights, compiled
         self.optimizer = build_optimizer(self.model, config)
         self.scaler = self.hw.grad_scaler()
         self.progress = Progress(lr_horizon=config.lr_decay_iters or config.max_iters)
@@ -174,15 +154,14 @@ class Run:
         self.saved_at = self.progress.iter_num if start.resumed else None
         if not config.eval_only:
             ranks.from_first(checkpoint.make_out_dir, self.out_dir, start.resumed is None)
-        self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at=self.saved_at)
+        resumed_at = (self.progress.iter_num, self.progress.evaluated_at) if start.resumed else None
+        self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
 
     def restore(self, state: dict) -> None:
         """Take over what a checkpoint holds besides weights, except hyper-parameters: those are the config's."""
-        hyper_parameters = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state["optimizer"])
-        for group, values in zip(self.optimizer.param_groups, hyper_parameters):
-            group.update(values)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) > self.ranks.rank:
@@ -213,18 +192,18 @@ class Run:
         c, p = self.config, self.progress
         if c.compile:
             self.compile()
-        self.step_model = self.ranks.data_parallel(self.compiled)
+        self.step_model = self.ranks.data_parallel(self.compiled)  # averages gradients
         self.ledger.switch("other")
         while True:
             done = p.iter_num >= c.max_iters or c.eval_only
-            late = c.max_minutes > 0 and self.ranks.max([self.ledger.clock() - BEGAN])[0] > 60 * c.max_minutes
+            out_of_time = c.max_minutes > 0 and self.ranks.max([self.ledger.clock() - BEGAN])[0] > 60 * c.max_minutes
             if (p.iter_num % c.eval_interval == 0 or done) and p.evaluated_at != p.iter_num:
                 improved = self.evaluate()
                 if p.iter_num > 0 and (improved or c.always_save_checkpoint):
                     self.save(improved)
-            if done or late or p.iter_num > 0 and c.checkpoint_interval > 0 and p.iter_num % c.checkpoint_interval == 0:
-                self.save()
-            if done or late:
+            if done or out_of_time or p.iter_num > 0 and c.checkpoint_interval > 0 and p.iter_num % c.checkpoint_interval == 0:
+                self.save(last=done or out_of_time)
+            if done or out_of_time:
                 return "eval_only" if c.eval_only else "max_iters" if done else "max_minutes"
             self.iterate()
             if (p.iter_num - 1) % c.log_interval == 0 or p.iter_num == c.max_iters:
@@ -236,18 +215,18 @@ class Run:
         lr = get_lr(p.iter_num, c, p.lr_horizon)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        graphs, began = compiled_graphs(), self.ledger.clock()
+        graphs, steps_before = compiled_graphs(), self.ledger.seconds["steps"]
         with self.ledger.book("steps"):
             losses, grad_norm = train_step(
                 self.step_model, self.optimizer, self.scaler, self.timed_batches, self.grad_accum, c.grad_clip,
                 self.hw.autocast(), self.signals.check,
             )  # fmt: skip
-        if compiled_graphs() == graphs:
-            self.log.add(IterationResult(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm))
-        else:
-            seconds = self.ledger.clock() - began
+        if recompiled := compiled_graphs() != graphs:
+            self.settle()
+            seconds = self.ledger.seconds["steps"] - steps_before
             self.ledger.move(seconds, "steps", "compile")
             self.log.warn(p.iter_num, f"iter {p.iter_num}: compiled again, {seconds:.1f}s booked as compile")
+        self.log.results.append(IterationResult(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm, not recompiled))
         p.iter_num += 1
         p.sequences += c.batch_size * c.gradient_accumulation_steps
         p.tokens += c.batch_size * c.gradient_accumulation_steps * c.block_size
@@ -260,6 +239,7 @@ class Run:
         x, y = torch.randint(self.data.vocab, shape, device=self.hw.device).unbind()
         with self.ledger.book("compile"):
             try:
+                self.compiled = torch.compile(self.model)
                 with self.hw.autocast():
                     loss = self.compiled(x, y.clone())
                 loss.backward()
@@ -283,11 +263,12 @@ class Run:
             val_loss = self.mean_loss(self.data.val)
             self.log.evaluation(p.iter_num, train_loss, val_loss, self.ledger.clock() - began)
             if c.sample_tokens and self.ranks.first:
-                self.log.sample(p.iter_num, self.sample())
+                self.sample()
             if not c.eval_only and self.ranks.first:
                 self.log.draw(self.out_dir)
         improved = val_loss < p.best_val_loss
         p.best_val_loss, p.evaluated_at = min(p.best_val_loss, val_loss), p.iter_num
+        self.saved_at = None  # a checkpoint of this iteration, if there is one, does not know of this evaluation
         return improved
 
     def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
@@ -297,15 +278,20 @@ class Run:
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count
 
-    def sample(self) -> str:
-        text = Tokenizer(self.data.tokenizer)
+    def sample(self) -> None:
+        try:
+            text = Tokenizer(self.data.tokenizer)
+        except UserError as error:  # no vocabulary to be had offline: no reason to stop
+            self.log.warn(self.progress.iter_num, f"no samples: {error}")
+            self.config.sample_tokens = 0
+            return
         idx = torch.tensor([text.prompt()], device=self.hw.device)
         generator = torch.Generator(self.hw.device).manual_seed(self.config.seed)
         self.model.eval()
         with self.hw.autocast():
             idx = self.model.generate(idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
         self.model.train()
-        return text.decode(idx[0].tolist())
+        self.log.sample(self.progress.iter_num, text.decode(idx[0].tolist()))
 
     def settle(self) -> None:
         """Wait for the device, as part of the iterations it is still busy with."""
@@ -317,28 +303,37 @@ class Run:
         self.model.zero_grad(set_to_none=True)
         hardware.set_rng_state(self.rng, self.hw.device)
 
-    def save(self, improved: bool = False) -> None:
-        """A checkpoint of the state after the last whole iteration. If that fails, an older one must be there to go on."""
+    def save(self, improved: bool = False, last: bool = False) -> None:
+        """A checkpoint of the state after the last whole iteration. Raises RunError where it fails for good."""
         p, began = self.progress, self.ledger.clock()
         if self.saved_at == p.iter_num or self.config.eval_only:
             return
         path = self.out_dir / f"ckpt-{p.iter_num:08}.pt"
         self.settle()
         with self.ledger.book("checkpoints"):
-            self.saved_at, state = p.iter_num, self.state()
-            if not self.ranks.first:
-                return
-            try:
-                size = checkpoint.save(state, path)
-                if improved:
-                    checkpoint.mark_best(path)
-                checkpoint.prune(self.out_dir, self.config.keep_checkpoints)
-            except OSError as error:
-                if not checkpoint.list_checkpoints(self.out_dir):
-                    raise RunError(f"checkpoint {p.iter_num}: {error}; and there is no older one") from None
-                self.log.warn(p.iter_num, f"checkpoint {p.iter_num} failed: {error}; going on, the one before is still valid")
-                return
-        self.log.checkpoint(p.iter_num, path, size, self.ledger.clock() - began)
+            size = self.ranks.from_first(self.write, self.state(), path, improved, last)
+        if size:
+            self.saved_at = p.iter_num
+            self.log.checkpoint(p.iter_num, path, size, self.ledger.clock() - began)
+
+    def write(self, state: dict, path: Path, improved: bool, last: bool) -> int:
+        """The file's size; 0 where saving failed, an older checkpoint stands and there will be another try."""
+        try:
+            size = checkpoint.save(state, path)
+        except OSError as error:
+            older = checkpoint.list_checkpoints(self.out_dir)
+            if last or not older:
+                stands = f"{older[-1]} stands" if older else "and there is no older one"
+                raise RunError(f"checkpoint {self.progress.iter_num}: {error}; {stands}") from None
+            self.log.warn(self.progress.iter_num, f"checkpoint {self.progress.iter_num} failed: {error}; {older[-1]} stands")
+            return 0
+        try:
+            if improved:
+                checkpoint.mark_best(path)
+            checkpoint.prune(self.out_dir, self.config.keep_checkpoints, path)
+        except OSError as error:  # the checkpoint itself is safe
+            self.log.warn(self.progress.iter_num, f"{path} is saved, but tidying up after it failed: {error}")
+        return size
 
 
 def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
@@ -350,12 +345,12 @@ def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTCo
 
 def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
     groups = model.parameter_groups(config.weight_decay)
-    fused = next(model.parameters()).device.type in ("cuda", "cpu", "mps")  # one kernel, and it can skip an update by itself
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")  # one kernel that can skip an update; on MPS it cannot
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return counters["stats"]["unique_graphs"]
 
 
 def main(argv: list[str]) -> int:
@@ -363,24 +358,26 @@ def main(argv: list[str]) -> int:
     if not ranks.first:
         sys.stdout = open(os.devnull, "w")  # one voice
     start = Start(ranks)
-    config = load_config(argv, checks=(start.find, hardware.check_device, check_dataset, ranks.check_config))
+    config = load_config(argv, checks=(ranks.check_config, start.find, hardware.check_device, check_dataset))
     if start.finished(config):
         return 0
+    start.say_what_changed(config)
     ranks.from_first(prepare_on_demand, config)
     run = Run(config, start, ranks)
+    del start  # a checkpoint in memory
     try:
         reason = run.loop()
     except Interrupted:
         run.rewind()
-        run.save()
+        run.save(last=True)
         reason = signal.Signals(int(run.signals.agreed)).name
     except torch.OutOfMemoryError:
-        raise RunError(out_of_memory_advice(run.model_config, config.batch_size, config.gradient_accumulation_steps,
-                                            run.hw.dtype, config.compile, run.hw.usable_bytes())) from None  # fmt: skip
+        advice = out_of_memory_advice(config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size)
+        raise RunError(advice) from None
     except RunError:
         run.rewind()
         if not run.log.skips_in_a_row and ranks.world_size == 1:  # otherwise the checkpoint from before is worth more
-            run.save()
+            run.save(last=True)
         raise
     finally:
         run.batches.close()

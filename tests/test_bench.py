@@ -1,12 +1,19 @@
 """bench.py: the bill against hand-computed numbers, the measurements against train.py's own log, one line for bad input."""
 
 import json
+import math
+import re
+import statistics
+from dataclasses import replace
 
 import pytest
-from conftest import ROOT, records, run_here
+import torch
+from conftest import ROOT, records, run_here, run_process, write_dataset
 
 import bench
-from configurator import Config, UserError
+import hardware
+import train
+from configurator import Config, UserError, load_config
 from gpus import read_gpu_table
 from plan import count_pauses
 
@@ -120,6 +127,18 @@ def test_plan_from_a_run(dataset, tmp_path):
         run(tmp_path, "plan", *tiny, f"--from_run={tmp_path}/run", "--n_embd=64")
 
 
+def test_end_of_a_run_gives_planned_and_actual_hours(dataset, tmp_path, capsys):
+    """8 iterations planned at 90 s each are 0.2 h; stopped after 4 of them, 0.1 h of that plan."""
+    shape = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]
+    bench.main(["plan", *shape, "--max_iters=8", "--iter_seconds=90", f"--json={tmp_path}/plan.json"])
+    run_here(dataset, tmp_path, max_iters=4)
+    end = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"end: max_iters after 4 iterations, 512 tokens; \S+ h of iterations, 0.1 h planned \(-\d+.\d%\)", end)
+    (tmp_path / "plan.json").write_text("{")
+    run_here(dataset, tmp_path, max_iters=4, overwrite=True)
+    assert capsys.readouterr().out.endswith("512 tokens\n")
+
+
 # -----------------------------------------------------------------------------
 # Bad input
 
@@ -149,3 +168,226 @@ def test_bad_input_is_one_line(arguments, message):
     with pytest.raises(UserError, match=message) as error:
         bench.main(arguments.split())
     assert len(error.value.problems) == 1 and "\n" not in str(error.value) and error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("step --batch_size=0", "--batch_size: 0 is outside 1 and up"),
+        ("step --trials=0", "trials: needs a number above 0, got '0'"),
+        ("step --device=cuda:99", "device: "),
+        ("sweep --batch_sizes=7", "batch_sizes: 7 do not divide the 480 sequences of an iteration; these do: 1, 2, 3"),
+        ("sweep --batch_sizes=4,x", "batch_sizes: needs whole numbers such as 4,8,16, got '4,x'"),
+        ("sweep --batch_sizes=-4", "batch_sizes: -4 do not divide"),
+        ("sweep --write=train.py", "write: train.py exists; remove it or choose another name"),
+        ("peer", "nanogpt: not given"),
+        ("peer --nanogpt=config", "nanogpt: config; --nanogpt= needs a checkout of karpathy/nanoGPT"),
+        ("peer --nanogpt=. --tie_weights=False", "nanoGPT always has both"),
+        ("peer --gpu=4070", "--gpu: unknown key"),
+    ],
+)
+def test_bad_input_to_measurements_is_one_line(arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=message) as error:
+        bench.main(arguments.split())
+    assert len(error.value.problems) == 1 and "\n" not in str(error.value) and error.value.exit_code == 2
+
+
+def test_bad_input_exits_with_2_and_no_traceback():
+    code, out, err = run_process("bench.py", "plan", "--gpu=4071", "--watts=-1")
+    assert code == 2 and out == "" and err == "error: watts: needs a number above 0, got '-1'\n"
+
+
+# -----------------------------------------------------------------------------
+# step, sweep, ladder
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4, gradient_accumulation_steps=2, device="cpu",
+             dtype="float32", compile=False)  # fmt: skip
+
+
+def small(**changes) -> list[str]:
+    return [f"--{key}={value}" for key, value in (SMALL | changes).items()]
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch):
+    monkeypatch.setattr(bench, "WINDOW_SECONDS", 0.1)
+
+
+def test_step_measures_and_explains_itself(tmp_path):
+    """Without a dataset: random tokens. 4 * 32 * 2 = 256 tokens an iteration; the parts of a step add up to about a step."""
+    r = run(tmp_path, "step", *small(), "--trials=3", "--dataset=none", "--peak_tflops=0.5", f"--profile={tmp_path}/trace.json")
+    assert {"step_ms", "tokens_per_sec", "mfu", "mem_gib", "compile_seconds", "machine"} <= r.keys()
+    assert r["tokens_per_iter"] == 256 and r["compile_seconds"] == 0
+    assert r["tokens_per_sec"] == pytest.approx(256 / r["step_ms"] * 1000)
+    # N = 50304 * 32 + 2 * (12 * 32^2 + 2 * 32) + 32 = 1,634,464 and 12 L C T = 24,576
+    assert r["mfu"] == pytest.approx((6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 0.5e12)
+    assert r["step_ms_range"][0] <= r["step_ms"] <= r["step_ms_range"][1]
+    assert set(r["split_ms"]) == {"data", "forward", "backward", "optimizer"}
+    assert 0.3 < sum(r["split_ms"].values()) / r["step_ms"] < 3  # other windows, on a machine that others use too
+    assert r["top_kernels"][0]["ms"] > 0 and "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+    assert bench.step is not bench.train.train_step and "def train_step" not in (ROOT / "bench.py").read_text()
+
+
+def test_step_agrees_with_the_log_of_train(tmp_path):
+    """The same model, sizes and data; 3 % where measured in turn on an idle machine (results/), here a loose bound."""
+    data = write_dataset(tmp_path / "data", [50_000], vocab=50257, val_tokens=200)
+    shape = small(dataset=data, n_embd=128)
+    train.main([*shape, f"--out_dir={tmp_path}/run", "--max_iters=6", "--eval_tokens=64", "--eval_interval=100"])
+    logged = sorted(r["step_ms"] for r in records(tmp_path / "run", "step"))[2:4]
+    r = run(tmp_path, "step", *shape, "--trials=3")
+    assert 0.5 < r["step_ms"] / (sum(logged) / 2) < 2
+
+
+@pytest.mark.slow
+def test_step_agrees_with_train_in_turn(tmp_path):
+    """Within 3 %: train.py's iteration, as its ledger books it for the log, and bench's, one after the other, 60 times."""
+    data = write_dataset(tmp_path / "data", [50_000], vocab=512, val_tokens=200)
+    config = load_config(small(dataset=data, n_embd=128, block_size=64, out_dir=tmp_path / "run", grad_clip=1.0))
+    run = train.Run(config, train.Start(train.Ranks()), train.Ranks())
+    run.step_model = run.compiled
+    trainee = bench.build(config, run.hw, run.data)
+    ratios = []
+    for _ in range(60):
+        before = run.ledger.seconds["steps"] + run.ledger.seconds["data wait"]
+        run.iterate()
+        run.settle()
+        logged = run.ledger.seconds["steps"] + run.ledger.seconds["data wait"] - before
+        ratios.append(trainee.timed(1) / logged)
+    run.batches.close()
+    print(f"bench / train.py: median {statistics.median(ratios):.4f} of {len(ratios)} pairs")
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.03)
+
+
+def test_step_rejects_a_dataset_that_is_too_small(dataset):
+    with pytest.raises(UserError, match="block_size: 1024 needs 1025 tokens"):
+        bench.main(["step", *small(dataset=dataset, block_size=1024)])
+
+
+def test_sweep_runs_each_point_and_writes_the_best(tmp_path, capsys):
+    mine = tmp_path / "config/mine.py"
+    r = run(tmp_path, "sweep", *small(), "--batch_sizes=2,8", "--trials=1", f"--write={mine}", f"--png={tmp_path}/sweep.png")
+    assert [(p["batch_size"], p["gradient_accumulation_steps"]) for p in r["rows"]] == [(2, 4), (8, 1)]
+    assert {p["tokens_per_iter"] for p in r["rows"]} == {256}
+    best = max(r["rows"], key=lambda p: p["tokens_per_sec"])
+    written = load_config([str(mine)])
+    assert written.batch_size == best["batch_size"] == r["fastest"]
+    assert (written.gradient_accumulation_steps * best["batch_size"], written.n_embd, written.compile) == (8, 32, False)
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+    assert "<- fastest" in capsys.readouterr().out
+
+
+def test_sweep_sizes_divide_the_sequences_of_an_iteration():
+    config = Config(batch_size=12, gradient_accumulation_steps=40)
+    assert bench.sweep_sizes(config, None) == [3, 6, 12, 24, 48]
+    assert bench.sweep_sizes(config, "480,1") == [1, 480]
+    assert bench.sweep_sizes(replace(config, batch_size=2, gradient_accumulation_steps=3), None) == [1, 2]
+
+
+def test_every_point_out_of_memory_is_one_line():
+    """65,536 * 16 tokens * 50,304 logits of 4 bytes are 211 GB."""
+    huge = small(block_size=16, n_embd=16, n_layer=1, batch_size=65536, gradient_accumulation_steps=1)
+    with pytest.raises(UserError, match="batch_sizes: 65536 all ran out of memory; try smaller ones") as error:
+        bench.main(["sweep", *huge, "--batch_sizes=65536"])
+    assert error.value.exit_code == 2
+
+
+def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "attempt", fake_attempt(lambda config: 1000 * config.batch_size, most=4))
+    r = run(tmp_path, "sweep", *small(), "--batch_sizes=2,4,8")
+    assert [p["tokens_per_sec"] for p in r["rows"]] == [2000, 4000, None]
+    assert (r["fastest"], r["largest_that_fits"]) == (4, 4)
+    assert "8 x 1     out of memory" in capsys.readouterr().out
+
+
+def fake_attempt(rate, most=math.inf):
+    """Stands for a measurement: `rate` tokens/s for a config, out of memory above `most` sequences."""
+
+    def attempt(config, trials, **_):
+        fits = config.batch_size <= most
+        return dict(
+            batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
+            tokens_per_sec=rate(config) if fits else None, step_ms=1.0, mfu=None, mem_gib=1.0,
+            machine=dict(device="test", dtype="float32", torch="0", date="today"),
+        )  # fmt: skip
+
+    return attempt
+
+
+def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monkeypatch, capsys):
+    """100 -> 100 (no sync) -> AMP 200 -> compile 300 -> flash 600 -> padded 630 -> tied 600 -> loader 600, so 6.0x in all."""
+    seen = []
+
+    def rate(config):
+        seen.append((config.dtype, config.compile, config.flash, config.pad_vocab_multiple, config.tie_weights))
+        return 100 * (2 if config.dtype == "bfloat16" else 1) * (1.5 if config.compile else 1) * (2 if config.flash else 1) * (
+            1.05 if config.pad_vocab_multiple > 1 and not config.tie_weights else 1
+        )
+
+    monkeypatch.setattr(bench, "attempt", fake_attempt(rate))
+    monkeypatch.setattr(bench.hardware, "best_dtype", lambda device: torch.bfloat16)
+    r = run(tmp_path, "ladder", *small(dtype="bfloat16"), f"--png={tmp_path}/ladder.png")
+    rows = {row["name"]: row for row in r["rows"]}
+    assert "first" not in rows["TF32"] and "Ampere" in rows["TF32"]["why"]
+    assert [row["first"]["tokens_per_sec"] for row in r["rows"] if "first" in row] == [100, 100, 200, 300, 600, 630, 600, 600]
+    assert rows["AMP"]["first"]["gain"] == 2 and rows["flash attention"]["first"]["total_gain"] == 6
+    assert rows["padded vocabulary"]["first"]["gain"] == pytest.approx(1.05)
+    assert all(sum(a != b for a, b in zip(*pair)) <= 1 for pair in zip(seen, seen[1:]))
+    out = capsys.readouterr().out
+    assert "6.0x with the last row, 6.3x with the best (padded vocabulary)" in out
+    assert (tmp_path / "ladder.png").stat().st_size > 5000
+
+
+def test_host_sync_and_late_reading_change_no_number(dataset, tmp_path):
+    """What the ladder's lower rows leave out costs time, not results."""
+    config = load_config(small(dataset=dataset, block_size=16))
+    hw, data = hardware.set_up(config), bench.open_data(config, tmp_path)
+    plain, late = (bench.build(config, hw, data, read_ahead=ahead) for ahead in (True, False))
+    late = bench.with_host_sync(late)
+    assert all(torch.equal(plain.step(), late.step()) for _ in range(3))
+
+
+# -----------------------------------------------------------------------------
+# peer
+
+NANOGPT = """
+import torch
+from dataclasses import dataclass
+from model import GPT as Ours, GPTConfig as OurConfig
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(Ours):
+    def __init__(self, c):
+        super().__init__(OurConfig(**vars(c)))
+        print("number of parameters")
+    def forward(self, x, y):
+        return None, SCALE * super().forward(x, y)
+    def configure_optimizers(self, decay, lr, betas, device_type):
+        return torch.optim.AdamW(self.parameter_groups(decay), lr=lr, betas=betas)
+"""
+
+
+def test_peer_compares_equal_work(tmp_path, capsys):
+    (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
+    r = run(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}", "--trials=3")
+    assert r["first_loss"]["ours"] == r["first_loss"]["nanoGPT"] == pytest.approx(math.log(50304), abs=0.2)
+    assert r["params"] == 1_634_464 + 32 * 32
+    assert r["speed_ratio_range"][0] <= r["speed_ratio"] <= r["speed_ratio_range"][1]
+    assert "over 3 pairs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("SCALE", "1.1"), "other work: first loss 10.8"),
+        (('print("number of parameters")', "self.more = torch.nn.Linear(9, 9)"),
+         "other work: Error"),
+        (("class GPT(", "class Other("), "other work: module 'nanogpt_model' has no attribute 'GPT'"),
+    ],
+)  # fmt: skip
+def test_peer_refuses_other_work(change, message, tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT.replace(*change).replace("SCALE", "1"))
+    with pytest.raises(UserError, match=message) as error:
+        bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
+    assert len(error.value.problems) == 1 and error.value.exit_code == 2

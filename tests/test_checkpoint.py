@@ -75,6 +75,14 @@ def test_retention_keeps_the_newest_and_best(tmp_path):
     assert checkpoint.load(tmp_path / "best.pt")["progress"]["iter_num"] == 2
 
 
+def test_a_damaged_newer_checkpoint_does_not_outlive_a_good_one(tmp_path):
+    """Resumed from 400 since 500 was damaged: with one to keep, 450 must stay."""
+    for n in (400, 450, 500):
+        save(state(n), path(tmp_path, n))
+    prune(tmp_path, 1, path(tmp_path, 450))
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["ckpt-00000450.pt"]
+
+
 def test_best_is_copied_where_links_do_not_exist(tmp_path, monkeypatch):
     def no_link(*_):
         raise OSError("not supported")

@@ -174,6 +174,17 @@ def test_fineweb_shards_hold_every_document_once_in_order(vocabulary, tmp_path, 
     assert check_folder(str(out), 1000, None) is None
 
 
+SAMPLE = ROOT.parent / "shared" / "corpora" / "fineweb_sample.parquet"
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the FineWeb sample is not beside this checkout")
+def test_real_fineweb_documents(vocabulary, tmp_path):
+    assert fineweb(f"--source={SAMPLE}", f"--out={tmp_path / 'out'}", "--val_tokens=20k", "--shard_tokens=100k") == 0
+    counts = 346_497, 387  # GPT-2 tokens and documents, as counted by those who made the file
+    assert sum(len(stored(tmp_path / "out", split)) for split in ("train", "val")) == sum(counts)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["documents"] == counts[1]
+
+
 def test_exactly_as_many_training_tokens_as_asked_for(bytes_for_tokens, tmp_path):
     source = write_parquet(tmp_path / "a.parquet", documents(300))
     fineweb(f"--source={source}", f"--out={tmp_path / 'out'}", "--tokens=5k", "--val_tokens=500", "--shard_tokens=2k")

@@ -156,4 +156,4 @@ def test_gradients_are_exchanged_once_per_iteration(monkeypatch):
 def test_a_process_alone_needs_no_group():
     ranks = Ranks()
     assert ranks.first and ranks.reduce([1, 2]) == [1, 2] and ranks.gather("x") == ["x"]
-    assert ranks.from_first(lambda: 3) == 3 and not torch.distributed.is_initialized()
+    assert ranks.from_first(lambda: 3) == 3 and ranks.check_config(None) == [] and not torch.distributed.is_initialized()

@@ -67,6 +67,36 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(da
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
 
 
+def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(dataset, tmp_path, monkeypatch):
+    import os
+    import signal
+
+    original = train.Run.evaluate
+
+    def interrupted(run):
+        if run.progress.iter_num == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "evaluate", interrupted)
+        assert run_here(dataset, tmp_path) == 143
+    assert run_here(dataset, tmp_path, init_from="resume") == 0
+    assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 4, 8]
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert best["progress"]["evaluated_at"] == 8
+
+
+def test_a_lone_best_is_not_deleted_without_a_word(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    for path in (*tmp_path.glob("ckpt-*.pt"), tmp_path / "metrics.jsonl"):
+        path.unlink()
+    for init_from in ("scratch", "auto"):
+        with pytest.raises(UserError, match="best.pt|holds another run"):
+            run_here(dataset, tmp_path, init_from=init_from)
+    assert (tmp_path / "best.pt").exists()
+
+
 def test_a_larger_max_iters_goes_on_without_a_jump_in_the_learning_rate(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=8)
     run_here(dataset, tmp_path, max_iters=12, init_from="resume")
@@ -119,7 +149,7 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path):
 
 
 def test_only_improvements_are_saved_if_asked(dataset, tmp_path):
-    run_here(dataset, tmp_path, max_iters=12, learning_rate=1e-9, min_lr=0, always_save_checkpoint=False, keep_checkpoints=9)
+    run_here(dataset, tmp_path, max_iters=12, learning_rate=0.3, always_save_checkpoint=False, keep_checkpoints=9)
     saved = [r["iter"] for r in records(tmp_path, "checkpoint")]
     evals = {r["iter"]: r["val_loss"] for r in records(tmp_path, "eval")}
     best = [it for it in evals if it and evals[it] < min(loss for i, loss in evals.items() if i < it)]
@@ -258,6 +288,15 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tm
     assert run_here(dataset, tmp_path, compile=True, max_iters=2) == 0
     err = capsys.readouterr().err
     assert err.count("torch.compile does not work here") == 1 and "no C compiler" in err and "long details" not in err
+
+
+def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(dataset, tmp_path, monkeypatch, capsys):
+    def offline(spec):
+        raise UserError("tokenizer gpt2: tiktoken cannot get its vocabulary")
+
+    monkeypatch.setattr(train, "Tokenizer", offline)
+    assert run_here(dataset, tmp_path, sample_tokens=5) == 0
+    assert capsys.readouterr().err.count("no samples: tokenizer gpt2") == 1
 
 
 def test_out_of_memory_names_a_pair_that_halves_it(dataset, tmp_path, monkeypatch):

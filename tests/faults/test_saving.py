@@ -10,7 +10,7 @@ from conftest import assert_same_state, flags, load, records, run_here, run_proc
 
 import checkpoint
 import train
-from configurator import UserError
+from configurator import RunError, UserError
 
 
 def state(n):
@@ -21,7 +21,7 @@ def save_as_train_does(folder: Path, n: int) -> None:
     path = folder / f"ckpt-{n:08}.pt"
     checkpoint.save(state(n), path)
     checkpoint.mark_best(path)
-    checkpoint.prune(folder, keep=2)
+    checkpoint.prune(folder, 2, path)
 
 
 class Dying:
@@ -90,6 +90,19 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(d
     assert "checkpoint 4 failed" in capsys.readouterr().err
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 6, 8]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_last_save_that_fails_is_a_failed_run(dataset, tmp_path, monkeypatch):
+    original = checkpoint.save
+
+    def full_at_the_end(saved, path):
+        if path.name == "ckpt-00000008.pt":
+            raise OSError(28, "No space left on device")
+        return original(saved, path)
+
+    monkeypatch.setattr(checkpoint, "save", full_at_the_end)
+    with pytest.raises(RunError, match="ckpt-00000004.pt stands"):
+        run_here(dataset, tmp_path)
 
 
 def test_a_disk_too_small_for_the_first_checkpoint_ends_the_run_with_one_line(dataset, tmp_path):
