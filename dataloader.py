@@ -47,14 +47,17 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     """Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the file's sha256."""
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    content = header.tobytes() + np.ascontiguousarray(tokens, dtype="<u2").tobytes()
+    body = np.ascontiguousarray(tokens, dtype="<u2")
+    sha256 = hashlib.sha256(header)
+    sha256.update(body)  # no copies: a shard of 100M tokens is 200 MB
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
-        file.write(content)
+        file.write(header)
+        file.write(body)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return hashlib.sha256(content).hexdigest()
+    return sha256.hexdigest()
 
 
 def open_shard(path: Path) -> Shard:
