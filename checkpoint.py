@@ -135,7 +135,7 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     """
     paths = list_checkpoints(out_dir)
     kept = [path for path in paths if newest is None or path <= newest][-keep:] if keep else []
-    for path in [*(path for path in paths if path not in kept), *out_dir.glob("*.tmp")]:
+    for path in [*(path for path in paths if path not in kept), *out_dir.glob("ckpt-????????.tmp"), out_dir / "best.tmp"]:
         path.unlink(missing_ok=True)
 
 

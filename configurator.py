@@ -69,7 +69,7 @@ class Config:
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
     dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards", group="data")
-    batch_size: int = key(12, "sequences in a micro-batch", low=1)
+    batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all processes together", low=1)
     tokens_per_iter: int = key(0, "tokens per iteration; where set, gradient_accumulation_steps follows from it; 0: off", low=0)
@@ -80,7 +80,7 @@ class Config:
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: the four plain lines")
-    pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple of this: 50257 -> 50304; 1: unpadded", low=1)
+    pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
     learning_rate: float = key(6e-4, "highest learning rate", low=0.0, group="optimizer")
     weight_decay: float = key(0.1, "weight decay of matrices and embeddings", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
@@ -155,8 +155,9 @@ def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
         problems.append(f"{path}: no such config file{did_you_mean(str(path), known)}")
         return
     namespace = {name: f.default for name, f in FIELDS.items()} | values
+    before = dict(namespace)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
         exec(compile(tree, str(path), "exec"), namespace)
     except (Exception, SystemExit) as error:  # a config file may do anything; whatever it raises is the user's to see
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -166,7 +167,8 @@ def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
     problems += assigned_twice(path, tree)
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for name, value in namespace.items():
-        if name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)) or name in FIELDS.keys() - assigned:
+        untouched = name not in assigned and value is before.get(name)
+        if untouched or name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)):
             continue
         if name in FIELDS:
             set_value(values, name, value, f"{path}: {name}", problems)

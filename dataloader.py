@@ -150,7 +150,16 @@ def open_dataset(name: str) -> Dataset:
         raise UserError(f"dataset: there is no folder {folder}; make it with: python {command}{folder}")
     manifest = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
     meta = read_meta(folder / "meta.pkl") if (folder / "meta.pkl").exists() else {}
-    listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
+    try:
+        listed = {shard["name"]: dict(shard, tokens=int(shard["tokens"])) for shard in manifest.get("shards", [])}
+        vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)
+        tokenizer = dict(kind=manifest.get("tokenizer") or ("char" if "itos" in meta else "gpt2"))
+        if "itos" in meta:
+            tokenizer["itos"] = [meta["itos"][i] for i in range(vocab)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}: manifest.json or meta.pkl is damaged ({error!r}); prepare the dataset again") from None
+    if manifest.get("complete") is False:
+        raise UserError(f"{folder}: its preparation is unfinished; run the command that began it again")
     names = sorted(listed) or sorted(path.name for path in folder.glob("*.bin"))
     problems, shards = [], {"train": [], "val": []}
     for shard_name in names:
@@ -169,10 +178,6 @@ def open_dataset(name: str) -> Dataset:
             problems.append(f"{folder}: holds no tokens for {split} (*{split}*.bin); prepare the dataset again")
     if problems:
         raise UserError(*problems)
-    vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)
-    tokenizer = dict(kind=manifest.get("tokenizer") or ("char" if "itos" in meta else "gpt2"))
-    if "itos" in meta:
-        tokenizer["itos"] = [meta["itos"][i] for i in range(vocab)]
     fingerprint = hashlib.sha256(json.dumps(listed, sort_keys=True).encode())
     streams = {split: TokenStream(shards[split], vocab) for split in shards}
     for stream in streams.values():
@@ -183,9 +188,15 @@ def open_dataset(name: str) -> Dataset:
     return Dataset(folder, streams["train"], streams["val"], vocab, tokenizer, fingerprint.hexdigest())
 
 
+def is_made_on_demand(config: Config) -> bool:
+    """Whether this is the quickstart's dataset and it is still to be made, or to be finished."""
+    manifest = dataset_folder(config.dataset) / "manifest.json"
+    return config.dataset == PREPARED_ON_DEMAND and (not manifest.exists() or read_json(manifest).get("complete") is False)
+
+
 def check_dataset(config: Config) -> list[str]:
     """What is wrong with the dataset for this configuration, one line each (for load_config)."""
-    if config.dataset == PREPARED_ON_DEMAND and not dataset_folder(config.dataset).is_dir():
+    if is_made_on_demand(config):
         return []
     try:
         data = open_dataset(config.dataset)

@@ -203,7 +203,7 @@ class GPT(nn.Module):
 
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
     """One id per row of logits (B, vocab), as (B, 1); see GPT.stream."""
-    if temperature == 0:
+    if temperature < 1e-5:  # greedy, and what would overflow on the way there
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if 0 < top_k < logits.size(-1):

@@ -78,20 +78,25 @@ class Ranks:
         return values
 
     def check_config(self, config: Config) -> list[str]:
-        """Whether the ranks agree, and can share out the micro-batches and the GPUs (the first check for load_config)."""
+        """Whether the ranks agree and can share out the GPUs (the first check for load_config)."""
         if self.world_size == 1:
             return []
         self.check_same("configuration", print_config(config))
-        steps, n, problems = config.gradient_accumulation_steps, self.world_size, []
-        if steps % n:
-            problems.append(f"gradient_accumulation_steps: {steps} micro-batches cannot be shared out to {n} processes; "
-                            f"{' or '.join(str(m) for m in (steps // n * n, steps // n * n + n) if m)} can")  # fmt: skip
+        n, problems = self.world_size, []
         if torch.cuda.is_available() and config.device != "cpu":
             if config.device not in ("auto", "cuda"):
                 problems.append(f"device: {config.device} for {n} processes; --device=cuda gives each its own")
             if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
                 problems.append(f"nproc_per_node: more processes than the {torch.cuda.device_count()} GPUs here")
         return problems
+
+    def check_share(self, steps: int) -> None:
+        """Raises UserError where an iteration's micro-batches cannot be shared out evenly."""
+        n = self.world_size
+        if steps % n:
+            fits = " or ".join(str(m) for m in (steps // n * n, steps // n * n + n) if m)
+            what = f"{steps} micro-batches cannot be shared out to {n} processes; {fits} can"
+            raise UserError(f"gradient_accumulation_steps: {what}")
 
     def check_same(self, what: str, value: str) -> None:
         """Raises UserError on every rank where one has another value than the first."""
@@ -114,8 +119,9 @@ class Signals:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.received, self.agreed = ranks, 0, 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the last: a closed terminal, unless nohup has it ignored
+            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+                signal.signal(getattr(signal, name), self.handle)
 
     def handle(self, number: int, frame) -> None:
         if self.received:

@@ -101,15 +101,14 @@ class RunLog:
             path = Path(config.out_dir) / "metrics.jsonl"
             if resumed_at is not None:
                 drop_records(path, *resumed_at)
-            self.file = open(path, "w" if resumed_at is None else "a", encoding="utf-8")
+            self.file = open(path, "wb" if resumed_at is None else "ab", buffering=0)
 
     def record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, flushed."""
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         if self.file:
             try:
-                self.file.write(json.dumps(record) + "\n")
-                self.file.flush()
+                self.file.write(json.dumps(record).encode() + b"\n")
             except OSError as error:  # a full disk: the run is worth more than its record
                 print(f"warning: metrics.jsonl: {error.strerror}; going on", file=sys.stderr, flush=True)
         self.tracker.log(record)
@@ -267,7 +266,10 @@ def read_lines(path: Path) -> Iterable[str]:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except OSError:  # the console has gone, or its disk is full: the run is worth more, and metrics.jsonl goes on
+        sys.stdout = open(os.devnull, "w")
 
 
 def count(number: float) -> str:

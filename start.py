@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoint import holds_run, load_newest
 from configurator import Config, UserError, config_values
-from dataloader import PREPARED_ON_DEMAND, check_dataset, dataset_folder
+from dataloader import check_dataset, dataset_folder, is_made_on_demand
 from ranks import Ranks
 
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
@@ -35,7 +35,7 @@ class Start:
         out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
         problems = []
         if self.ranks.from_first(holds_run, out_dir) and not (resuming or config.overwrite or config.eval_only):
-            problems.append(f"out_dir: {out_dir} holds another run; go on with it: --init_from=resume; or choose another: "
+            problems.append(f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose another: "
                             f"--out_dir=...; or delete it: --overwrite=True")  # fmt: skip
         try:
             if resuming:
@@ -74,6 +74,9 @@ class Start:
         rounding = [name for name in changed if name in ROUNDING]
         if self.resumed and len(self.resumed["rng"]) != self.ranks.world_size:
             rounding.append("number of processes")
+        horizon = self.resumed["progress"]["lr_horizon"] if self.resumed else config.max_iters
+        if horizon < config.max_iters and "lr_decay_iters" not in config.given:
+            print(f"resume: the rate's decay still ends at iteration {horizon}; --lr_decay_iters={config.max_iters} moves that")
         if rounding:
             print(f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run")
 
@@ -99,7 +102,7 @@ def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
 def prepare_on_demand(config: Config) -> None:
     """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
     folder = dataset_folder(config.dataset)
-    if config.dataset != PREPARED_ON_DEMAND or folder.is_dir():
+    if not is_made_on_demand(config):
         return
     print(f"data: preparing {folder} from Python's own source files", flush=True)
     script = Path(__file__).parent / "data" / "prepare_text.py"

@@ -127,6 +127,7 @@ class Run:
     def __init__(self, config: Config, start: Start, ranks: Ranks):
         self.config, self.out_dir, self.ranks = config, Path(config.out_dir), ranks
         self.ledger, self.signals = Ledger(BEGAN), Signals(ranks)
+        ranks.check_share(config.gradient_accumulation_steps)
         self.hw = hardware.set_up(config, ranks.local_rank)
         self.data = open_dataset(config.dataset)
         if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
@@ -197,7 +198,7 @@ class Run:
         while True:
             done = p.iter_num >= c.max_iters or c.eval_only
             out_of_time = c.max_minutes > 0 and self.ranks.max([self.ledger.clock() - BEGAN])[0] > 60 * c.max_minutes
-            if (p.iter_num % c.eval_interval == 0 or done) and p.evaluated_at != p.iter_num:
+            if (p.iter_num % c.eval_interval == 0 or done) and (p.evaluated_at != p.iter_num or c.eval_only):
                 improved = self.evaluate()
                 if p.iter_num > 0 and (improved or c.always_save_checkpoint):
                     self.save(improved)
@@ -371,7 +372,7 @@ def main(argv: list[str]) -> int:
         run.rewind()
         run.save(last=True)
         reason = signal.Signals(int(run.signals.agreed)).name
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         advice = out_of_memory_advice(config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size)
         raise RunError(advice) from None
     except RunError:

@@ -177,7 +177,7 @@ def test_numbers_keep_nine_digits_and_what_json_cannot_say_is_null():
 
 def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, Ledger(0.0, clock))
-    log.file = open("/dev/full", "w")
+    log.file = open("/dev/full", "wb", buffering=0)
     log.evaluation(0, 1.0, 1.0, 1.0)
     assert "No space left on device; going on" in capsys.readouterr().err
 

@@ -134,7 +134,7 @@ def test_resume_refuses_other_data(dataset, tmp_path):
 
 def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
-    with pytest.raises(UserError, match="init_from=resume.*out_dir.*overwrite"):
+    with pytest.raises(UserError, match="init_from=auto.*out_dir.*overwrite"):
         run_here(dataset, tmp_path)
     run_here(dataset, tmp_path, overwrite=True, max_iters=2, n_layer=1)
     assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1]
