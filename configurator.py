@@ -275,17 +275,30 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
     """Run a script's main(argv): a UserError becomes one `error:` line per problem and its exit code, no traceback."""
     sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
     try:
-        sys.exit(main(sys.argv[1:]) or 0)
+        code = main(sys.argv[1:]) or 0
     except UserError as error:
         # Of several processes on a machine one speaks, unless the trouble may be another's alone
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError):
             print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        code = 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    end_process(code)
+
+
+def end_process(code: int) -> None:
+    """Exit; among several processes at once, as torch's gloo group can wait for ever for Python's lock in its destructor."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: list[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import Config, RunError, UserError, print_config
+from configurator import Config, RunError, UserError, end_process, print_config
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
 
@@ -105,9 +105,11 @@ class Ranks:
         if different:
             raise UserError(f"rank {different[0]} has another {what} than rank 0; start all processes with the same")
 
-    def leave(self) -> None:
+    def leave(self, code: int) -> int:
+        """The exit code; where there are several processes, this one ends with it here."""
         if self.world_size > 1:
-            dist.destroy_process_group()
+            end_process(code)
+        return code
 
 
 class Interrupted(Exception):

@@ -383,8 +383,7 @@ def main(argv: list[str]) -> int:
     finally:
         run.batches.close()
     run.log.end(reason, run.progress.iter_num, run.progress.tokens)
-    ranks.leave()
-    return 128 + int(run.signals.agreed) if run.signals.agreed else 0
+    return ranks.leave(128 + int(run.signals.agreed) if run.signals.agreed else 0)
 
 
 if __name__ == "__main__":
