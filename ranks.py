@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import Config, RunError, UserError, end_process, print_config
 
+MEETING_TIMEOUT = timedelta(seconds=60)  # gloo can fail to meet after a restart; torchrun then starts all once more
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
 
 
@@ -29,7 +31,8 @@ class Ranks:
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=MEETING_TIMEOUT)
+            _set_pg_timeout(TIMEOUT)
 
     @property
     def first(self) -> bool:

@@ -1,7 +1,6 @@
 """Several processes under torchrun (gloo, CPU): the same training as alone, decisions taken together, nobody left behind."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -81,31 +80,6 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(dataset, tmp_path)
     assert not alive
     assert out.count("checkpoint ") == 1
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 5
-
-
-@pytest.mark.slow
-def test_ranks_killed_twenty_times_restart_by_themselves_and_end_at_the_same_loss(dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=600, eval_interval=100, checkpoint_interval=2, log_interval=10)
-    arguments = ["train.py", *flags(dataset, tmp_path / "broken", init_from="auto", **options)]
-    random.seed(1)
-    with open(tmp_path / "log", "w") as log:
-        process = start_torchrun(2, "--max-restarts=60", "--monitor-interval=0.1", *arguments, out=log)
-    agent, killed = psutil.Process(process.pid), set()
-    while len(killed) < 20 and process.poll() is None:
-        time.sleep(random.uniform(0, 1))
-        workers = [p for p in agent.children(recursive=True) if p.pid not in killed and "train.py" in p.cmdline()]
-        started = (tmp_path / "log").read_text().count("processes: 2")  # once by each life that got as far as training
-        if len(workers) == 2 and started > len(killed):
-            time.sleep(random.uniform(0, 0.5))
-            victim = random.choice(workers)
-            victim.kill()
-            killed.add(victim.pid)
-    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert len(killed) == 20
-    assert torchrun(2, "train.py", *flags(dataset, tmp_path / "straight", **options))[0] == 0
-    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
-    assert broken["iter"] == straight["iter"] == 600
-    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
 
 
 def test_an_accumulation_that_cannot_be_shared_is_one_line(dataset, tmp_path):
