@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from checkpoint import fsync_folder
 from configurator import RunError, UserError
 from dataloader import Shard, dataset_folder, open_shard, read_json, write_shard
 from tokenizer import Tokenizer
@@ -270,19 +271,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
         file.write(json.dumps(content, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)  # the names of the shards
+    fsync_folder(folder)  # the names of the shards
     os.replace(temporary, folder / "manifest.json")
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # Windows cannot open a folder
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_folder(folder)
 
 
 def open_folder(plan: Plan) -> dict:
