@@ -124,9 +124,10 @@ class Signals:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.received, self.agreed = ranks, 0, 0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the last: a closed terminal, unless nohup has it ignored
-            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-                signal.signal(getattr(signal, name), self.handle)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a closed terminal, without nohup
+            signal.signal(signal.SIGHUP, self.handle)
 
     def handle(self, number: int, frame) -> None:
         if self.received:
