@@ -173,7 +173,7 @@ def test_bad_input_is_one_line(arguments, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("step --batch_size=0", "--batch_size: 0 is outside 1 and up"),
+        ("step --batch_size=0", "--batch_size: 0 is outside 1 to 1048576"),
         ("step --trials=0", "trials: needs a number above 0, got '0'"),
         ("step --device=cuda:99", "device: "),
         ("sweep --batch_sizes=7", "batch_sizes: 7 do not divide the 480 sequences of an iteration; these do: 1, 2, 3"),
