@@ -74,8 +74,10 @@ def test_tokens_per_iter_sets_accumulation_and_names_what_would_divide():
 
 def test_nanogpt_habits_are_no_errors():
     """A warm-up longer than the run and a min_lr above learning_rate (its finetune_shakespeare.py) are left alone."""
-    load_config(["--warmup_iters=100", "--max_iters=10"])
-    load_config(["--learning_rate=3e-5"])
+    config = load_config(["--warmup_iters=100", "--max_iters=10"])
+    assert config.warmup_iters > config.max_iters
+    config = load_config(["--learning_rate=3e-5"])
+    assert config.min_lr > config.learning_rate
 
 
 @st.composite
