@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import hardware
 from configurator import Config, RunError, UserError, config_values, load_config, run_main
-from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset
+from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset, split_block
 from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
 from ranks import Interrupted, Ranks, Signals
@@ -236,15 +236,15 @@ class Run:
     def compile(self) -> None:
         """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
         began = self.ledger.clock()
-        shape = (2, self.config.batch_size, self.config.block_size)
-        x, y = torch.randint(self.data.vocab, shape, device=self.hw.device).unbind()
+        block = torch.randint(self.data.vocab, (self.config.batch_size, self.config.block_size + 1))
+        x, y = split_block(block, self.hw.device)  # strides like the real ones, or it all compiles again
         with self.ledger.book("compile"):
             try:
                 self.compiled = torch.compile(self.model)
                 with self.hw.autocast():
-                    loss = self.compiled(x, y.clone())
+                    loss = self.compiled(x, y)
                 loss.backward()
-                evaluate(self.compiled, [(x, y.clone(), 1)], self.hw.autocast())
+                evaluate(self.compiled, [(x, y, 1)], self.hw.autocast())
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # no compiler, or a platform without one: every backend fails in its own way
