@@ -44,8 +44,9 @@ from tqdm import tqdm
 import hardware
 import plan
 import train
-from configurator import FIELDS, Config, RunError, UserError, did_you_mean, load_config, run_main
+from configurator import FIELDS, Config, load_config
 from dataloader import Dataset, TrainBatches, check_dataset, dataset_folder, open_dataset, split_block, write_shard
+from errors import RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
 from model import GPT, flops_per_token
 from runlog import say

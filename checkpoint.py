@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from configurator import UserError
+from errors import UserError
 
 TRAILER = b"\nsha256 of all bytes before this line: "
 TRAILER_BYTES = len(TRAILER) + 64

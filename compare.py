@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS, UserError, run_main
+from configurator import FIELDS
+from errors import UserError, run_main
 
 PICTURE_POINTS = 600  # a line in a picture is drawn through at most this many means
 COLORS = BLUE, RED, GREEN, *_, GREY = "#4c78a8", "#e4572e", "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"

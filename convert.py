@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import checkpoint
-from configurator import UserError, run_main
 from dataloader import dataset_folder
+from errors import UserError, run_main
 from model import GPT, GPTConfig, count_parameters
 from tokenizer import GPT2_VOCAB, read_meta
 

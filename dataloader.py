@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import Config, RunError, UserError
+from configurator import Config
+from errors import RunError, UserError
 from tokenizer import GPT2_VOCAB, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros

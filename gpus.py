@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import Config, UserError, did_you_mean
+from configurator import Config
+from errors import UserError, did_you_mean
 from model import GPTConfig, count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")

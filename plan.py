@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 import hardware
-from configurator import Config, UserError
+from configurator import Config
 from dataloader import dataset_folder, open_dataset
+from errors import UserError
 from gpus import USABLE_MEMORY, find_row, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
 from model import GPTConfig, count_parameters, flops_per_token
 from runlog import count, read_lines, say

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import Config, RunError, UserError, end_process, print_config
+from configurator import Config, print_config
+from errors import RunError, UserError, end_process
 
 MEETING_TIMEOUT = timedelta(seconds=60)  # gloo can fail to meet after a restart; torchrun then starts all once more
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configurator import Config, RunError, config_values
+from configurator import Config, config_values
 from dataloader import Dataset, TrainBatches
+from errors import RunError
 from hardware import Hardware, tensor_core_hints
 from model import GPTConfig, count_parameters, flops_per_token
 from ranks import Ranks

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 
 import hardware
-from configurator import BOOLEANS, DTYPES, Config, UserError, run_main
+from configurator import BOOLEANS, DTYPES, Config
 from convert import read_weights
+from errors import UserError, run_main
+from generate import stream
 from model import GPT, GPTConfig
 from tokenizer import Tokenizer
 
@@ -85,7 +87,7 @@ def stream_samples(model: GPT, idx: torch.Tensor, text: Tokenizer, vocab: int, a
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
     generator = torch.Generator(idx.device).manual_seed(args.seed)
-    for new in model.stream(idx, args.max_new_tokens, vocab, args.temperature, args.top_k, generator, args.top_p):
+    for new in stream(model, idx, args.max_new_tokens, vocab, args.temperature, args.top_k, generator, args.top_p):
         for row, token in enumerate(new[:, 0].tolist()):
             if token == text.eot:
                 growing.discard(row)

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from checkpoint import holds_run, load_newest
-from configurator import Config, UserError, config_values
+from configurator import Config, config_values
 from dataloader import check_dataset, dataset_folder, is_made_on_demand
+from errors import UserError
 from ranks import Ranks
 
 ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")

@@ -31,8 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import hardware
-from configurator import Config, RunError, UserError, config_values, load_config, run_main
+from configurator import Config, config_values, load_config
 from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset, split_block
+from errors import RunError, UserError, run_main
+from generate import generate
 from gpus import out_of_memory_advice
 from model import GPT, GPTConfig, pad_vocab
 from ranks import Interrupted, Ranks, Signals
@@ -290,7 +292,7 @@ class Run:
         generator = torch.Generator(self.hw.device).manual_seed(self.config.seed)
         self.model.eval()
         with self.hw.autocast():
-            idx = self.model.generate(idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
+            idx = generate(self.model, idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
         self.model.train()
         self.log.sample(self.progress.iter_num, text.decode(idx[0].tolist()))
 

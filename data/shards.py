@@ -24,8 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoint import fsync_folder
-from configurator import RunError, UserError
 from dataloader import Shard, dataset_folder, open_shard, read_json, write_shard
+from errors import RunError, UserError
 from tokenizer import Tokenizer
 
 FORMAT = "uint16 shards, llm.c header"

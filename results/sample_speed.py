@@ -31,6 +31,7 @@ import transformers
 import compare
 import hardware
 from configurator import Config, config_values
+from generate import stream
 from model import GPT, GPTConfig, KVCache
 from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog
@@ -54,7 +55,7 @@ class TurnTaker(transformers.generation.streamers.BaseStreamer):
     """transformers' generate hands each token to this, which then lets the others make theirs: token by token in turn."""
 
     def __init__(self, model: GPT, idx: torch.Tensor):
-        self.model, self.ours = model, model.stream(idx, NEW_TOKENS, 50257, temperature=0)
+        self.model, self.ours = model, stream(model, idx, NEW_TOKENS, 50257, temperature=0)
         self.times = dict(cached=[], transformers=[], uncached=[])
         self.since = None
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import train
-from configurator import run_main
 from dataloader import write_shard
+from errors import run_main
 
 torch.set_num_threads(1)  # models this small only wait for further threads, the longer the busier the machine
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,8 @@ from conftest import ROOT, records, run_here, run_process, write_dataset
 import bench
 import hardware
 import train
-from configurator import Config, UserError, load_config
+from configurator import Config, load_config
+from errors import UserError
 from gpus import read_gpu_table
 from plan import count_pauses
 

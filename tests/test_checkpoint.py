@@ -7,7 +7,7 @@ import torch
 
 import checkpoint
 from checkpoint import find_damage, list_checkpoints, load_newest, mark_best, prune, save
-from configurator import UserError
+from errors import UserError
 
 
 def state(value=1.0):

@@ -273,7 +273,7 @@ def test_a_picture_thins_out_but_keeps_the_extremes():
 
 
 def test_a_name_typed_by_a_person_finds_the_card():
-    from configurator import UserError
+    from errors import UserError
     from gpus import resolve_gpu
 
     for typed, name in (("4070", "NVIDIA GeForce RTX 4070"), ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER"),

@@ -7,7 +7,8 @@ from conftest import ROOT, run_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import FIELDS, Config, UserError, config_values, load_config, print_config
+from configurator import FIELDS, Config, config_values, load_config, print_config
+from errors import UserError
 
 
 def write(tmp_path, text, name="c.py"):

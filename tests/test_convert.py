@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import checkpoint
 import convert
-from configurator import UserError
+from errors import UserError
 from model import GPT, GPTConfig
 from tokenizer import gpt2_bpe
 

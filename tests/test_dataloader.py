@@ -10,8 +10,9 @@ from conftest import write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import Config, RunError, UserError
+from configurator import Config
 from dataloader import HEADER_INTS, TokenStream, TrainBatches, WindowOrder, eval_batches, open_dataset, open_shard, write_shard
+from errors import RunError, UserError
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import bench
-from configurator import Config, UserError, load_config
+from configurator import Config, load_config
+from errors import UserError
 from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 from model import GPTConfig
 

@@ -8,7 +8,8 @@ import torch
 from conftest import records, run_here
 
 import train
-from configurator import UserError, load_config
+from configurator import load_config
+from errors import UserError
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments after values.
 FILES = {

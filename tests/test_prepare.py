@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import RunError, UserError
 from data import prepare_fineweb, prepare_text
 from data.shards import Plan, check_folder, prepare
 from dataloader import open_dataset
+from errors import RunError, UserError
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,7 +244,7 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 # prepare_fineweb with bytes for tokens, which needs no vocabulary, and so slow that a signal meets it at work
 SLOW = """
 import sys, time
-from configurator import run_main
+from errors import run_main
 from data import prepare_fineweb, shards
 shards.CHARS_PER_TASK = 2000
 encode_rows = shards.encode_rows

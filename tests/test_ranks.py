@@ -95,7 +95,7 @@ def test_ranks_with_other_data_are_noticed_before_the_first_iteration(dataset, t
     write_dataset(tmp_path / "1" / "data" / "x", [1001])
     script = (
         "import os, sys; os.chdir(os.path.join(sys.argv.pop(), os.environ['RANK']))\n"
-        "import configurator, train; configurator.run_main(train.main)"
+        "import errors, train; errors.run_main(train.main)"
     )
     (tmp_path / "run.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}")
     arguments = flags("x", tmp_path / "run", **OPTIONS)

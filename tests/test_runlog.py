@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import runlog
-from configurator import Config, RunError
+from configurator import Config
+from errors import RunError
 from hardware import Hardware
 from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog, count, drop_records, duration

@@ -11,9 +11,10 @@ from conftest import run_here, run_process
 
 import checkpoint
 import sample
-from configurator import UserError
 from dataloader import write_shard
-from model import GPT, GPTConfig, draw
+from errors import UserError
+from generate import draw, generate
+from model import GPT, GPTConfig
 from tokenizer import Tokenizer
 
 TEXT = (Path(__file__).parent / "conftest.py").read_bytes()
@@ -62,7 +63,7 @@ def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
     reference = reference_gpt2(model)
     idx = torch.randint(128, (3, 5))
     expected = reference.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=19, do_sample=False, use_cache=False)
-    assert torch.equal(model.generate(idx, 19, 128, temperature=0), expected)
+    assert torch.equal(generate(model, idx, 19, 128, temperature=0), expected)
 
 
 @pytest.mark.parametrize("flash", [True, False])
@@ -76,7 +77,7 @@ def test_past_the_context_each_token_follows_from_the_last_window(flash, prompt)
         for _ in range(40):
             logits = reference(expected[:, -24:]).logits[:, -1, :100]
             expected = torch.cat((expected, logits.argmax(dim=-1, keepdim=True)), dim=1)
-    assert torch.equal(model.generate(idx, 40, 100, temperature=0), expected)
+    assert torch.equal(generate(model, idx, 40, 100, temperature=0), expected)
 
 
 def test_padded_ids_are_never_drawn_not_even_when_the_model_wants_them():
@@ -84,7 +85,7 @@ def test_padded_ids_are_never_drawn_not_even_when_the_model_wants_them():
     model.lm_head.weight.data[100:] = 50 * model.transformer.ln_f.bias.data.normal_()  # the padding is by far the likeliest
     assert model(torch.zeros(1, 4, dtype=torch.int64))[0, -1].argmax() >= 100
     for temperature in (0.0, 1.0, 5.0):
-        assert model.generate(torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature).max() < 100
+        assert generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature).max() < 100
 
 
 @pytest.mark.parametrize("top_k, top_p, temperature", [(3, 1, 1), (0, 0.7, 1), (5, 0.6, 2), (1, 1, 1), (0, 1e-9, 1)])
@@ -151,18 +152,19 @@ def test_a_sample_stops_at_the_end_of_text(tmp_path, script):
     assert code == 0 and out == f"The end\n{sample.RULER}\nThe end\n{sample.RULER}\n"
 
 
-def test_text_appears_while_it_grows_and_never_half_a_character(capsys):
+def test_text_appears_while_it_grows_and_never_half_a_character(capsys, monkeypatch):
     seen = []
 
-    class Model:
-        def stream(self, idx, *_):
-            for token in "aé✓b".encode():  # one, two, three and one bytes
-                yield torch.tensor([[token]])
-                seen.append(capsys.readouterr().out)
+    def stream(model, idx, *_):
+        for token in "aé✓b".encode():  # one, two, three and one bytes
+            yield torch.tensor([[token]])
+            seen.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(sample, "stream", stream)
 
     args = sample.parse_args([])
     text = Tokenizer(dict(kind="byte"))
-    samples = sample.stream_samples(Model(), torch.tensor([list(b"> ")]), text, 256, args)
+    samples = sample.stream_samples(None, torch.tensor([list(b"> ")]), text, 256, args)
     assert seen == ["> a", "", "é", "", "", "✓", "b"]
     assert capsys.readouterr().out == "\n"
     assert text.decode(samples[0]) == "> aé✓b"

@@ -9,8 +9,9 @@ import torch
 from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
 
 import train
-from configurator import Config, UserError
+from configurator import Config
 from dataloader import TrainBatches, open_dataset
+from errors import UserError
 from hardware import set_up
 from model import GPT
 

@@ -10,7 +10,7 @@ from conftest import assert_same_state, flags, load, records, run_here, run_proc
 
 import checkpoint
 import train
-from configurator import RunError, UserError
+from errors import RunError, UserError
 
 
 def state(n):
@@ -108,9 +108,9 @@ def test_a_last_save_that_fails_is_a_failed_run(dataset, tmp_path, monkeypatch):
 def test_a_disk_too_small_for_the_first_checkpoint_ends_the_run_with_one_line(dataset, tmp_path):
     """A real limit: the kernel refuses to let a file grow past 20 kB."""
     limited = (
-        "import resource, train, configurator\n"
+        "import resource, train, errors\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
-        "configurator.run_main(train.main)"
+        "errors.run_main(train.main)"
     )
     code, _, err = run_process("-c", limited, *flags(dataset, tmp_path))
     assert code == 1

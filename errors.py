@@ -1,0 +1,64 @@
+"""
+What goes wrong and how it is said: one line per problem with its mend, and the exit code.
+"""
+
+import difflib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Something the user can mend: `problems` holds one line for each. Scripts print them and exit with `exit_code`."""
+
+    exit_code = 2  # found before any long work
+
+    @property
+    def problems(self) -> list[str]:
+        return list(self.args)
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
+class RunError(UserError):
+    """A UserError found only while running."""
+
+    exit_code = 1
+
+
+def did_you_mean(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def run_main(main: Callable[[list[str]], int | None]) -> None:
+    """Run a script's main(argv): a UserError becomes one `error:` line per problem and its exit code, no traceback."""
+    sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
+    try:
+        code = main(sys.argv[1:]) or 0
+    except UserError as error:
+        # Of several processes on a machine one speaks, unless the trouble may be another's alone
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError):
+            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    end_process(code)
+
+
+def end_process(code: int) -> None:
+    """Exit; among several processes at once, as torch's gloo group can wait for ever for Python's lock in its destructor."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
