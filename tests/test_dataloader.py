@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configurator import Config
-from dataloader import HEADER_INTS, TokenStream, TrainBatches, WindowOrder, eval_batches, open_dataset, open_shard, write_shard
+from data.shards import write_shard
+from dataloader import TrainBatches, WindowOrder, eval_batches
+from dataset import HEADER_INTS, TokenStream, open_dataset, open_shard
 from errors import RunError, UserError
 
 CPU = torch.device("cpu")
@@ -74,7 +76,7 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(split, c
 
     def sequences(batch_size, world_size, count):
         config = Config(batch_size=batch_size, block_size=8, seed=seed)
-        data = type("Data", (), dict(train=stream))
+        data = type("Data", (), dict(train=stream, stream=None))
         ranks = [TrainBatches(data, config, CPU, consumed, rank, world_size) for rank in range(world_size)]
         rows = []
         while len(rows) < count:
