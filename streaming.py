@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,10 +23,11 @@ from multiprocessing import resource_tracker
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from tqdm import tqdm
 
 from configurator import Config
 from data.prepare_fineweb import BACKOFF_SECONDS, describe_files, files_source, hub_files, local_files
-from data.shards import Source, encode_batches, encode_rows
+from data.shards import Source, encode_rows
 from dataset import Dataset, HeldTokens
 from errors import RunError, UserError
 from tokenizer import Tokenizer
@@ -54,6 +56,7 @@ class Pieces(IterableDataset):
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray] | UserError]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed worker would leave behind
         source = files_source(self.files, self.backoff, tuple(i == number for i in range(workers)), self.again_from)
         try:
             tokenizer = Tokenizer(self.tokenizer)
@@ -131,7 +134,7 @@ class Stream:
 
     def close(self) -> None:
         for worker in getattr(self.pieces, "_workers", ()):
-            worker.terminate()
+            worker.kill()  # it holds nothing that could be left half-done
 
 
 # -----------------------------------------------------------------------------
@@ -187,22 +190,19 @@ def read_first(source: Source, tokenizer: Tokenizer, wanted: int) -> tuple[np.nd
     where these begin.
     """
     val, train, begin = [], [], (0, 0)
-    sizes = dict(val=0, train=0)
-    batches = encode_batches(source(0, 0), tokenizer, os.cpu_count())
-    for file, first, documents in batches:
-        for row, tokens in enumerate(documents, first):
+    held_out = ahead = 0
+    for file, first, rows in source(0, 0):
+        for row, tokens in enumerate(encode_rows(rows, tokenizer), first):
             if tokens is None:
                 continue
-            if sizes["val"] < wanted:
+            if held_out < wanted:
                 val.append(tokens)
-                sizes["val"] += len(tokens)
+                held_out += len(tokens)
                 continue
-            if not train:
-                begin = (file, row)
+            begin = begin if train else (file, row)
             train.append(tokens)
-            sizes["train"] += len(tokens)
-        if sizes["train"] >= wanted:
+            ahead += len(tokens)
+        if ahead >= wanted:
             break
-    batches.close()
     empty = np.empty(0, dtype="<u2")
     return np.concatenate([empty, *val]), np.concatenate([empty, *train])[:wanted], begin
