@@ -116,7 +116,7 @@ class Stream:
                     raise RunError(f"data worker {number} (process {worker.pid}) {how}; --init_from=resume goes on") from None
             raise
         if isinstance(piece, UserError):
-            raise RunError(*(f"{problem}; --init_from=resume goes on" for problem in piece.problems))
+            raise RunError(*(f"{problem}; once that is mended, --init_from=resume goes on" for problem in piece.problems))
         return piece
 
     def start(self) -> None:

@@ -188,7 +188,7 @@ def files_source(files: list[str], backoff: tuple[float, ...] = (), turns: tuple
 
 
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
 
 
 # -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import pickle
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import write_dataset
@@ -153,6 +154,17 @@ def test_the_file_handle_sees_a_shard_cut_under_it(tmp_path):
         file.truncate(1024 + 500)
     with pytest.raises(RunError, match="changed since the run began"):
         stream.read_windows([400], 20)
+
+
+def test_reading_shards_does_not_take_memory_as_they_are_read(tmp_path):
+    """nanoGPT #287: the pages of a memory map count as the process's, 100 MB here."""
+    path = tmp_path / "train_000000.bin"
+    write_shard(path, np.zeros(50_000_000, dtype="<u2"))
+    stream = TokenStream([open_shard(path)], 256)
+    before = psutil.Process().memory_info().rss
+    for position in range(0, len(stream), 1_000_000):
+        stream.read_windows([position], 1_000_000)
+    assert psutil.Process().memory_info().rss - before < 30e6  # a window of a million tokens is 8 MB, and malloc keeps some
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_shard_and_offset(tmp_path):

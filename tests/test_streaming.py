@@ -293,7 +293,7 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
 def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script, workers):
     write_parquet(tmp_path / "a.parquet", documents(400))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 damaged")
-    options = dict(stream=True, data_workers=workers, n_embd=64, max_iters=10**6, eval_interval=10**6)
+    options = dict(stream=True, data_workers=workers, n_embd=64, max_iters=10**6, eval_interval=10**6, log_interval=10**6)
     code, _, lines = script(train.main, *flags(tmp_path, tmp_path / "out", **options))
     assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0] and lines[0].endswith("--init_from=resume goes on")
     saved = checkpoint.load_newest(tmp_path / "out")
