@@ -11,7 +11,8 @@ import torch
 
 from configurator import Config
 from errors import UserError, did_you_mean
-from model import GPTConfig, count_parameters
+from model import GPTConfig
+from recipe import count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
 USABLE_MEMORY = 0.95  # of a card's memory; the driver, and often a desktop, hold the rest

@@ -22,8 +22,9 @@ from configurator import Config, config_values
 from dataloader import Dataset, TrainBatches
 from errors import RunError
 from hardware import Hardware, tensor_core_hints
-from model import GPTConfig, count_parameters, flops_per_token
+from model import GPTConfig
 from ranks import Ranks
+from recipe import count_parameters, flops_per_token
 from tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
