@@ -45,7 +45,9 @@ import hardware
 import plan
 import train
 from configurator import FIELDS, Config, load_config
-from dataloader import Dataset, TrainBatches, check_dataset, dataset_folder, open_dataset, split_block, write_shard
+from data.shards import write_shard
+from dataloader import TrainBatches, split_block
+from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
 from recipe import build_model, build_optimizer, flops_per_token, model_config
@@ -131,7 +133,7 @@ def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tu
 
 def open_data(config: Config, folder: Path) -> Dataset:
     """The config's dataset, or one of random tokens in `folder` where there is none."""
-    if dataset_folder(config.dataset).is_dir():
+    if dataset_folder(config.dataset).is_dir() and not config.stream:
         if problems := check_dataset(config):
             raise UserError(*problems)
         return open_dataset(config.dataset)

@@ -49,7 +49,9 @@ class Config:
     wandb_log: bool = key(False, "nanoGPT's spelling of tracker = 'wandb'")
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
-    dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards", group="data")
+    dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards; see stream", group="data")
+    stream: bool = key(False, "tokenise while training; dataset names parquet or jsonl files, or ORG/NAME[:CONFIG] of the hub")
+    data_workers: int = key(1, "processes that tokenise a stream; 0: a thread of this one", low=0, high=256)
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all processes together", low=1)
@@ -93,6 +95,11 @@ class Config:
     peak_tflops: float = key(0.0, "this device's dense peak for MFU, in place of gpus.csv's; 0: look it up", low=0.0)
     # Not a key: the names of those that a file or flag has set.
     given: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def eval_size(self) -> int:
+        """Tokens of each split that an evaluation reads."""
+        return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
 
 
 FIELDS = {f.name: f for f in fields(Config) if f.metadata}

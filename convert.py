@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import checkpoint
-from dataloader import dataset_folder
+from dataset import dataset_folder
 from errors import UserError, run_main
 from model import GPT, GPTConfig
 from recipe import count_parameters

@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import hardware
 from configurator import Config, config_values, load_config
-from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset, split_block
+from dataloader import TrainBatches, eval_batches, split_block
+from dataset import HeldTokens, TokenStream, check_dataset, open_data
 from errors import RunError, UserError, run_main
 from generate import generate
 from gpus import out_of_memory_advice
@@ -131,9 +132,9 @@ class Run:
         self.ledger, self.signals = Ledger(BEGAN), Signals(ranks)
         ranks.check_share(config.gradient_accumulation_steps)
         self.hw = hardware.set_up(config, ranks.local_rank)
-        self.data = open_dataset(config.dataset)
+        self.data = open_data(config, start.resumed and start.resumed.get("stream"))
         if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
-            raise UserError(f"dataset: {self.data.folder} is not what the checkpoint was trained on, or has changed since")
+            raise UserError(f"dataset: {self.data.source} is not what the checkpoint was trained on, or has changed since")
         if start.saved and start.saved["vocab"] < self.data.vocab:
             known = start.saved["vocab"]
             raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
@@ -187,6 +188,7 @@ class Run:
             vocab=self.data.vocab,
             tokenizer=self.data.tokenizer,
             data_fingerprint=self.data.fingerprint,
+            stream=self.data.stream and self.data.stream.position(self.progress.sequences),
             config=config_values(self.config),
         )
 
@@ -222,7 +224,7 @@ class Run:
         with self.ledger.book("steps"):
             losses, grad_norm = train_step(
                 self.step_model, self.optimizer, self.scaler, self.timed_batches, self.grad_accum, c.grad_clip,
-                self.hw.autocast(), self.signals.check,
+                self.hw.autocast(), lambda: self.signals.check(self.data_ready),
             )  # fmt: skip
         if recompiled := compiled_graphs() != graphs:
             self.settle()
@@ -234,6 +236,10 @@ class Run:
         p.sequences += c.batch_size * c.gradient_accumulation_steps
         p.tokens += c.batch_size * c.gradient_accumulation_steps * c.block_size
         self.rng = hardware.get_rng_state(self.hw.device)
+
+    def data_ready(self) -> bool:
+        with self.ledger.book("data wait"):
+            return self.batches.ready()
 
     def compile(self) -> None:
         """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
@@ -274,9 +280,9 @@ class Run:
         self.saved_at = None  # a checkpoint of this iteration, if there is one, does not know of this evaluation
         return improved
 
-    def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
+    def mean_loss(self, stream: TokenStream | HeldTokens, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
-        tokens = min(c.eval_tokens or c.eval_iters * c.batch_size * c.block_size, len(self.data.val))  # as many of each split
+        tokens = min(c.eval_size, len(self.data.val))  # as many of each split
         batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count

@@ -10,7 +10,8 @@ from conftest import ROOT, assert_same_state, flags, load, records, run_here, ru
 
 import train
 from configurator import Config
-from dataloader import TrainBatches, open_dataset
+from dataloader import TrainBatches
+from dataset import open_dataset
 from errors import UserError
 from hardware import set_up
 from model import GPT
