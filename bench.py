@@ -50,7 +50,7 @@ from dataloader import TrainBatches, split_block
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
-from model import GPT, flops_per_token
+from recipe import build_model, build_optimizer, flops_per_token, model_config
 from runlog import say
 from tokenizer import GPT2_VOCAB
 
@@ -116,10 +116,11 @@ def like(model: torch.nn.Module, forward: Callable) -> Callable:
 
 def build(config: Config, hw: hardware.Hardware, data: Dataset, read_ahead: bool = True) -> Trainee:
     torch.manual_seed(config.seed)
-    model = GPT(train.model_config(config, data.vocab)).to(hw.device)
+    model = build_model(model_config(config, data.vocab)).to(hw.device)
     batches = TrainBatches(data, config, hw.device)
-    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, train.build_optimizer(model, config),
-                   hw.grad_scaler(), batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
+    optimizer, scaler = build_optimizer(model, config, hw.dtype), hw.grad_scaler()
+    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, optimizer, scaler,
+                   batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
 
 
 def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -428,7 +429,7 @@ def missing(name: str, device: torch.device) -> str | None:
 def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
     """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
     sequences = config.batch_size * config.gradient_accumulation_steps
-    model, dtype = train.model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
+    model, dtype = model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
     b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
     while not (result := attempt(with_batch(config, b), **arguments))["tokens_per_sec"] and b > 1:

@@ -20,10 +20,10 @@ from configurator import Config
 from dataset import dataset_folder, open_dataset
 from errors import UserError
 from gpus import USABLE_MEMORY, find_row, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
-from model import GPTConfig, count_parameters, flops_per_token
+from model import GPTConfig
+from recipe import count_parameters, flops_per_token, model_config
 from runlog import count, read_lines, say
 from tokenizer import GPT2_VOCAB
-from train import model_config
 
 # What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %; A100 PCIe 32 %,
 # A100 SXM 60 %, H100 40 % (throughput published by llm.c and its readers).

@@ -23,8 +23,9 @@ from dataloader import TrainBatches
 from dataset import Dataset
 from errors import RunError
 from hardware import Hardware, tensor_core_hints
-from model import GPTConfig, count_parameters, flops_per_token
+from model import GPTConfig
 from ranks import Ranks
+from recipe import count_parameters, flops_per_token
 from tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")

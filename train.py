@@ -37,8 +37,8 @@ from dataset import HeldTokens, TokenStream, check_dataset, open_data
 from errors import RunError, UserError, run_main
 from generate import generate
 from gpus import out_of_memory_advice
-from model import GPT, GPTConfig, pad_vocab
 from ranks import Interrupted, Ranks, Signals
+from recipe import build_model, build_optimizer, model_config
 from runlog import IterationResult, Ledger, RunLog, say
 from start import Start, prepare_on_demand
 from tokenizer import Tokenizer
@@ -92,12 +92,12 @@ def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], N
     return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n), sum(counts)
 
 
-def get_lr(it: int, config: Config, horizon: int) -> float:
-    """The learning rate of iteration `it`: linear warm-up, then the decay to min_lr at iteration `horizon`."""
+def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
+    """The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at iteration `horizon`."""
     if it < config.warmup_iters:
-        return config.learning_rate * (it + 1) / (config.warmup_iters + 1)
+        return highest * (it + 1) / (config.warmup_iters + 1)
     if not config.decay_lr:
-        return config.learning_rate
+        return highest
     start = config.warmup_iters
     if config.lr_schedule == "wsd":
         start = max(start, horizon - round(config.decay_fraction * horizon))
@@ -105,7 +105,7 @@ def get_lr(it: int, config: Config, horizon: int) -> float:
         return config.min_lr
     progress = max(0, it - start) / max(1, horizon - start)
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
-    return config.min_lr + shape * (config.learning_rate - config.min_lr)
+    return config.min_lr + shape * (highest - config.min_lr)
 
 
 # -----------------------------------------------------------------------------
@@ -141,10 +141,10 @@ class Run:
         ranks.check_same("dataset", self.data.fingerprint)
         torch.manual_seed(config.seed)
         self.model_config = model_config(config, self.data.vocab, start.saved)
-        self.model = GPT(self.model_config).to(self.hw.device)
+        self.model = build_model(self.model_config).to(self.hw.device)
         torch.manual_seed(config.seed + ranks.rank)  # other dropout on every rank
         self.compiled = self.model  # until compile(): the same weights, compiled
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config, self.hw.dtype)
         self.scaler = self.hw.grad_scaler()
         self.progress = Progress(lr_horizon=config.lr_decay_iters or config.max_iters)
         if start.saved:
@@ -217,9 +217,9 @@ class Run:
 
     def iterate(self) -> None:
         c, p = self.config, self.progress
-        lr = get_lr(p.iter_num, c, p.lr_horizon)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = get_lr(p.iter_num, c, p.lr_horizon, group["initial_lr"])
+        lr = self.optimizer.param_groups[0]["lr"]
         graphs, steps_before = compiled_graphs(), self.ledger.seconds["steps"]
         with self.ledger.book("steps"):
             losses, grad_norm = train_step(
@@ -343,19 +343,6 @@ class Run:
         except OSError as error:  # the checkpoint itself is safe
             self.log.warn(self.progress.iter_num, f"{path} is saved, but tidying up after it failed: {error}")
         return size
-
-
-def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
-    """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
-    names = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
-    vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
-    return GPTConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in names})
-
-
-def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
-    groups = model.parameter_groups(config.weight_decay)
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")  # one kernel that can skip an update; on MPS it cannot
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def compiled_graphs() -> int:

@@ -85,7 +85,7 @@ def test_config_files_run_unchanged(name, tmp_path):
     config = load_config([str(path)])
     if name == "train_gpt2":
         assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
-        assert train.get_lr(300_000, config, config.lr_decay_iters) == pytest.approx(3.3e-4, rel=0.01)
+        assert train.get_lr(300_000, config, config.lr_decay_iters, config.learning_rate) == pytest.approx(3.3e-4, rel=0.01)
 
 
 def test_keys_keep_nanogpts_defaults():
