@@ -9,20 +9,41 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import Config, print_config
 from errors import RunError, UserError, end_process
 
-MEETING_TIMEOUT = timedelta(seconds=60)  # gloo can fail to meet after a restart; torchrun then starts all once more
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
+
+
+def meet(rank: int, world_size: int) -> dist.Store:
+    """
+    A store that holds only what this life of the job writes. torchrun keeps one store through its restarts, and in it the
+    addresses of the dead, which gloo would wait for. Its restart count cannot tell lives apart, as it differs between
+    machines; so rank 0 makes up a name for this life and gives it to whoever asks now.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    me = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asked by {rank}", me)
+        life = store.get(f"answer to {me}").decode()
+        store.set(f"{rank} in {life}", "")
+        return dist.PrefixStore(life, store)
+    missing = range(1, world_size)
+    while missing := [other for other in missing if not store.check([f"{other} in {me}"])]:
+        for other in missing:
+            if store.check([f"asked by {other}"]):  # the question of a dead one may lie there still: answered in vain
+                store.set(f"answer to {store.get(f'asked by {other}').decode()}", me)
+        time.sleep(0.01)
+    return dist.PrefixStore(me, store)
 
 
 class Ranks:
@@ -32,8 +53,9 @@ class Ranks:
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=MEETING_TIMEOUT)
-            _set_pg_timeout(TIMEOUT)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            store = meet(self.rank, self.world_size)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT)
 
     @property
     def first(self) -> bool:
