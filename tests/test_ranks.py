@@ -1,6 +1,7 @@
 """Several processes under torchrun (gloo, CPU): the same training as alone, decisions taken together, nobody left behind."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -59,19 +60,17 @@ def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(data
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-4
 
 
-def wait_for_iteration(out_dir, n):
+def wait_until(condition, process):
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        path = out_dir / "metrics.jsonl"
-        if path.exists() and f'"step", "iter": {n},' in path.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError("no iteration in two minutes")
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
+        time.sleep(0.01)
 
 
 def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(dataset, tmp_path):
     process = start_torchrun(2, "train.py", *flags(dataset, tmp_path, **OPTIONS | dict(max_iters=10**6, eval_interval=10**6)))
-    wait_for_iteration(tmp_path, 5)
+    metrics = tmp_path / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step", "iter": 5,' in metrics.read_text(), process)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2
     process.send_signal(signal.SIGTERM)
@@ -80,6 +79,46 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(dataset, tmp_path)
     assert not alive
     assert out.count("checkpoint ") == 1
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 5
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(dataset, tmp_path):
+    """No kill may cost more than one of the 20 restarts, so each restart must meet and go on. A checkpoint every 2 iterations."""
+    options = OPTIONS | dict(max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10)
+    arguments = ["train.py", *flags(dataset, tmp_path / "broken", init_from="auto", **options)]
+    random.seed(1)
+    log, killed = tmp_path / "log", []
+    with open(log, "w") as out:
+        process = start_torchrun(2, "--max-restarts=20", *arguments, out=out)
+
+    def workers():
+        return [p for p in psutil.Process(process.pid).children() if p.pid not in killed]
+
+    def lines():
+        return log.read_text().count("\niter ")
+
+    try:
+        while len(killed) < 40:
+            began, before = time.monotonic(), lines()
+            wait_until(lambda: len(workers()) == 2, process)
+            life = workers()
+            if len(killed) % 4:  # every other life is ended while it starts up, as long as the first one took
+                time.sleep(random.uniform(0, startup_seconds))
+            else:
+                wait_until(lambda before=before: lines() > before, process)
+                startup_seconds = time.monotonic() - began
+                time.sleep(random.uniform(0, 0.1))
+            random.choice(life).kill()
+            killed += [worker.pid for worker in life]
+        assert process.wait(timeout=300) == 0
+    except BaseException:
+        print(log.read_text()[-5000:])
+        process.kill()
+        raise
+    assert torchrun(2, "train.py", *flags(dataset, tmp_path / "straight", **options | dict(checkpoint_interval=0)))[0] == 0
+    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
+    assert broken["iter"] == straight["iter"] == 1000
+    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
 
 
 def test_an_accumulation_that_cannot_be_shared_is_one_line(dataset, tmp_path):
