@@ -5,12 +5,13 @@ Decisions and log figures are agreed on through the hosts (gloo, a few bytes); g
 DistributedDataParallel on the devices. A process alone needs none of it: everything here then returns its argument.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -66,17 +67,25 @@ class Ranks:
         """The model, its gradients averaged over all ranks where there are several."""
         return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.world_size > 1 else model
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks must do at once: raises RunError where another one has gone, or has not come for TIMEOUT."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
+                           f"between the machines") from None  # fmt: skip
+
     def reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
         """Each value's sum (or op) over all ranks, in float64."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        try:
+        with self.together():
             dist.all_reduce(tensor, op)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise RunError(f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
-                           f"between the machines") from None  # fmt: skip
         return tensor.tolist()
 
     def max(self, values: list[float]) -> list[float]:
@@ -91,7 +100,8 @@ class Ranks:
             except UserError as error:
                 box = [error]
         if self.world_size > 1:
-            dist.broadcast_object_list(box)
+            with self.together():
+                dist.broadcast_object_list(box)
         if isinstance(box[0], UserError):
             raise box[0]
         return box[0]
@@ -100,7 +110,8 @@ class Ranks:
         """Every rank's value, in order, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value)
+            with self.together():
+                dist.all_gather_object(values, value)
         return values
 
     def check_config(self, config: Config) -> list[str]:
