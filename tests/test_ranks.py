@@ -60,6 +60,18 @@ def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(data
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-4
 
 
+@pytest.mark.slow
+def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
+    run_here(dataset, tmp_path / "1", max_iters=8)
+    for max_iters in (4, 8):
+        options = dict(init_from="auto", compile=True, max_iters=max_iters, lr_decay_iters=8)
+        code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
+        assert code == 0 and out.count("compile: ") == 1, err
+    one, two = (records(tmp_path / n, "step") for n in "12")
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-4
+    assert not records(tmp_path / "2", "event")  # nothing was compiled again inside DistributedDataParallel
+
+
 def wait_until(condition, process):
     deadline = time.monotonic() + 120
     while not condition():
