@@ -12,16 +12,17 @@ with sample.py --init_from=OUT.pt. Nothing in a file that is read here is ever e
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import checkpoint
-from dataloader import dataset_folder
+from dataset import dataset_folder
 from errors import UserError, run_main
-from model import GPT, GPTConfig, count_parameters
+from model import GPT, GPTConfig
+from recipe import count_parameters
 from tokenizer import GPT2_VOCAB, read_meta
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -72,12 +73,13 @@ def read_weights(name_or_path: str) -> dict:
 
 
 def crop_block_size(config: GPTConfig, weights: dict[str, Tensor], block_size: int) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The same model for a shorter context: the first block_size position embeddings. Raises UserError for a longer one."""
+    """The same model for a shorter context: the first block_size positions. Raises UserError for a longer one."""
     if block_size > config.block_size:
         raise UserError(f"block_size: {block_size}, but the pretrained model has {config.block_size} positions; "
                         f"--block_size={config.block_size} or less")  # fmt: skip
-    positions = weights["transformer.wpe.weight"][:block_size].clone()
-    return GPTConfig(**asdict(config) | {"block_size": block_size}), weights | {"transformer.wpe.weight": positions}
+    if config.model == "gpt2":  # the fast model has no weights that belong to a position
+        weights = weights | {"transformer.wpe.weight": weights["transformer.wpe.weight"][:block_size].clone()}
+    return replace(config, block_size=block_size), weights
 
 
 def fetch(name: str) -> Path:
@@ -203,6 +205,8 @@ def write_hf(state: dict, folder: Path) -> None:
     from safetensors.torch import save_file
 
     config, vocab, tokenizer = GPTConfig(**state["model_config"]), state["vocab"], state["tokenizer"]
+    if config.model != "gpt2":
+        raise UserError("ckpt-to-hf: the fast model is no GPT-2, and Hugging Face has no architecture for it; use sample.py")
     weights = {}
     for name, tensor in state["model"].items():
         if name.endswith(("wte.weight", "lm_head.weight")):
