@@ -16,6 +16,7 @@ from conftest import ROOT, flags, load, records, run_here, write_dataset
 import checkpoint
 from ranks import Ranks
 
+RECIPES = dict(classic=dict(), fast=dict(model="fast", optimizer="muon", tie_weights=False))
 OPTIONS = dict(gradient_accumulation_steps=4, max_iters=50, eval_interval=25, log_interval=1)
 
 
@@ -31,9 +32,11 @@ def torchrun(n, *arguments):
     return process.returncode, out, err
 
 
-def test_two_ranks_train_as_one(dataset, tmp_path):
-    run_here(dataset, tmp_path / "1", **OPTIONS)
-    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **OPTIONS))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_two_ranks_train_as_one(recipe, dataset, tmp_path):
+    options = OPTIONS | recipe
+    run_here(dataset, tmp_path / "1", **options)
+    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
     assert code == 0, err
     assert out.count("step 50:") == 1 and out.count("\niter 49:") == 1  # one voice
     one, two = (records(tmp_path / n, "step") for n in "12")
@@ -43,8 +46,9 @@ def test_two_ranks_train_as_one(dataset, tmp_path):
     assert vals[0] == pytest.approx(vals[1], abs=1e-4)
 
 
-def test_weights_agree_after_one_iteration(dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=1, learning_rate=6e-4)  # Adam divides by |gradient|, which magnifies rounding
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
+    options = OPTIONS | recipe | dict(max_iters=1, learning_rate=6e-4)  # Adam divides by |gradient|, which magnifies rounding
     run_here(dataset, tmp_path / "1", **options)
     assert torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))[0] == 0
     one, two = (load(tmp_path / n, 1)["model"] for n in "12")
