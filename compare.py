@@ -66,7 +66,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("parameters", "parameters", count, ratio("larger")),
         ("iterations", "iterations", "{:,.0f}".format, ratio("more")),
         ("tokens", "tokens", count, ratio("more")),
-        ("hours", "hours", "{:.2f}".format, ratio("longer")),
+        ("hours", "hours", "{:.3g}".format, ratio("longer")),
         ("tokens_per_sec", "tok/s", "{:,.0f}".format, ratio("faster")),
         ("mfu", "MFU", "{:.1%}".format, difference("{:.1%} of the peak higher", noise=5e-4)),
         ("step_ms_p50", "iteration time p50, ms", "{:,.1f}".format, shorter),
@@ -85,13 +85,13 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     loss = "{:.4f}".format
     rows = [Row("best_val_loss", "best val loss", best, loss, lower)]
     if len(runs) > 1:
-        for axis, form in (("iter", "iteration {:,.0f}"), ("tokens", "{:,.0f} tokens"), ("hours", "{:.2f} hours")):
+        for axis, form in (("iter", "iteration {:,.0f}"), ("tokens", "{:,.0f} tokens"), ("hours", "{:.3g} hours")):
             x = min(float(np.max(run.eval[axis][np.isfinite(run.eval["val_loss"])], initial=0)) for run in runs)
             losses = [loss_at(run, axis, x) for run in runs]
             rows.append(Row(f"val_loss_at_equal_{axis}", f"val loss at {form.format(x)}", losses, loss, lower))
         target_loss = max(best) if target_loss is None else target_loss
     if target_loss is not None:
-        for axis, form in dict(tokens=count, hours="{:.2f}".format).items():
+        for axis, form in dict(tokens=count, hours="{:.3g}".format).items():
             reached = [reach(run, axis, target_loss) for run in runs]
             rows.append(Row(f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}", reached, form, less))
     return rows
@@ -324,15 +324,18 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
     return runs
 
 
+def path_of(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # a shell leaves the ~ of --png=~/x alone
+
+
 @np.errstate(all="ignore")  # as in draw_run
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="One run's figures and picture, or several side by side.", allow_abbrev=False)
-    file = lambda text: Path(text).expanduser()  # a shell leaves the ~ of --png=~/x alone  # noqa: E731
-    parser.add_argument("runs", nargs="+", type=file, metavar="RUN", help="out_dir of a run, or a file with nanoGPT's output")
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="out_dir of a run, or nanoGPT's output in a file")
     parser.add_argument("--loss", type=float, help="compare the tokens and hours to this val loss; default: one that all reach")
     parser.add_argument("--gpu", help="card of the runs that do not know their MFU, such as 4070")
-    parser.add_argument("--png", type=file, help="write the picture here; one run alone: loss.png in its folder")
-    parser.add_argument("--json", type=file, help="write the table here")
+    parser.add_argument("--png", type=path_of, help="write the picture here; one run alone: loss.png in its folder")
+    parser.add_argument("--json", type=path_of, help="write the table here")
     args = parser.parse_args(argv)
     paths, png = list(dict.fromkeys(args.runs)), args.png
     runs = read_runs(paths, args.gpu)

@@ -199,7 +199,8 @@ class RunLog:
         self.record("eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
-        say(f"checkpoint {iter_num}: {path}, {size / 1e9:.2f}GB, time {seconds:.1f}s")
+        readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
+        say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s")
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
 
     def draw(self, out_dir: Path) -> None:
