@@ -308,18 +308,18 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("hf-to-ckpt", folder("headless", n_head=3), "does not divide", out),
         ("nanogpt-to-ckpt", tmp_path / "typed.pt", "not a model", out),
         ("nanogpt-to-ckpt", tmp_path / "listed.pt", "not a model", out),
-        ("ckpt-to-hf", tmp_path / "heads.pt", "n_head 3 does not divide n_embd 32", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path / "layers.pt", "fewer than n_layer", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path / "config.pt", "not a model", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path / "vocabulary.pt", "its vocabulary is 129", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path / "weights.pt", "fewer than n_layer", tmp_path / "hf"),
-        ("ckpt-to-hf", flipped, "checksum", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path, "holds neither", tmp_path / "hf"),
+        ("ckpt-to-hf", tmp_path / "heads.pt", "n_head 3 does not divide n_embd 32", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "layers.pt", "fewer than n_layer", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "config.pt", "not a model", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "vocabulary.pt", "its vocabulary is 129", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "weights.pt", "fewer than n_layer", tmp_path / "exported"),
+        ("ckpt-to-hf", flipped, "checksum", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path, "holds neither", tmp_path / "exported"),
         ("ckpt-to-hf", taken, "cannot be written", tmp_path / "text.pt"),
     ):
         code, _, err = script(convert.main, mode, source, target)
         assert code == 2 and len(err) == 1 and err[0].startswith("error: ") and word in err[0], (source, err)
-    assert not out.exists() and not (tmp_path / "hf").exists()
+    assert not out.exists() and not (tmp_path / "exported").exists()
     assert script(convert.main, "hf-to-gguf", "a", "b")[0] == 2
     assert script(convert.main)[0] == 2
