@@ -93,7 +93,8 @@ class RunLog:
     def __init__(self, config: Config, ledger: Ledger, hw: Hardware, ranks: Ranks,
                  resumed_at: tuple[int, int] | None = None):
         self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
-        self.tracker = Tracker(config, wanted=ranks.first)
+        after = resumed_at[0] + 1 if resumed_at else 0  # the evaluation before the resumed iteration stands
+        self.tracker = Tracker(config, wanted=ranks.first, purge_from=after)
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
