@@ -7,9 +7,10 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import load, run_here, run_process
+from conftest import load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -323,3 +324,20 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     assert not out.exists() and not (tmp_path / "exported").exists()
     assert script(convert.main, "hf-to-gguf", "a", "b")[0] == 2
     assert script(convert.main)[0] == 2
+
+
+# -----------------------------------------------------------------------------
+# GPT-2 as the baseline
+
+
+@torch.no_grad()
+def test_gpt2_on_ones_own_validation_split_is_transformers_loss(tmp_path):
+    data = write_dataset(tmp_path / "data", [1000], val_tokens=40 * 16 + 1)
+    reference = random_gpt2(tmp_path / "hf", vocab_size=64)
+    code, out, err = run_process("train.py", "config/eval_gpt2.py", f"--init_from={tmp_path / 'hf'}", f"--dataset={data}",
+                                 f"--out_dir={tmp_path / 'run'}", "--device=cpu", "--dtype=float32")  # fmt: skip
+    assert code == 0 and not (tmp_path / "run").exists(), err
+    idx = torch.from_numpy(np.fromfile(data / "val_000000.bin", dtype=np.uint16, offset=1024).astype(np.int64))
+    logits = reference(idx[:-1].view(40, 16)).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), idx[1:])
+    assert f"val loss {expected:.4f}" in out
