@@ -236,21 +236,23 @@ def draw_one(figure, run: RunRecords) -> None:
 
 
 def draw_several(figure, runs: list[RunRecords]) -> None:
-    """Val and train loss over tokens, val loss over hours, tok/s and MFU over tokens; one colour a run."""
-    (losses, hours), (speed, mfu) = figure.subplots(2, 2, height_ratios=(5, 3))
+    """Val and train loss over tokens, val loss over hours, tok/s and, where known, MFU over tokens; one colour a run."""
+    knows_mfu = any(np.isfinite(run.step["mfu"]).any() for run in runs)
+    panels = figure.subplot_mosaic([["losses", "hours"], ["speed", "mfu" if knows_mfu else "speed"]], height_ratios=(5, 3))
+    losses, hours, speed, mfu = (panels.get(name) for name in ("losses", "hours", "speed", "mfu"))
     for run, color in zip(runs, itertools.cycle(COLORS)):
         step, evals = run.step, run.eval
         losses.plot(*thin_out(step["tokens"], step["loss"])[:2], color=color, linewidth=0.8, alpha=0.4)
         losses.plot(evals["tokens"], evals["val_loss"], color=color, **dots_of(run), label=run.name)
-        hours.plot(evals["hours"], evals["val_loss"], color=color, **dots_of(run), label=run.name)
+        hours.plot(evals["hours"], evals["val_loss"], color=color, **dots_of(run))
         draw_band(speed, step["tokens"], step["tokens_per_sec"], color)
-        draw_band(mfu, step["tokens"], 100 * step["mfu"], color)
+        if mfu:
+            draw_band(mfu, step["tokens"], 100 * step["mfu"], color)
     finish(losses, "tokens", "loss, nats per token", "val loss (dots) and train loss (thin)")
     finish(hours, "hours of iterations, evaluations and checkpoints", "", "val loss over time")
     finish(speed, "tokens", "tok/s", from_zero=True)
-    finish(mfu, "tokens", "MFU, %", from_zero=True)
-    if not mfu.lines or not any(len(line.get_xdata()) for line in mfu.lines):
-        mfu.text(0.5, 0.5, "n/a: the devices' peaks are unknown", transform=mfu.transAxes, ha="center", color=GREY)
+    if mfu:
+        finish(mfu, "tokens", "MFU, %", from_zero=True)
     limit_to_settled(losses, runs)
     limit_to_settled(hours, runs)
     losses.legend(frameon=False, loc="upper right")
