@@ -45,10 +45,12 @@ import hardware
 import plan
 import train
 from configurator import FIELDS, Config, load_config
-from dataloader import Dataset, TrainBatches, check_dataset, dataset_folder, open_dataset, split_block, write_shard
+from data.shards import write_shard
+from dataloader import TrainBatches, split_block
+from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
-from model import GPT, flops_per_token
+from recipe import build_model, build_optimizer, flops_per_token, model_config
 from runlog import say
 from tokenizer import GPT2_VOCAB
 
@@ -114,10 +116,11 @@ def like(model: torch.nn.Module, forward: Callable) -> Callable:
 
 def build(config: Config, hw: hardware.Hardware, data: Dataset, read_ahead: bool = True) -> Trainee:
     torch.manual_seed(config.seed)
-    model = GPT(train.model_config(config, data.vocab)).to(hw.device)
+    model = build_model(model_config(config, data.vocab)).to(hw.device)
     batches = TrainBatches(data, config, hw.device)
-    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, train.build_optimizer(model, config),
-                   hw.grad_scaler(), batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
+    optimizer, scaler = build_optimizer(model, config, hw.dtype), hw.grad_scaler()
+    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, optimizer, scaler,
+                   batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
 
 
 def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -130,7 +133,7 @@ def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tu
 
 def open_data(config: Config, folder: Path) -> Dataset:
     """The config's dataset, or one of random tokens in `folder` where there is none."""
-    if dataset_folder(config.dataset).is_dir():
+    if dataset_folder(config.dataset).is_dir() and not config.stream:
         if problems := check_dataset(config):
             raise UserError(*problems)
         return open_dataset(config.dataset)
@@ -426,7 +429,7 @@ def missing(name: str, device: torch.device) -> str | None:
 def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
     """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
     sequences = config.batch_size * config.gradient_accumulation_steps
-    model, dtype = train.model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
+    model, dtype = model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
     b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
     while not (result := attempt(with_batch(config, b), **arguments))["tokens_per_sec"] and b > 1:

@@ -49,12 +49,15 @@ class Config:
     wandb_log: bool = key(False, "nanoGPT's spelling of tracker = 'wandb'")
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
-    dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards", group="data")
+    dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards; see stream", group="data")
+    stream: bool = key(False, "tokenise while training; dataset names parquet or jsonl files, or ORG/NAME[:CONFIG] of the hub")
+    data_workers: int = key(1, "processes that tokenise a stream; 0: a thread of this one", low=0, high=256)
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all processes together", low=1)
     tokens_per_iter: int = key(0, "tokens per iteration; where set, gradient_accumulation_steps follows from it; 0: off", low=0)
-    n_layer: int = key(12, "transformer blocks", low=1, group="model")
+    model: str = key("gpt2", "GPT-2, or the fast recipe's model, which learns more per token", ("gpt2", "fast"), group="model")
+    n_layer: int = key(12, "transformer blocks", low=1)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
     n_embd: int = key(768, "width", low=1, high=65536)
     dropout: float = key(0.0, "0 for pre-training, 0.1 and more for fine-tuning", low=0.0, high=0.99)
@@ -62,8 +65,15 @@ class Config:
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: the four plain lines")
     pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
-    learning_rate: float = key(6e-4, "highest learning rate", low=0.0, group="optimizer")
-    weight_decay: float = key(0.1, "weight decay of matrices and embeddings", low=0.0)
+    optimizer: str = key("adamw", "muon: Muon for hidden matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer")
+    learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the five rates below instead", low=0.0)
+    muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
+    embed_lr: float = key(0.7, "the same of embeddings", low=0.0)
+    head_lr: float = key(0.004, "the same of the output head, tied or not", low=0.0)
+    vector_lr: float = key(0.015, "the same of biases and norms", low=0.0)
+    muon_momentum: float = key(0.95, "muon's decay of the mean gradient", low=0.0, high=0.9999999)
+    muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)
+    weight_decay: float = key(0.1, "weight decay of matrices and embeddings; with muon of embeddings and head", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
@@ -85,6 +95,11 @@ class Config:
     peak_tflops: float = key(0.0, "this device's dense peak for MFU, in place of gpus.csv's; 0: look it up", low=0.0)
     # Not a key: the names of those that a file or flag has set.
     given: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def eval_size(self) -> int:
+        """Tokens of each split that an evaluation reads."""
+        return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
 
 
 FIELDS = {f.name: f for f in fields(Config) if f.metadata}
@@ -208,6 +223,13 @@ def resolve(config: Config) -> list[str]:
         fits = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
         nearest = min(fits, key=lambda n: abs(n - config.n_head))
         problems.append(f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; nearest that does: {nearest}")
+    elif config.model == "fast" and config.n_embd // config.n_head % 4:
+        size = config.n_embd // config.n_head
+        problems.append(f"n_head: {config.n_head} makes heads of size {size}; model=fast needs a multiple of 4")
+    if config.model == "fast":
+        problems += ["tie_weights: model=fast has a head of its own; --tie_weights=False"] * config.tie_weights
+        problems += ["dropout: model=fast has none; --dropout=0, or --model=gpt2"] * (config.dropout > 0)
+        problems += ["flash: model=fast has fused attention only; --flash=True"] * (not config.flash)
     micro_batch = config.batch_size * config.block_size
     if config.tokens_per_iter:
         steps, rest = divmod(config.tokens_per_iter, micro_batch)

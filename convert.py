@@ -12,16 +12,17 @@ with sample.py --init_from=OUT.pt. Nothing in a file that is read here is ever e
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import checkpoint
-from dataloader import dataset_folder
+from dataset import dataset_folder
 from errors import UserError, run_main
-from model import GPT, GPTConfig, count_parameters
+from model import GPTConfig
+from recipe import build_model, count_parameters
 from tokenizer import GPT2_VOCAB, read_meta
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -48,14 +49,10 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     further: new rows would take part in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
+    config, weights = GPTConfig(**state["model_config"]), state["model"]
     if block_size is not None:
-        state |= crop_block_size(state["model_config"], state["model"], block_size)
-    return {key: state[key] for key in ("model", "model_config", "vocab")}
-
-
-def build_model(model_config: dict) -> GPT:
-    """The model that a checkpoint's `model_config` describes, its weights not yet loaded. The one place that chooses."""
-    return GPT(GPTConfig(**model_config))
+        config, weights = crop_block_size(config, weights, block_size)
+    return dict(model=weights, model_config=asdict(config), vocab=state["vocab"])
 
 
 def read_weights(name_or_path: str) -> dict:
@@ -88,11 +85,11 @@ def read_any(path: Path) -> dict:
 
 def check_state(state: dict, path: Path) -> tuple[int, dict]:
     """Raise UserError where the weights are not those that model_config asks for; returns vocabulary and tokenizer."""
-    config, weights, vocab, tokenizer = (state[key] for key in ("model_config", "model", "vocab", "tokenizer"))
-    if config["n_head"] < 1 or config["n_embd"] % config["n_head"]:
-        raise UserError(f"{path}: n_head {config['n_head']} does not divide n_embd {config['n_embd']}; give another")
-    if config["n_layer"] > len(weights):  # and building so many may take for ever
-        raise UserError(f"{path}: holds the weights of fewer than n_layer {config['n_layer']} layers; give another")
+    config, weights, vocab, tokenizer = GPTConfig(**state["model_config"]), state["model"], state["vocab"], state["tokenizer"]
+    if config.n_head < 1 or config.n_embd % config.n_head:
+        raise UserError(f"{path}: n_head {config.n_head} does not divide n_embd {config.n_embd}; give another")
+    if config.n_layer > len(weights):  # and building so many may take for ever
+        raise UserError(f"{path}: holds the weights of fewer than n_layer {config.n_layer} layers; give another")
     with torch.device("meta"):  # shapes without memory
         expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
     problems = [f"{path}: has no {name}" for name in expected.keys() - weights.keys()]
@@ -101,8 +98,8 @@ def check_state(state: dict, path: Path) -> tuple[int, dict]:
                  for name in expected.keys() & weights.keys() if weights[name].shape != expected[name]]  # fmt: skip
     if problems:
         raise UserError(sorted(problems)[0] + (f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""))
-    if type(vocab) is not int or not 0 < vocab <= config["vocab_size"]:
-        raise UserError(f"{path}: its vocabulary is {vocab}, its table has {config['vocab_size']} rows; give another")
+    if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
+        raise UserError(f"{path}: its vocabulary is {vocab}, its table has {config.vocab_size} rows; give another")
     return vocab, tokenizer if is_tokenizer(tokenizer, vocab) else dict(kind="unknown")
 
 
@@ -114,13 +111,14 @@ def is_tokenizer(spec, vocab: int) -> bool:
     return vocab <= dict(gpt2=GPT2_VOCAB, byte=256).get(kind, 0)
 
 
-def crop_block_size(config: dict, weights: dict[str, Tensor], block_size: int) -> dict:
-    """The same model for a shorter context: the first block_size position embeddings. Raises UserError for a longer one."""
-    if block_size > config["block_size"]:
-        raise UserError(f"block_size: {block_size}, but the pretrained model has {config['block_size']} positions; "
-                        f"--block_size={config['block_size']} or less")  # fmt: skip
-    positions = weights["transformer.wpe.weight"][:block_size].clone()
-    return dict(model_config=config | dict(block_size=block_size), model=weights | {"transformer.wpe.weight": positions})
+def crop_block_size(config: GPTConfig, weights: dict[str, Tensor], block_size: int) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The same model for a shorter context: the first block_size positions. Raises UserError for a longer one."""
+    if block_size > config.block_size:
+        raise UserError(f"block_size: {block_size}, but the pretrained model has {config.block_size} positions; "
+                        f"--block_size={config.block_size} or less")  # fmt: skip
+    if config.model == "gpt2":  # the fast model has no weights that belong to a position
+        weights = weights | {"transformer.wpe.weight": weights["transformer.wpe.weight"][:block_size].clone()}
+    return replace(config, block_size=block_size), weights
 
 
 def fetch(name: str) -> Path:
@@ -234,6 +232,8 @@ def write_hf(state: dict, folder: Path) -> None:
     from safetensors.torch import save_file
 
     config, vocab, tokenizer = GPTConfig(**state["model_config"]), state["vocab"], state["tokenizer"]
+    if config.model != "gpt2":
+        raise UserError("ckpt-to-hf: the fast model is no GPT-2, and Hugging Face has no architecture for it; use sample.py")
     weights = {}
     for name, tensor in state["model"].items():
         if name.endswith(("wte.weight", "lm_head.weight")):
@@ -308,9 +308,6 @@ def nanogpt_to_ckpt(source: str, out: str) -> None:
 
 def ckpt_to_hf(source: str, out: str) -> None:
     state, folder = read_weights(source), Path(out)
-    with torch.device("meta"):
-        if not isinstance(build_model(state["model_config"]), GPT):
-            raise UserError(f"{source}: Hugging Face has no architecture for model=fast; sample.py reads it as it is")
     write_hf(state, folder)
     kind = state["tokenizer"]["kind"]
     if kind == "gpt2" and not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import GPT, KVCache
+from model_fast import FastGPT
 
 
 @torch.no_grad()
-def stream(model: GPT, idx: Tensor, max_new_tokens: int, vocab: int, temperature: float = 1.0, top_k: int = 0,
+def stream(model: GPT | FastGPT, idx: Tensor, max_new_tokens: int, vocab: int, temperature: float = 1.0, top_k: int = 0,
            generator: torch.Generator | None = None, top_p: float = 1.0) -> Iterator[Tensor]:
     """
     Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below `vocab` (the
@@ -34,7 +35,7 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, vocab: int, temperature
         yield new
 
 
-def generate(model: GPT, idx: Tensor, *args, **kwargs) -> Tensor:
+def generate(model: GPT | FastGPT, idx: Tensor, *args, **kwargs) -> Tensor:
     """idx (B, T) and all that `stream` continues it with, -> (B, T + max_new_tokens)."""
     return torch.cat((idx, *stream(model, idx, *args, **kwargs)), dim=1)
 

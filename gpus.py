@@ -11,7 +11,8 @@ import torch
 
 from configurator import Config
 from errors import UserError, did_you_mean
-from model import GPTConfig, count_parameters
+from model import GPTConfig
+from recipe import count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
 USABLE_MEMORY = 0.95  # of a card's memory; the driver, and often a desktop, hold the rest
@@ -84,33 +85,33 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
     stream at both norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and
     after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
-    formula keeps its T x T weights too. A logit takes 14 bytes with its softmax and gradients (as measured on a CPU), and
-    only itself and its gradient where compiled code fuses the rest.
+    formula keeps its T x T weights too. A logit takes three float32 numbers in eager mode, when the loss's backward pass
+    turns the gradient of its log-softmax into its own; compiled code writes the gradient over the logit itself, and then
+    makes that of the head's weights. On the CPU all this equals the tensors alive at the peak; with fewer tokens in a
+    micro-batch than channels the peak comes later and is higher, when the gradients of a tied table are summed.
     """
-    n, _ = count_parameters(model)
+    n, in_products = count_parameters(model)
     C, T, half = model.n_embd, model.block_size, dtype != torch.float32
     block = (36 if half else 64) * C + 16 + 4 * model.n_head
     if model.dropout:
         block += 2 * C  # a mask of one byte after each half
     if not model.flash:
         block += (6 if half else 4) * model.n_head * T
-    logits = (4 if half else 8) if compiled else 14
+    tokens, element = batch_size * T, 2 if half else 4
     return dict(
-        weights=(6 if half else 4) * n,  # float32, and autocast's copy
+        weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
         gradients=4 * n,
         optimizer=8 * n,  # Adam's two moments
-        activations=batch_size * T * (model.n_layer * block + (6 if half else 8) * C),  # the last norm's input and output
-        logits=batch_size * T * logits * model.vocab_size,
+        activations=tokens * (model.n_layer * block + (6 if half else 8) * C),  # the last norm's input and output
+        logits=(element * (tokens + C) if compiled else 12 * tokens) * model.vocab_size,
         workspace=WORKSPACE_BYTES,
     )
 
 
 def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torch.dtype, compiled: bool) -> int | None:
     """The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not even 1 does."""
-    parts = memory_bytes(model, 1, dtype, compiled)
-    sequence = parts["activations"] + parts["logits"]
-    room = capacity - sum(parts.values()) + sequence
-    return next((b for b in range(sequences, 0, -1) if sequences % b == 0 and b * sequence <= room), None)
+    needed = {b: sum(memory_bytes(model, b, dtype, compiled).values()) for b in range(1, sequences + 1) if sequences % b == 0}
+    return max((b for b in needed if needed[b] <= capacity), default=None)
 
 
 def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1) -> str:

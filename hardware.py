@@ -8,6 +8,7 @@ appendix B). What is known of each card stands in gpus.csv; gpus.py reads it.
 import contextlib
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +56,13 @@ class Hardware:
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / GIB
-        if sys.platform == "win32":
-            return None
-        import resource
+        if sys.platform == "linux":  # not ru_maxrss, which begins with what the parent process had in use
+            return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / GIB
+        if sys.platform == "darwin":
+            import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB  # macOS counts bytes, Linux KiB
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB
+        return None
 
     def usable_bytes(self) -> float:
         """Device memory that this process has or could still get, bytes: on CUDA what others leave, else infinite."""

@@ -6,7 +6,6 @@ positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in 
 C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ class GPTConfig:
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: the plain formula
+    model: str = "gpt2"  # or "fast": model_fast.py
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:
@@ -156,13 +156,6 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
-    def parameter_groups(self, weight_decay: float) -> list[dict]:
-        """AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
-        decayed = [p for p in self.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]
-        groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
-        return [group for group in groups if group["params"]]
-
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches."""
         positions = torch.arange(caches[0].length, caches[0].length + idx.size(1), device=idx.device)
@@ -170,29 +163,3 @@ class GPT(nn.Module):
         for block, cache in zip(self.transformer.h, caches):
             x = block(x, cache)
         return self.lm_head(self.transformer.ln_f(x[:, -1]))
-
-
-# -----------------------------------------------------------------------------
-# Arithmetic
-
-
-@functools.cache
-def count_parameters(config: GPTConfig) -> tuple[int, int]:
-    """(all parameters, those that take part in matrix products and norms: N in the FLOP formula below)."""
-    with torch.device("meta"):  # shapes without memory
-        model = GPT(config)
-    total = sum(p.numel() for p in model.parameters())
-    tables = model.transformer.wpe.weight.numel()
-    if not config.tie_weights:
-        tables += model.transformer.wte.weight.numel()
-    return total, total - tables
-
-
-def flops_per_token(config: GPTConfig) -> int:
-    """
-    Floating-point operations per trained token, forward and backward: 6 N + 12 L H Q T, with N the parameters less
-    look-up tables, L layers, H heads of size Q, T = block_size (PaLM paper, appendix B; nanoGPT's number for the tied
-    model). A token embedding of its own is a table: tying changes nothing. Recomputed activations do not count.
-    """
-    _, n = count_parameters(config)
-    return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size

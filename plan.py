@@ -17,13 +17,13 @@ import torch
 
 import hardware
 from configurator import Config
-from dataloader import dataset_folder, open_dataset
+from dataset import dataset_folder, open_dataset
 from errors import UserError
 from gpus import USABLE_MEMORY, find_row, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
-from model import GPTConfig, count_parameters, flops_per_token
+from model import GPTConfig
+from recipe import count_parameters, flops_per_token, model_config
 from runlog import count, read_lines, say
 from tokenizer import GPT2_VOCAB
-from train import model_config
 
 # What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %; A100 PCIe 32 %,
 # A100 SXM 60 %, H100 40 % (throughput published by llm.c and its readers).
@@ -82,7 +82,7 @@ def card_here(config: Config) -> Card:
 
 def eval_size(config) -> int:
     """Tokens of one evaluation: both splits."""
-    return 2 * (config.eval_tokens or config.eval_iters * config.batch_size * config.block_size)
+    return 2 * config.eval_size
 
 
 def given_pace(config: Config, iter_seconds: float, params: int, source: str = "given") -> Pace:
@@ -239,7 +239,7 @@ def table_lines(plans: list[dict]) -> list[str]:
 def main(config: Config, options: dict) -> dict:
     """`bench.py plan`: print the plan and return it for --json. `options` are its flags, None where not given."""
     folder, gpus = dataset_folder(config.dataset), int(options["gpus"] or 1)
-    data = open_dataset(config.dataset) if folder.is_dir() else None
+    data = open_dataset(config.dataset) if folder.is_dir() and not config.stream else None
     vocab = data.vocab if data else GPT2_VOCAB
     model = model_config(config, vocab)
     bill = dict(gpus=gpus, dataset_tokens=options["dataset_tokens"] or (len(data.train) if data else None),

@@ -139,7 +139,11 @@ class Signals:
         if self.ranks.first:
             print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
 
-    def check(self) -> None:
-        (self.agreed,) = self.ranks.max([self.received])
-        if self.agreed:
-            raise Interrupted
+    def check(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Raises Interrupted on all ranks where one got a signal; otherwise returns once `ready()` is true on all of them."""
+        waiting = True
+        while waiting:
+            waits_here = not ready()
+            self.agreed, waiting = self.ranks.max([self.received, waits_here])
+            if self.agreed:
+                raise Interrupted

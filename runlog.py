@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from configurator import Config, config_values
-from dataloader import Dataset, TrainBatches
+from dataloader import TrainBatches
+from dataset import Dataset
 from errors import RunError
 from hardware import Hardware, tensor_core_hints
-from model import GPTConfig, count_parameters, flops_per_token
+from model import GPTConfig
 from ranks import Ranks
+from recipe import count_parameters, flops_per_token
 from tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
@@ -119,13 +121,16 @@ class RunLog:
         """The first lines: what is trained, on what, with what."""
         c, hw = self.config, self.hw
         self.train_tokens, self.flops_per_token = len(data.train), flops_per_token(model)
+        train = count(self.train_tokens)
+        if data.stream:
+            self.train_tokens, train = None, "streamed"  # nobody has counted them
         parameters, _ = count_parameters(model)
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, so mfu n/a (--peak_tflops sets it)"
         dtype = str(hw.dtype).removeprefix("torch.")
         say(f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> {model.vocab_size}, "
             f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)")  # fmt: skip
         say(f"device: {hw.name}, {dtype}, {peak}")
-        say(f"data: {data.folder}, {count(len(data.train))} train and {count(len(data.val))} val tokens")
+        say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         say(f"tokens per iteration will be: {self.tokens_per_iter:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
         if self.ranks.world_size > 1:
@@ -153,13 +158,14 @@ class RunLog:
         timed = sum(result.timed for result in self.results) or 1
         loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / timed, mem_gib or None
         tokens_per_sec = self.tokens_per_iter / step_seconds
+        epoch = f"{last.tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
         values = dict(iter=last.iter_num, tokens=last.tokens, loss=loss, lr=last.lr,
                       grad_norm=last.grad_norm.item(), step_ms=1000 * step_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu,
                       mem_gib=mem_gib, data_wait_ms=1000 * waited / timed)  # fmt: skip
         say(f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
             f"mfu {'n/a' if mfu is None else f'{mfu:.2%}'}, tok/s {tokens_per_sec:,.0f}, lr {last.lr:.2e}, "
-            f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {last.tokens / self.train_tokens:.2f}, "
+            f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {epoch}, "
             f"mem {'n/a' if mem_gib is None else f'{mem_gib:.1f}GiB'}, eta {duration(self.eta(step_seconds))}")  # fmt: skip
         self.record("step", **values)
         self.mark_spike(last.iter_num, values["loss"])

@@ -19,10 +19,12 @@ import torch
 
 import hardware
 from configurator import BOOLEANS, DTYPES, Config
-from convert import build_model, read_weights
+from convert import read_weights
 from errors import RunError, UserError, run_main
 from generate import stream
-from model import GPT
+from model import GPT, GPTConfig
+from model_fast import FastGPT
+from recipe import build_model
 from tokenizer import Tokenizer
 
 RULER = "---------------"
@@ -85,7 +87,9 @@ def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
     return ids
 
 
-def stream_samples(model: GPT, idx: torch.Tensor, text: Tokenizer, vocab: int, args: argparse.Namespace) -> list[list[int]]:
+def stream_samples(
+    model: GPT | FastGPT, idx: torch.Tensor, text: Tokenizer, vocab: int, args: argparse.Namespace
+) -> list[list[int]]:
     """Print the first sample while the batch grows; returns all samples' ids, the prompt's included, up to their end."""
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
@@ -120,7 +124,7 @@ def main(argv: list[str]) -> int:
     elif args.top_k > vocab:
         raise UserError(f"top_k: {args.top_k} is more than the vocabulary of {vocab}; --top_k=0 draws from all of it")
     hw = hardware.set_up(Config(device=args.device, dtype=args.dtype))
-    model = build_model(state["model_config"])
+    model = build_model(GPTConfig(**state["model_config"]))
     model.load_state_dict(state["model"])
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("init_from: its weights are not finite, the run has diverged; give an older checkpoint")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from checkpoint import holds_run, load_newest
 from configurator import Config, config_values
-from dataloader import check_dataset, dataset_folder, is_made_on_demand
+from dataset import check_dataset, dataset_folder, is_made_on_demand
 from errors import UserError
 from ranks import Ranks
 
-ARCHITECTURE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
+ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 ROUNDING = ("device", "dtype", "compile", "flash", "tf32", "batch_size", "gradient_accumulation_steps")
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "seed")  # with these the weights and the order of the data stand
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "seed", "stream")  # weights and order of the data stand with these
 
 
 class Start:
@@ -92,7 +92,7 @@ def read_pretrained(config: Config) -> dict:
 def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
     """Set these keys to the saved values; list those that a file or flag has set to something else."""
     problems = []
-    for name in names:
+    for name in (name for name in names if name in saved):
         if name in config.given and getattr(config, name) != saved[name]:
             source = "the checkpoint" if config.init_from in ("resume", "auto") else config.init_from
             problems.append(f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of {source}; leave it out")

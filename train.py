@@ -32,12 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import hardware
 from configurator import Config, config_values, load_config
-from dataloader import TokenStream, TrainBatches, check_dataset, eval_batches, open_dataset, split_block
+from dataloader import TrainBatches, eval_batches, split_block
+from dataset import HeldTokens, TokenStream, check_dataset, open_data
 from errors import RunError, UserError, run_main
 from generate import generate
 from gpus import out_of_memory_advice
-from model import GPT, GPTConfig, pad_vocab
 from ranks import Interrupted, Ranks, Signals
+from recipe import build_model, build_optimizer, model_config
 from runlog import IterationResult, Ledger, RunLog, say
 from start import Start, prepare_on_demand
 from tokenizer import Tokenizer
@@ -91,12 +92,12 @@ def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], N
     return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n), sum(counts)
 
 
-def get_lr(it: int, config: Config, horizon: int) -> float:
-    """The learning rate of iteration `it`: linear warm-up, then the decay to min_lr at iteration `horizon`."""
+def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
+    """The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at iteration `horizon`."""
     if it < config.warmup_iters:
-        return config.learning_rate * (it + 1) / (config.warmup_iters + 1)
+        return highest * (it + 1) / (config.warmup_iters + 1)
     if not config.decay_lr:
-        return config.learning_rate
+        return highest
     start = config.warmup_iters
     if config.lr_schedule == "wsd":
         start = max(start, horizon - round(config.decay_fraction * horizon))
@@ -104,7 +105,7 @@ def get_lr(it: int, config: Config, horizon: int) -> float:
         return config.min_lr
     progress = max(0, it - start) / max(1, horizon - start)
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
-    return config.min_lr + shape * (config.learning_rate - config.min_lr)
+    return config.min_lr + shape * (highest - config.min_lr)
 
 
 # -----------------------------------------------------------------------------
@@ -131,19 +132,19 @@ class Run:
         self.ledger, self.signals = Ledger(BEGAN), Signals(ranks)
         ranks.check_share(config.gradient_accumulation_steps)
         self.hw = hardware.set_up(config, ranks.local_rank)
-        self.data = open_dataset(config.dataset)
+        self.data = open_data(config, start.resumed and start.resumed.get("stream"))
         if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
-            raise UserError(f"dataset: {self.data.folder} is not what the checkpoint was trained on, or has changed since")
+            raise UserError(f"dataset: {self.data.source} is not what the checkpoint was trained on, or has changed since")
         if start.saved and start.saved["vocab"] < self.data.vocab:
             known = start.saved["vocab"]
             raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
         ranks.check_same("dataset", self.data.fingerprint)
         torch.manual_seed(config.seed)
         self.model_config = model_config(config, self.data.vocab, start.saved)
-        self.model = GPT(self.model_config).to(self.hw.device)
+        self.model = build_model(self.model_config).to(self.hw.device)
         torch.manual_seed(config.seed + ranks.rank)  # other dropout on every rank
         self.compiled = self.model  # until compile(): the same weights, compiled
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config, self.hw.dtype)
         self.scaler = self.hw.grad_scaler()
         self.progress = Progress(lr_horizon=config.lr_decay_iters or config.max_iters)
         if start.saved:
@@ -187,6 +188,7 @@ class Run:
             vocab=self.data.vocab,
             tokenizer=self.data.tokenizer,
             data_fingerprint=self.data.fingerprint,
+            stream=self.data.stream and self.data.stream.position(self.progress.sequences),
             config=config_values(self.config),
         )
 
@@ -215,14 +217,14 @@ class Run:
 
     def iterate(self) -> None:
         c, p = self.config, self.progress
-        lr = get_lr(p.iter_num, c, p.lr_horizon)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = get_lr(p.iter_num, c, p.lr_horizon, group["initial_lr"])
+        lr = self.optimizer.param_groups[0]["lr"]
         graphs, steps_before = compiled_graphs(), self.ledger.seconds["steps"]
         with self.ledger.book("steps"):
             losses, grad_norm = train_step(
                 self.step_model, self.optimizer, self.scaler, self.timed_batches, self.grad_accum, c.grad_clip,
-                self.hw.autocast(), self.signals.check,
+                self.hw.autocast(), lambda: self.signals.check(self.data_ready),
             )  # fmt: skip
         if recompiled := compiled_graphs() != graphs:
             self.settle()
@@ -234,6 +236,10 @@ class Run:
         p.sequences += c.batch_size * c.gradient_accumulation_steps
         p.tokens += c.batch_size * c.gradient_accumulation_steps * c.block_size
         self.rng = hardware.get_rng_state(self.hw.device)
+
+    def data_ready(self) -> bool:
+        with self.ledger.book("data wait"):
+            return self.batches.ready()
 
     def compile(self) -> None:
         """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
@@ -274,9 +280,9 @@ class Run:
         self.saved_at = None  # a checkpoint of this iteration, if there is one, does not know of this evaluation
         return improved
 
-    def mean_loss(self, stream: TokenStream, spread: bool = False) -> float:
+    def mean_loss(self, stream: TokenStream | HeldTokens, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
-        tokens = min(c.eval_tokens or c.eval_iters * c.batch_size * c.block_size, len(self.data.val))  # as many of each split
+        tokens = min(c.eval_size, len(self.data.val))  # as many of each split
         batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
         total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
         return total / count
@@ -337,19 +343,6 @@ class Run:
         except OSError as error:  # the checkpoint itself is safe
             self.log.warn(self.progress.iter_num, f"{path} is saved, but tidying up after it failed: {error}")
         return size
-
-
-def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
-    """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
-    names = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
-    vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
-    return GPTConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in names})
-
-
-def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
-    groups = model.parameter_groups(config.weight_decay)
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")  # one kernel that can skip an update; on MPS it cannot
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def compiled_graphs() -> int:

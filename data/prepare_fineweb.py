@@ -14,6 +14,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -26,7 +28,9 @@ from errors import UserError, run_main
 from tokenizer import Tokenizer
 
 COLUMN = "text"
-ROWS_PER_READ = 256
+ROWS_PER_READ = 256  # of jsonl
+BYTES_PER_READ = 4_000_000  # of parquet, but no more than MAX_ROWS
+MAX_ROWS = 1024
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}  # file ending -> builder of the datasets library
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")  # of Arrow
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)  # waits while the hub fails, on top of the library's own attempts
@@ -35,21 +39,26 @@ BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)  # waits while the hub fails, on
 # Sources: parquet and jsonl files, here or on the hub
 
 
-def local_files(source: str) -> list[str]:
-    """The files of a path, folder or pattern, sorted by name. Raises UserError."""
+def local_files(source: str, flag: str = "--source") -> list[str]:
+    """The files of a path, folder or pattern, sorted by name. Raises UserError, which names the flag."""
     paths = [Path(source)] if os.path.exists(source) else [Path(path) for path in glob.glob(source, recursive=True)]
     if not paths:
-        raise UserError(f"--source={source}: no such file")
+        raise UserError(f"{flag}={source}: no such file")
     files = [inner for path in paths for inner in (path.rglob("*") if path.is_dir() else [path]) if inner.is_file()]
     names = sorted(str(file) for file in files if file_format(str(file)))
     if empty := [name for name in names if not os.path.getsize(name)]:
         raise UserError(*(f"{name}: is empty; remove it" for name in empty))
     if not names:
-        raise UserError(f"--source={source}: needs .parquet or .jsonl files (.jsonl.gz and .jsonl.zst too)")
+        raise UserError(f"{flag}={source}: needs .parquet or .jsonl files (.jsonl.gz and .jsonl.zst too)")
     return names
 
 
-def hub_files(dataset: str, name: str, revision: str | None) -> tuple[list[str], str]:
+def describe_files(files: list[str]) -> str:
+    """What local files have in place of a revision."""
+    return f"{len(files)} files, {sum(os.path.getsize(file) for file in files)} bytes"
+
+
+def hub_files(dataset: str, name: str | None, revision: str | None, flag: str = "--source") -> tuple[list[str], str]:
     """The addresses of a hub dataset's training files, in its own order, and the revision they are from. Raises UserError."""
     try:
         from huggingface_hub import HfApi
@@ -58,9 +67,9 @@ def hub_files(dataset: str, name: str, revision: str | None) -> tuple[list[str],
         builder = quiet_datasets().load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        raise UserError(f"{dataset}: {reason(error)}; mend that, or give local files with --source") from None
+        raise UserError(f"{dataset}: {reason(error)}; mend that, or give local files with {flag}") from None
     if not files or not all(map(file_format, files)):
-        raise UserError(f"{dataset} {name}: has no training split of parquet or jsonl files; choose another --name")
+        raise UserError(f"{dataset} {name or ''}: has no training split of parquet or jsonl files; choose another --name")
     return files, revision
 
 
@@ -80,25 +89,28 @@ def file_format(name: str) -> str | None:
     return FORMATS.get(Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix)
 
 
-def read_rows(name: str, row: int) -> Iterator[tuple[int, Rows]]:
+def read_rows(name: str, row: int, turns: Iterator[bool]) -> Iterator[tuple[int, Rows]]:
     """
-    The texts of a file, a path or an hf:// address, from `row` on: the number of the first one, and some texts.
-    Invalid UTF-8 becomes U+FFFD. Raises UserError where there is no text, and whatever reading throws.
+    The texts of a file, a path or an hf:// address, from `row` on: the number of the first one, and some texts. `turns`
+    says of each such batch whether to read it; the texts of one left out are None. Invalid UTF-8 becomes U+FFFD.
+    Raises UserError where there is no text, and whatever reading throws.
     """
     import pyarrow
 
-    columns = parquet_columns(name, row) if file_format(name) == "parquet" else json_columns(name)
-    for first, column in columns:
-        if first + len(column) <= row:
+    for first, rows, load in parquet_columns(name) if file_format(name) == "parquet" else json_columns(name):
+        if first + rows <= row:
             continue
         skipped = max(row - first, 0)
-        texts = column.slice(skipped).cast(pyarrow.large_binary()).to_pylist()
-        yield first + skipped, [text if text is None else text.decode(errors="replace") for text in texts]
+        if next(turns):
+            texts = load().slice(skipped).cast(pyarrow.large_binary()).to_pylist()
+            yield first + skipped, [text if text is None else text.decode(errors="replace") for text in texts]
+        else:
+            yield first + skipped, [None] * (rows - skipped)
 
 
-def parquet_columns(name: str, row: int):
+def parquet_columns(name: str):
     """
-    The column of texts in pieces, each with the number of its first row, from the row group that holds `row` on.
+    The column of texts in pieces: the number of a piece's first row, its rows, and what reads it before the next is asked for.
     With pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer and, when it begins amid a
     file, downloads what it skips.
     """
@@ -108,15 +120,21 @@ def parquet_columns(name: str, row: int):
     with HfFileSystem().open(name) if "://" in name else open(name, "rb") as file:
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)  # pre-buffered bytes are kept until the file's end
         check_column(name, parquet.schema_arrow)
-        first = 0
+        leaves = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+        column, first = leaves.index(COLUMN), 0
         for group in range(parquet.num_row_groups):
-            rows = parquet.metadata.row_group(group).num_rows
-            if first + rows <= row:
-                first += rows
-                continue
-            for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[COLUMN]):
-                yield first, batch.column(0)
-                first += len(batch)
+            metadata = parquet.metadata.row_group(group)
+            row_bytes = metadata.column(column).total_uncompressed_size // max(metadata.num_rows, 1) + 1
+            size = min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
+            batches = enumerate(parquet.iter_batches(size, row_groups=[group], columns=[COLUMN]))  # reads when it is asked
+            for number, start in enumerate(range(0, metadata.num_rows, size)):
+                rows = min(size, metadata.num_rows - start)
+                yield first + start, rows, partial(find_column, batches, number)
+            first += metadata.num_rows
+
+
+def find_column(batches, wanted: int):
+    return next(batch.column(0) for number, batch in batches if number == wanted)
 
 
 def json_columns(name: str):
@@ -128,7 +146,7 @@ def json_columns(name: str):
     first = 0
     for table in stream.with_format("arrow").iter(batch_size=ROWS_PER_READ):
         check_column(name, table.schema)
-        yield first, table.column(COLUMN)
+        yield first, len(table), partial(table.column, COLUMN)
         first += len(table)
 
 
@@ -139,17 +157,24 @@ def check_column(name: str, schema) -> None:
         raise UserError(f"{name}: its column {COLUMN} holds {schema.field(COLUMN).type}, not text")
 
 
-def files_source(files: list[str], backoff: tuple[float, ...] = ()) -> Source:
-    """Parquet and jsonl files as a source. A file that fails is opened again at the same row after each wait of `backoff`."""
+def files_source(files: list[str], backoff: tuple[float, ...] = (), turns: tuple[bool, ...] = (True,),
+                 again_from: tuple[int, int] | None = None) -> Source:
+    """
+    Parquet and jsonl files as a source. A file that fails is opened again at the same row after each wait of `backoff`.
+    Of each len(turns) batches those are read whose turn is true, the others' texts are None. The source ends with the
+    last file, or goes on for ever at the place `again_from`.
+    """
 
     def source(file: int, row: int) -> Iterator[Batch]:
-        waits = iter(backoff)
+        waits, batches = iter(backoff), 0
         while file < len(files):
             try:
-                for first, rows in read_rows(files[file], row):
+                for first, rows in read_rows(files[file], row, islice(cycle(turns), batches % len(turns), None)):
                     yield file, first, rows
-                    row, waits = first + len(rows), iter(backoff)
+                    row, waits, batches = first + len(rows), iter(backoff), batches + 1
                 file, row = file + 1, 0
+                if file == len(files) and again_from is not None:
+                    file, row = again_from
             except UserError:
                 raise
             except Exception as error:  # whatever a network or a damaged file throws
@@ -163,7 +188,7 @@ def files_source(files: list[str], backoff: tuple[float, ...] = ()) -> Source:
 
 
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
 
 
 # -----------------------------------------------------------------------------
@@ -211,8 +236,7 @@ def main(argv: list[str]) -> int | None:
     tokenizer = Tokenizer({"kind": "gpt2"})
     if arguments.source:
         title, files = arguments.source, local_files(arguments.source)
-        revision = f"{len(files)} files, {sum(os.path.getsize(file) for file in files)} bytes"
-        source = files_source(files)
+        revision, source = describe_files(files), files_source(files)
     else:
         title = f"{arguments.dataset} {arguments.name}"
         files, revision = hub_files(arguments.dataset, arguments.name, begun_revision(arguments.out, title))

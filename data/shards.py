@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoint import fsync_folder
-from dataloader import Shard, dataset_folder, open_shard, read_json, write_shard
+from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, Shard, dataset_folder, open_shard, read_json
 from errors import RunError, UserError
 from tokenizer import Tokenizer
 
@@ -245,6 +245,23 @@ class ShardWriter:
             )
         self.manifest["complete"] = True
         self.finish_shard()
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the file's sha256."""
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    body = np.ascontiguousarray(tokens, dtype="<u2")
+    sha256 = hashlib.sha256(header)
+    sha256.update(body)  # no copies: a shard of 100M tokens is 200 MB
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(header)
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return sha256.hexdigest()
 
 
 def split_of(shard: dict) -> str:

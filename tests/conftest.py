@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from dataloader import write_shard
+from data.shards import write_shard
 from errors import run_main
 
 torch.set_num_threads(1)  # models this small only wait for further threads, the longer the busier the machine

@@ -96,7 +96,9 @@ def configs(draw):
             values[name] = draw(st.integers(int(max(low, 0)), int(min(high, 10**6))))
         else:
             values[name] = draw(st.floats(max(low, 0.0), min(high, 1e6), allow_nan=False))
-    values["n_embd"] = values["n_head"] * draw(st.integers(1, 8))
+    values["n_embd"] = values["n_head"] * 4 * draw(st.integers(1, 8))
+    if values["model"] == "fast":
+        values |= dict(tie_weights=False, dropout=0.0, flash=True)
     values["n_head"], values["n_embd"] = min(values["n_head"], 8192), min(values["n_head"], 8192) * 8
     values["tokens_per_iter"] = 0
     values["overwrite"] = values["overwrite"] and values["init_from"] not in ("resume", "auto")

@@ -4,6 +4,7 @@ import json
 import pickle
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import write_dataset
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configurator import Config
-from dataloader import HEADER_INTS, TokenStream, TrainBatches, WindowOrder, eval_batches, open_dataset, open_shard, write_shard
+from data.shards import write_shard
+from dataloader import TrainBatches, WindowOrder, eval_batches
+from dataset import HEADER_INTS, TokenStream, open_dataset, open_shard
 from errors import RunError, UserError
 
 CPU = torch.device("cpu")
@@ -74,7 +77,7 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(split, c
 
     def sequences(batch_size, world_size, count):
         config = Config(batch_size=batch_size, block_size=8, seed=seed)
-        data = type("Data", (), dict(train=stream))
+        data = type("Data", (), dict(train=stream, stream=None))
         ranks = [TrainBatches(data, config, CPU, consumed, rank, world_size) for rank in range(world_size)]
         rows = []
         while len(rows) < count:
@@ -151,6 +154,17 @@ def test_the_file_handle_sees_a_shard_cut_under_it(tmp_path):
         file.truncate(1024 + 500)
     with pytest.raises(RunError, match="changed since the run began"):
         stream.read_windows([400], 20)
+
+
+def test_reading_shards_does_not_take_memory_as_they_are_read(tmp_path):
+    """nanoGPT #287: the pages of a memory map count as the process's, 100 MB here."""
+    path = tmp_path / "train_000000.bin"
+    write_shard(path, np.zeros(50_000_000, dtype="<u2"))
+    stream = TokenStream([open_shard(path)], 256)
+    before = psutil.Process().memory_info().rss
+    for position in range(0, len(stream), 1_000_000):
+        stream.read_windows([position], 1_000_000)
+    assert psutil.Process().memory_info().rss - before < 30e6  # a window of a million tokens is 8 MB, and malloc keeps some
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_shard_and_offset(tmp_path):

@@ -1,9 +1,12 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
+import itertools
+
 import pytest
 import torch
 
 import bench
+import hardware
 from configurator import Config, load_config
 from errors import UserError
 from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
@@ -16,20 +19,21 @@ GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
 
 @pytest.mark.parametrize(
     "batch_size, compiled, gigabytes",
-    [(8, False, 11.4), (8, True, 7.3), (12, False, 15.6), (12, True, 9.5), (16, False, 19.9), (16, True, 11.7)],
+    [(8, False, 10.5), (8, True, 6.5), (12, False, 14.4), (12, True, 8.3), (16, False, 18.2), (16, True, 10.1)],
 )
 def test_memory_of_gpt124m(batch_size, compiled, gigabytes):
-    """By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 14 eager and 4 compiled; GB = 1e9."""
+    """By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2 compiled; compiled
+    another 2 C V = 0.08 GB; GB = 1e9."""
     assert sum(memory_bytes(GPT124M, batch_size, BF16, compiled).values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 def test_parts_of_gpt124m_by_hand():
     """N = 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768 = 124,373,760."""
     parts = memory_bytes(GPT124M, 8, BF16, compiled=True)
-    assert parts["weights"] == 6 * 124_373_760
+    assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768  # positions are looked up in float32
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
-    assert parts["logits"] == 8 * 1024 * 4 * 50304
+    assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
 
 
@@ -39,9 +43,9 @@ def test_plain_attention_keeps_its_square_of_weights():
 
 
 def test_largest_micro_batch_that_fits_divides_the_sequences():
-    """512 sequences an iteration; 12 would fit into 10 GB, but does not divide 512."""
-    assert fitting_batch(GPT124M, 512, 10e9, BF16, compiled=True) == 8
-    assert fitting_batch(GPT124M, 480, 10e9, BF16, compiled=True) == 12
+    """512 sequences an iteration; 12 would fit into 9 GB, but does not divide 512."""
+    assert fitting_batch(GPT124M, 512, 9e9, BF16, compiled=True) == 8
+    assert fitting_batch(GPT124M, 480, 9e9, BF16, compiled=True) == 12
     assert fitting_batch(GPT124M, 512, 2e9, BF16, compiled=True) is None
 
 
@@ -50,7 +54,7 @@ def test_out_of_memory_names_the_pair_that_fits():
         config = Config(batch_size=batch_size, gradient_accumulation_steps=accum)
         return out_of_memory_advice(config, GPT124M, BF16, capacity, world_size)
 
-    assert advice(32, 16).endswith("in about 11.7 GB: --batch_size=16 --gradient_accumulation_steps=32")
+    assert advice(32, 16).endswith("in about 10.1 GB: --batch_size=16 --gradient_accumulation_steps=32")
     assert advice(32, 16, world_size=2).endswith("--batch_size=16 --gradient_accumulation_steps=32")
     # the model thinks that 8 fits, and it did not: the next below
     assert "--batch_size=4 --gradient_accumulation_steps=128" in advice(8, 64)
@@ -66,17 +70,52 @@ def test_unknown_gpu_gets_a_hint(typed, meant):
         resolve_gpu(typed)
 
 
+# -----------------------------------------------------------------------------
+# The memory model on a CPU; the workspace in it is CUDA's
+
+
+def trainee(folder, **changes) -> bench.Trainee:
+    keys = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu", compile=False,
+                dataset="none") | changes  # fmt: skip
+    config = load_config([f"--{name}={value}" for name, value in keys.items()])
+    return bench.build(config, hardware.set_up(config), bench.open_data(config, folder))
+
+
+def live_peak_bytes(step) -> int:
+    """The most bytes of tensors, beyond those from before, that lived at once during step(), as the allocator counted."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(n_layer=2, n_embd=128, dtype="float32"),
+        dict(n_layer=2, n_embd=256, dtype="float32", tie_weights=False),
+        dict(n_layer=4, n_embd=128, dtype="bfloat16"),
+        pytest.param(dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow),
+        pytest.param(dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_memory_model_counts_the_tensors_alive(changes, tmp_path):
+    """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
+    t = trainee(tmp_path, **changes)
+    t.step()
+    measured = bench.resident_bytes(t) + live_peak_bytes(t.step)
+    modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile).values()) - WORKSPACE_BYTES
+    assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n_layer, n_embd", [(2, 128), (4, 256), (6, 384)])
-def test_memory_model_on_a_cpu(n_layer, n_embd):
-    """Within 15 % of what the process grows by in eager float32, where activations and logits take most of it. The
-    workspace is CUDA's and not in it; what is missing is fragments of the allocator and gradients in flight."""
-    keys = dict(n_layer=n_layer, n_head=n_layer, n_embd=n_embd, batch_size=4, block_size=256, gradient_accumulation_steps=2,
-                device="cpu", dtype="float32", compile=False, dataset="none")  # fmt: skip
-    config, ratios = load_config([f"--{name}={value}" for name, value in keys.items()]), []
-    for _ in range(3):  # a busy machine takes pages back while they are counted
-        result = bench.attempt(config, trials=1)
-        ratios.append((result["mem_model_gib"] - WORKSPACE_BYTES / 2**30) / result["mem_training_gib"])
-        if abs(ratios[-1] - 1) < 0.15:
-            break
-    assert abs(ratios[-1] - 1) < 0.15, f"modelled / measured: {ratios}"
+def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
+    """Also where its parent had more in use. Pages, fragments and code are a machine's own: between -10 and +40 %."""
+    ballast = torch.ones(2**28)  # 1 GiB
+    keys = dict(n_layer=4, n_head=4, n_embd=256, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu",
+                dtype="float32", compile=False, dataset="none")  # fmt: skip
+    result = bench.attempt(load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1)
+    modelled = result["mem_model_gib"] - WORKSPACE_BYTES / 2**30
+    assert 0.9 < result["mem_training_gib"] / modelled < 1.4
+    assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 2**28

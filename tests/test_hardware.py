@@ -7,7 +7,8 @@ import hardware
 from configurator import Config
 from gpus import find_row, read_gpu_table, row_peak
 from hardware import Hardware
-from model import GPTConfig, flops_per_token
+from model import GPTConfig
+from recipe import flops_per_token
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from generate import generate
-from model import GPT, GPTConfig, count_parameters, flops_per_token, pad_vocab
+from model import GPT, GPTConfig, pad_vocab
+from recipe import count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # HF's Conv1D
@@ -67,7 +68,7 @@ def test_logits_equal_transformers_gpt2(shape, flash):
 def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_split():
     model = perturbed(GPTConfig(**SMALL)).train()
     hf = hf_twin(model).train()
-    ours = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-3, betas=(0.9, 0.95))
+    ours = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95))
     matrices = [p for n, p in hf.named_parameters() if n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))]
     vectors = [p for n, p in hf.named_parameters() if not n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
@@ -164,7 +165,7 @@ def test_reduced_precision_and_compilation_follow_float32(device_type, dtype, to
     for lower in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(**SMALL))
-        optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=3e-3)
+        optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=3e-3)
         step_model = torch.compile(model) if lower and compiled else model
         block = tokens(4, 33, SMALL["vocab_size"])
         for _ in range(50):

@@ -85,7 +85,7 @@ def test_config_files_run_unchanged(name, tmp_path):
     config = load_config([str(path)])
     if name == "train_gpt2":
         assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
-        assert train.get_lr(300_000, config, config.lr_decay_iters) == pytest.approx(3.3e-4, rel=0.01)
+        assert train.get_lr(300_000, config, config.lr_decay_iters, config.learning_rate) == pytest.approx(3.3e-4, rel=0.01)
 
 
 def test_keys_keep_nanogpts_defaults():
@@ -137,7 +137,7 @@ def hf_folder(tmp_path, **changes):
 
 def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     """init_from a Hugging Face folder: the first validation loss is the one transformers computes on the same tokens."""
-    from dataloader import open_dataset
+    from dataset import open_dataset
 
     hf, folder = hf_folder(tmp_path)
     options = dict(init_from=folder, max_iters=4, eval_tokens=512, learning_rate=1e-3, dropout=0.1)

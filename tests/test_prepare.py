@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from data import prepare_fineweb, prepare_text
 from data.shards import Plan, check_folder, prepare
-from dataloader import open_dataset
+from dataset import open_dataset
 from errors import RunError, UserError
 from tokenizer import Tokenizer
 
@@ -412,9 +412,9 @@ def test_a_file_that_fails_midway_is_read_on_at_the_same_row(tmp_path, monkeypat
     read_rows, good_reads = prepare_fineweb.read_rows, [1, 0, 3, 100]
     monkeypatch.setattr(prepare_fineweb, "ROWS_PER_READ", 64)
 
-    def failing(name, row):
+    def failing(name, row, turns):
         left = good_reads.pop(0)
-        for piece in read_rows(name, row):
+        for piece in read_rows(name, row, turns):
             if not left:
                 raise ConnectionError("reset by peer")
             yield piece

@@ -11,7 +11,7 @@ from conftest import run_here, run_process
 
 import checkpoint
 import sample
-from dataloader import write_shard
+from data.shards import write_shard
 from errors import UserError
 from generate import draw, generate
 from model import GPT, GPTConfig

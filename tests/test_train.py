@@ -10,10 +10,12 @@ from conftest import ROOT, assert_same_state, flags, load, records, run_here, ru
 
 import train
 from configurator import Config
-from dataloader import TrainBatches, open_dataset
+from dataloader import TrainBatches
+from dataset import open_dataset
 from errors import UserError
 from hardware import set_up
 from model import GPT
+from recipe import build_optimizer, model_config
 
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
@@ -188,8 +190,8 @@ def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(d
 def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
     config = Config(dataset=str(dataset), n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, device="cpu")
     data = open_dataset(config.dataset)
-    model = GPT(train.model_config(config, data.vocab))
-    optimizer = train.build_optimizer(model, config)
+    model = GPT(model_config(config, data.vocab))
+    optimizer = build_optimizer(model, config, torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
     calls = iter(range(100))
 
@@ -257,23 +259,23 @@ HORIZON = 100
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
 def test_schedules_stay_in_range_and_never_divide_by_zero(schedule, warmup, horizon, fraction):
     config = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=warmup, lr_schedule=schedule, decay_fraction=fraction)
-    rates = [train.get_lr(it, config, horizon) for it in range(2 * HORIZON)]
+    rates = [train.get_lr(it, config, horizon, 1.0) for it in range(2 * HORIZON)]
     assert all(0 < rate <= 1 for rate in rates)
     assert all(rate == 0.1 for rate in rates[max(warmup, horizon) :])
 
 
 def test_schedules_by_hand():
     cosine = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=10)
-    assert train.get_lr(0, cosine, 110) == pytest.approx(1 / 11)  # nanoGPT's warm-up
-    assert train.get_lr(10, cosine, 110) == 1.0
-    assert train.get_lr(60, cosine, 110) == pytest.approx(0.55)
+    assert train.get_lr(0, cosine, 110, 1.0) == pytest.approx(1 / 11)  # nanoGPT's warm-up
+    assert train.get_lr(10, cosine, 110, 1.0) == 1.0
+    assert train.get_lr(60, cosine, 110, 1.0) == pytest.approx(0.55)
     wsd = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="wsd", decay_fraction=0.2)
-    assert [train.get_lr(it, wsd, 100) for it in (0, 80, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
+    assert [train.get_lr(it, wsd, 100, 1.0) for it in (0, 80, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
     linear = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="linear")
-    assert train.get_lr(25, linear, 100) == 0.75
+    assert train.get_lr(25, linear, 100, 1.0) == 0.75
     constant = Config(learning_rate=1.0, decay_lr=False, warmup_iters=10)
-    assert train.get_lr(4, constant, 100) == pytest.approx(5 / 11)  # warm-up also without decay
-    assert train.get_lr(500, constant, 100) == 1.0
+    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(5 / 11)  # warm-up also without decay
+    assert train.get_lr(500, constant, 100, 1.0) == 1.0
 
 
 def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tmp_path, capsys, monkeypatch):

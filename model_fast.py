@@ -1,0 +1,138 @@
+"""
+The fast model: GPT-2's size, and what public speed records have found to learn more from each token.
+
+Same interface as model.py. Where it departs from GPT-2, one line says why and where it comes from; "records" are those
+of the modded-nanogpt speedrun, in which a change stays only if it shortens the run to the same loss. Each was measured
+here as well: results/README.md. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh
+channels, V = vocabulary.
+"""
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn import functional as F
+
+from model import GPTConfig, KVCache
+
+ROTARY_BASE = 1024  # slowest rotation, radians per 1024 tokens; RoFormer's 10,000 is for longer contexts (records)
+LOGIT_CAP = 15.0  # logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
+ATTENTION_SCALE = 1.36  # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm (arXiv:1910.07467) over the last dimension, without weights: the next matrix can scale as well (records)."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_tables(positions: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """
+    Cosine and sine of each position's angles, (positions, hs / 2) each (RoFormer, arXiv:2104.09864). Half of the channel
+    pairs do not turn: they carry what does not depend on distance (records).
+    """
+    turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4)
+    frequencies = torch.cat((turning, torch.zeros(head_size // 2 - len(turning))))
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pairs (i, i + hs / 2) of x (B, nh, T, hs) by their position's angles: q k^T then depends on distance."""
+    real, imaginary = x.chunk(2, dim=-1)
+    return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head = config.n_head
+        self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one product
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).transpose(1, 2).chunk(3, dim=1)
+        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # QK-norm: scores cannot explode (arXiv:2010.04245)
+        q, k = q.type_as(v), k.type_as(v)  # angles were in float32
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.c_fc(x).relu().square())  # ReLU^2 learns faster than GELU (Primer, arXiv:2109.08668)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attn = CausalSelfAttention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(norm(x), cos, sin, cache)
+        return x + self.mlp(norm(x))
+
+
+class FastGPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # its own: tying costs loss here (records)
+        cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
+        self.register_buffer("cos", cos, persistent=False)  # (T, hs / 2)
+        self.register_buffer("sin", sin, persistent=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """
+        Embedding N(0, 1), as the norm after it asks for; matrices that read the stream N(0, 0.33 / fan_in); what writes to
+        it, and the head, zero: every block begins as the identity, and the first loss is ln V (muP, arXiv:2203.03466).
+        """
+        for name, p in self.named_parameters():
+            if name.endswith(("c_proj.weight", "lm_head.weight", "bias")):
+                nn.init.zeros_(p)
+            elif name == "transformer.wte.weight":
+                nn.init.normal_(p)
+            else:
+                nn.init.normal_(p, std=(0.33 / p.size(1)) ** 0.5)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """
+        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B, T), in nats per token;
+        targets of -1 count for nothing. T may be anything up to block_size.
+        """
+        x = self.hidden(idx)
+        if targets is None:
+            return self.logits(x)
+        return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads."""
+        past = caches[0].length if caches else 0
+        x = norm(self.transformer.wte(idx))
+        cos, sin = (table[past : past + idx.size(1)] for table in (self.cos, self.sin))
+        for block, cache in zip(self.transformer.h, caches or [None] * len(self.transformer.h)):
+            x = block(x, cos, sin, cache)
+        return norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        z = self.lm_head(x).float()
+        return LOGIT_CAP * z * torch.rsqrt(z.square() + LOGIT_CAP**2)
+
+    def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
+        """idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches."""
+        return self.logits(self.hidden(idx, caches)[:, -1])

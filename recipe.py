@@ -1,0 +1,76 @@
+"""
+Which model and which optimizer a configuration asks for, and the arithmetic of either model.
+"""
+
+import functools
+
+import torch
+import torch.nn as nn
+
+from configurator import Config
+from model import GPT, GPTConfig, pad_vocab
+from model_fast import FastGPT
+from muon import Muon, parameters_by_role
+
+
+def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
+    """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
+    names = ("model", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
+    vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
+    return GPTConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in names})
+
+
+def build_model(config: GPTConfig) -> GPT | FastGPT:
+    return FastGPT(config) if config.model == "fast" else GPT(config)
+
+
+def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """
+    `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as `initial_lr`; the
+    first group's rate is the one that is logged. A fused update can skip itself on the device; MPS has no such kernel.
+    """
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "adamw":
+        groups = [dict(group, initial_lr=config.learning_rate) for group in decay_groups(model, config.weight_decay)]
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    roles = parameters_by_role(model)
+    muon = dict(initial_lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.muon_weight_decay)
+    adam = dict(betas=betas, weight_decay=config.weight_decay)
+    groups = [
+        dict(muon, params=roles["matrices"], parts=1),
+        dict(muon, params=roles["qkv"], parts=3),  # q, k and v are a matrix each
+        dict(adam, params=roles["embedding"], initial_lr=config.embed_lr),
+        dict(adam, params=roles["head"], initial_lr=config.head_lr),
+        dict(adam, params=roles["vectors"], initial_lr=config.vector_lr, weight_decay=0.0),
+    ]
+    return Muon([dict(group, lr=group["initial_lr"]) for group in groups if group["params"]], dtype, fused)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+    return [group for group in groups if group["params"]]
+
+
+@functools.cache
+def count_parameters(config: GPTConfig) -> tuple[int, int]:
+    """(all parameters, those that take part in matrix products and norms: N in the FLOP formula below)."""
+    with torch.device("meta"):  # shapes without memory
+        model = build_model(config)
+    total = sum(p.numel() for p in model.parameters())
+    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables.pop(id(model.lm_head.weight), None)  # a tied embedding is a matrix too
+    return total, total - sum(tables.values())
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """
+    Floating-point operations per trained token, forward and backward: 6 N + 12 L H Q T, with N the parameters less
+    look-up tables, L layers, H heads of size Q, T = block_size (PaLM paper, appendix B; nanoGPT's number for the tied
+    model). A token embedding of its own is a table: tying changes nothing. Recomputed activations do not count.
+    """
+    _, n = count_parameters(config)
+    return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size

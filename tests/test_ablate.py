@@ -1,0 +1,39 @@
+"""results/ablate.py: the arithmetic by hand, and a small study that is stopped and goes on."""
+
+import json
+import shlex
+
+import pytest
+from conftest import flags, records, run_process
+
+from results.ablate import tokens_to_reach
+
+
+def test_tokens_to_reach_a_loss_are_interpolated():
+    assert tokens_to_reach(2.5, [100, 200, 300], [4.0, 3.0, 2.0]) == 250
+    assert tokens_to_reach(4.0, [100, 200], [3.9, 3.0]) == 100
+    assert tokens_to_reach(1.0, [100, 200], [4.0, 3.0]) is None
+
+
+def test_a_study_goes_on_where_it_stopped_and_compares_at_equal_tokens(dataset, tmp_path):
+    options = shlex.join(option for option in flags(dataset, tmp_path, eval_interval=2) if not option.startswith("--out_dir"))
+    variants = [f"slow={options}", f"quick={options.replace('--learning_rate=0.01', '--learning_rate=0.03')}"]
+    command = ["results/ablate.py", str(tmp_path / "study"), "--seeds=2"]
+    assert run_process(*command, variants[0])[0] == 0
+    first = (tmp_path / "study/slow-1/metrics.jsonl").read_text()
+    code, out, err = run_process(*command, *variants)
+    assert code == 0, err
+    assert (tmp_path / "study/slow-1/metrics.jsonl").read_text() == first  # a finished run is left alone
+    result = json.loads((tmp_path / "study/ablation.json").read_text())
+    slow, quick = result["variants"]
+    finals = [records(tmp_path / f"study/slow-{seed}", "eval")[-1]["val_loss"] for seed in (1, 2)]
+    assert slow["val_loss"] == result["target"] == pytest.approx(sum(finals) / 2)
+    assert slow["spread"] == pytest.approx(abs(finals[0] - finals[1])) and finals[0] != finals[1]
+    assert quick["tokens"] == slow["tokens"] == 8 * 4 * 16 * 2
+    assert (tmp_path / "study/ablation.png").stat().st_size > 10_000
+
+
+def test_a_variant_that_fails_stops_the_study_in_one_line(tmp_path):
+    code, _, err = run_process("results/ablate.py", str(tmp_path / "study"), "x=--n_head=7")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: ") and "n_head" in err

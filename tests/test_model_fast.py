@@ -1,0 +1,194 @@
+"""The fast model against plain formulas written out here."""
+
+import math
+
+import pytest
+import torch
+from conftest import assert_same_state, flags, load, records, run_here
+from torch.func import functional_call
+
+import convert
+import sample
+import train
+from configurator import UserError
+from generate import generate
+from model import GPTConfig, KVCache
+from model_fast import FastGPT, rotary_tables, rotate
+from recipe import count_parameters, flops_per_token
+
+SMALL = GPTConfig(model="fast", block_size=24, vocab_size=64, n_layer=2, n_head=2, n_embd=32, bias=False, tie_weights=False)
+FAST = dict(model="fast", optimizer="muon", tie_weights=False, warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
+
+
+def perturbed(config: GPTConfig = SMALL) -> FastGPT:
+    """A model whose projections and head are not zero, so that everything in it has a say."""
+    torch.manual_seed(0)
+    model = FastGPT(config)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:
+    return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def test_rotary_is_multiplication_by_complex_numbers():
+    """RoFormer's definition: pair i of the channels at position t times exp(-i t w_i), w from 1 to 1/1024, half of them 0."""
+    T, hs = 10, 16
+    x = torch.randn(2, 3, T, hs, dtype=torch.float64)
+    w = torch.tensor([1024 ** (-i / 3) for i in range(4)] + [0.0] * 4, dtype=torch.float64)
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * w
+    expected = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), -angle)
+    turned = rotate(x, *(table.double() for table in rotary_tables(T, hs)))
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), atol=1e-5, rtol=0)  # float32 tables
+
+
+def test_rotary_makes_scores_depend_on_distance_alone():
+    q, k = torch.randn(1, 1, 1, 16).expand(1, 1, 12, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 12, 16)
+    tables = rotary_tables(12, 16)
+    scores = (rotate(q, *tables) @ rotate(k, *tables).mT)[0, 0]
+    for distance in range(12):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
+
+
+def plain_logits(weights: dict[str, torch.Tensor], idx: torch.Tensor, config: GPTConfig) -> torch.Tensor:
+    """The whole model by its formulas, one head and one query at a time."""
+
+    def rms(x):
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+    def turn(x, position):  # (hs,) as complex pairs
+        half = len(x) // 2
+        w = [1024 ** (-i / (half // 2 - 1)) if i < half // 2 else 0.0 for i in range(half)]
+        z = torch.complex(x[:half], x[half:]) * torch.exp(-1j * position * torch.tensor(w, dtype=torch.float64))
+        return torch.cat((z.real, z.imag))
+
+    C, hs = config.n_embd, config.n_embd // config.n_head
+    rows = []
+    for sequence in idx:
+        x = rms(weights["transformer.wte.weight"][sequence])
+        for layer in range(config.n_layer):
+            name = f"transformer.h.{layer}."
+            q, k, v = (rms(x) @ weights[name + "attn.c_attn.weight"].T).split(C, dim=-1)
+            heads = []
+            for h in range(config.n_head):
+                cut = slice(h * hs, (h + 1) * hs)
+                out = []
+                for t in range(len(sequence)):
+                    query = turn(rms(q[t, cut]), t)
+                    scores = torch.stack([1.36 / math.sqrt(hs) * query @ turn(rms(k[s, cut]), s) for s in range(t + 1)])
+                    out.append(scores.softmax(0) @ v[: t + 1, cut])
+                heads.append(torch.stack(out))
+            x = x + torch.cat(heads, -1) @ weights[name + "attn.c_proj.weight"].T
+            x = x + (rms(x) @ weights[name + "mlp.c_fc.weight"].T).clamp(min=0) ** 2 @ weights[name + "mlp.c_proj.weight"].T
+        z = rms(x) @ weights["lm_head.weight"].T
+        rows.append(15 * z / (z**2 + 225).sqrt())
+    return torch.stack(rows)
+
+
+def test_logits_equal_the_plain_formulas():
+    model, idx = perturbed().double(), tokens(2, 9)
+    expected = plain_logits(model.state_dict(), idx, SMALL)
+    # the model's rotary tables and logits are float32
+    torch.testing.assert_close(model(idx).double(), expected, atol=1e-4, rtol=1e-4)
+    assert model(idx).abs().max() < 15
+
+
+def test_gradients_equal_finite_differences(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # float64 throughout
+    config = GPTConfig(model="fast", block_size=5, vocab_size=7, n_layer=1, n_head=1, n_embd=8, bias=True, tie_weights=False)
+    model, idx = perturbed(config).double(), tokens(1, 5, 7)
+    names, weights = zip(*((name, p.detach().requires_grad_()) for name, p in model.named_parameters()))
+    assert torch.autograd.gradcheck(lambda *w: functional_call(model, dict(zip(names, w)), (idx, idx.flip(1))), weights)
+
+
+def test_first_loss_is_that_of_a_fair_die():
+    torch.manual_seed(0)
+    assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(math.log(64), abs=1e-5)
+
+
+def test_parameters_and_flops_of_the_124m_by_hand():
+    """Two vocabulary matrices of 50304 x 768 and 12 layers of 12 x 768^2; the embedding takes part in no product."""
+    config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False)
+    matrices = 12 * 12 * 768**2
+    assert count_parameters(config) == (2 * 50304 * 768 + matrices, 50304 * 768 + matrices)
+    assert flops_per_token(config) == 6 * (50304 * 768 + matrices) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("T", [1, 7, 24])
+def test_any_length_up_to_the_context(T):
+    model = perturbed()
+    torch.testing.assert_close(model(tokens(2, 24))[:, :T], model(tokens(2, 24)[:, :T]), atol=1e-5, rtol=1e-5)
+
+
+def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
+    model, idx = perturbed().eval(), tokens(2, 3)
+    expected = idx
+    for _ in range(40):
+        new = model(expected[:, -24:])[:, -1, :60].argmax(-1, keepdim=True)
+        expected = torch.cat((expected, new), 1)
+    assert torch.equal(generate(model, idx, 40, 60, temperature=0), expected)
+
+
+def test_one_token_continues_a_cache():
+    model, idx = perturbed().eval(), tokens(2, 12)
+    caches = [KVCache(24) for _ in range(2)]
+    model.next_logits(idx[:, :11], caches)
+    torch.testing.assert_close(model.next_logits(idx[:, 11:], caches), model(idx)[:, -1], atol=1e-5, rtol=1e-5)
+
+
+TOLERANCES = dict(float32=1e-3, bfloat16=0.03)  # compiled sums in another order; 8 bits of mantissa, amplified by 50 updates
+
+
+@pytest.mark.parametrize("dtype, compile", [("float32", True), ("bfloat16", False), ("bfloat16", True)])
+def test_every_path_follows_the_plain_one(dataset, tmp_path, dtype, compile):
+    options = FAST | dict(max_iters=50, eval_interval=50, muon_lr=0.01)
+    for name, changes in (("plain", {}), ("other", dict(dtype=dtype, compile=compile))):
+        assert run_here(dataset, tmp_path / name, **options | changes) == 0
+    plain, other = ([r["loss"] for r in records(tmp_path / run, "step")] for run in ("plain", "other"))
+    assert plain[-1] < plain[0] - 0.5
+    assert max(abs(a - b) for a, b in zip(plain, other)) < TOLERANCES[dtype]
+
+
+def test_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(dataset, tmp_path):
+    assert run_here(dataset, tmp_path / "straight", **FAST) == 0
+    assert run_here(dataset, tmp_path / "halves", **FAST, max_iters=4, lr_decay_iters=8) == 0
+    resume = dict(dataset=dataset, out_dir=tmp_path / "halves", init_from="resume", **FAST)
+    assert train.main(flags(**resume)) == 0
+    assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "halves", 8))
+
+
+def test_adamw_trains_the_fast_model_and_muon_gpt2(dataset, tmp_path):
+    for name, changes in (("fast", dict(model="fast", tie_weights=False)), ("muon", dict(optimizer="muon", embed_lr=0.02))):
+        assert run_here(dataset, tmp_path / name, **changes, max_iters=30, eval_interval=30) == 0
+        first, last = (records(tmp_path / name, "eval")[n]["val_loss"] for n in (0, -1))
+        assert last < first - 0.5, name
+
+
+def test_a_checkpoint_of_one_model_is_none_of_the_other(dataset, tmp_path):
+    run_here(dataset, tmp_path / "gpt2")
+    with pytest.raises(UserError, match="model: 'fast' contradicts the 'gpt2'"):
+        run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
+
+
+def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
+    with pytest.raises(UserError) as error:
+        run_here(dataset, tmp_path, model="fast", dropout=0.1, flash=False, n_embd=36, n_head=6)
+    assert [problem.partition(":")[0] for problem in error.value.problems] == ["n_head", "tie_weights", "dropout", "flash"]
+
+
+def test_sampling_works_and_export_says_what_it_cannot(dataset, tmp_path, script):
+    assert run_here(dataset, tmp_path / "run", **FAST) == 0
+    code, out, _ = script(sample.main, f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=40", "--num_samples=1")
+    assert code == 0 and out
+    code, _, err = script(convert.main, "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
+    assert code == 2 and len(err) == 1 and "no architecture" in err[0] and not (tmp_path / "hf").exists()
+
+
+def test_a_shorter_context_needs_no_other_weights(dataset, tmp_path):
+    run_here(dataset, tmp_path / "long", **FAST)
+    assert run_here(dataset, tmp_path / "short", **FAST, init_from=tmp_path / "long", block_size=8) == 0
+
+

@@ -1,0 +1,139 @@
+"""Muon against an SVD, torch's own Muon and AdamW; the split of parameters; skipped updates."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+from configurator import Config
+from model import GPT, GPTConfig
+from model_fast import FastGPT
+from muon import Muon, orthogonalize, parameters_by_role
+from recipe import build_optimizer
+
+CONFIG = Config(optimizer="muon", muon_lr=0.02, embed_lr=0.1, head_lr=0.01, vector_lr=0.03, weight_decay=0.01, beta1=0.8)
+SMALL = GPTConfig(model="fast", block_size=8, vocab_size=32, n_layer=2, n_head=2, n_embd=16, bias=True, tie_weights=False)
+
+
+def fast_model() -> FastGPT:
+    torch.manual_seed(0)
+    return FastGPT(SMALL)
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (1, 8)])
+def test_newton_schulz_against_the_singular_value_decomposition(shape):
+    """The same singular vectors; values near 1: the five steps map [0.01, 1] into [0.67, 1.21] (Jordan's post)."""
+    torch.manual_seed(0)
+    G = torch.randn(3, *shape, dtype=torch.float64)
+    U, S, Vt = torch.linalg.svd(G, full_matrices=False)
+    inner = U.mT @ orthogonalize(G, torch.float64) @ Vt.mT
+    values = inner.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(inner, torch.diag_embed(values), atol=1e-9, rtol=0)
+    assert values[S / S.norm(dim=1, keepdim=True) > 0.01].min() > 0.67 and values.max() < 1.21
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.004)])
+def test_newton_schulz_in_half_precision_stays_close(dtype, tolerance):
+    """A few roundings of 2^-8 or 2^-11 on entries of about 1 / sqrt(48); relative to the whole matrix."""
+    G = torch.randn(2, 48, 48, generator=torch.Generator().manual_seed(0))
+    exact = orthogonalize(G.double(), torch.float64)
+    assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
+def test_matrices_move_as_with_torchs_own_muon(shape):
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(shape))
+    theirs = nn.Parameter(ours.detach().clone())
+    group = dict(params=[ours], lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
+    optimizers = Muon([group], torch.bfloat16), torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.2)
+    for _ in range(5):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
+    torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=0)
+
+
+def test_q_k_and_v_are_a_matrix_each():
+    torch.manual_seed(0)
+    fused, apart = nn.Parameter(torch.zeros(48, 16)), [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)]
+    fused.grad = torch.randn(48, 16)
+    for p, grad in zip(apart, fused.grad.chunk(3)):
+        p.grad = grad.clone()
+    keys = dict(lr=1.0, initial_lr=1.0, momentum=0.9, weight_decay=0.0)
+    Muon([dict(keys, params=[fused], parts=3)], torch.float32).step()
+    Muon([dict(keys, params=apart, parts=1)], torch.float32).step()
+    torch.testing.assert_close(fused, torch.cat(apart))
+
+
+def test_everything_else_moves_as_with_adamw():
+    model = fast_model()
+    twin = copy.deepcopy(model)
+    ours, roles = build_optimizer(model, CONFIG, torch.float32), parameters_by_role(twin)
+    keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
+    theirs = [
+        torch.optim.AdamW(roles["embedding"], lr=0.1, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["head"], lr=0.01, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["vectors"], lr=0.03, weight_decay=0.0, **keys),
+    ]
+    for step in range(5):
+        for net in (model, twin):
+            give_gradients(net, step)
+        for optimizer in (ours, *theirs):
+            optimizer.step()
+    for role in ("embedding", "head", "vectors"):
+        for p, q in zip(parameters_by_role(model)[role], roles[role], strict=True):
+            torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("model", [GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16)), FastGPT(SMALL)])
+def test_every_parameter_has_one_role(model):
+    found = [id(p) for group in parameters_by_role(model).values() for p in group]
+    assert sorted(found) == sorted(id(p) for p in model.parameters())
+
+
+def test_a_parameter_without_a_role_is_an_error():
+    model = fast_model()
+    model.convolution = nn.Conv1d(4, 4, 3)
+    with pytest.raises(ValueError, match="convolution.weight"):
+        parameters_by_role(model)
+
+
+def test_a_skipped_update_changes_nothing():
+    model = fast_model()
+    optimizer = build_optimizer(model, CONFIG, torch.float32)
+    give_gradients(model, 0)
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    give_gradients(model, 1)
+    model.transformer.h[0].attn.c_attn.weight.grad[0, 0] = float("nan")
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    for name, p in model.state_dict().items():
+        assert torch.equal(p, before[0][name]), name
+    for i, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state[key], before[1][i][key]) for key in state)
+
+
+def test_a_grad_scaler_skips_and_lowers_its_scale():
+    model = fast_model()
+    optimizer, scaler = build_optimizer(model, CONFIG, torch.float32), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = copy.deepcopy(model.state_dict())
+    idx = torch.arange(8)[None]
+    for factor, moved in ((float("inf"), False), (1.0, True)):
+        scaler.scale(model(idx, idx) * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 512.0
+        assert any(not torch.equal(p, before[name]) for name, p in model.state_dict().items()) == moved

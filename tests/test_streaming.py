@@ -1,0 +1,335 @@
+"""Training straight from text: the same windows whoever tokenises them, exact resume, and one line for whatever goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ROOT, assert_same_state, flags, load, records, run_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_prepare import Hub, documents, hub, source, write_jsonl, write_parquet  # noqa: F401 (hub needs its fixture source)
+
+import checkpoint
+import streaming
+import train
+from configurator import Config
+from data import prepare_fineweb
+from dataloader import TrainBatches
+from dataset import open_data
+from errors import UserError
+
+CPU = torch.device("cpu")
+TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]  # with nulls and empty ones
+BYTES = "import streaming\nstreaming.TOKENIZER = {'kind': 'byte'}\n"  # bytes for tokens need no vocabulary
+TRAIN = BYTES + "import train, errors\nerrors.run_main(train.main)"
+
+
+@pytest.fixture(autouse=True)
+def byte_tokens(monkeypatch):
+    monkeypatch.setattr(streaming, "TOKENIZER", {"kind": "byte"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """TEXTS in files of both forms, the parquet ones in row groups of 100."""
+    folder = tmp_path_factory.mktemp("text")
+    write_parquet(folder / "a.parquet", TEXTS[:160])
+    write_jsonl(folder / "b.jsonl", TEXTS[160:320])
+    write_parquet(folder / "c.parquet", TEXTS[320:])
+    return folder
+
+
+def split_by_hand(texts: list, held_out: int) -> tuple[list[int], list[int]]:
+    """Validation: whole documents until there are as many tokens; training: the others, a zero before each."""
+    val, rest = [], [[0, *text.encode()] for text in texts if text]
+    while len(val) < held_out:
+        val += rest.pop(0)
+    return val, sum(rest, [])
+
+
+def windows_by_hand(tokens: list[int], block_size: int, first: int, count: int) -> list[list[int]]:
+    endless = np.resize(np.array(tokens), (first + count) * block_size + 1)
+    return [endless[n * block_size : (n + 1) * block_size + 1].tolist() for n in range(first, first + count)]
+
+
+def config_for(dataset, **changes) -> Config:
+    options = dict(block_size=32, batch_size=3, eval_tokens=500, data_workers=0)
+    return Config(stream=True, dataset=str(dataset), **(options | changes))
+
+
+def take(config: Config, count: int, position: dict | None = None, rank: int = 0, world_size: int = 1) -> tuple[list, dict]:
+    """The first `count` micro-batches as rows of T + 1 tokens, and the position behind them (all ranks')."""
+    data = open_data(config, position)
+    consumed = position["sequence"] if position else 0
+    batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
+    rows = [row for x, y in islice(batches, count) for row in torch.cat([x, y[:, -1:]], dim=1).tolist()]
+    end = data.stream.position(consumed + count * world_size * config.batch_size)
+    batches.close()
+    return rows, end
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_any_number_of_workers_reads_the_windows_counted_by_hand(folder, workers, monkeypatch):
+    config = config_for(folder, data_workers=workers)
+    data = open_data(config)
+    val, tokens = split_by_hand(TEXTS, 500)
+    assert data.val.tokens.tolist() == val and data.train.tokens.tolist() == tokens[:500]
+    batches = 2 * len(tokens) // 96  # well into the third time through the source
+    assert take(config, batches)[0] == windows_by_hand(tokens, 32, 0, 3 * batches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_factory, data):
+    texts = data.draw(st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=8, max_size=40))
+    texts += ["the last ones leave something for training"] * 2
+    T, held_out = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 30))
+    batch_size, world_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    path = tmp_path_factory.mktemp("source") / "a.parquet"
+    prepared = write_parquet(path, texts)
+    config = config_for(prepared, block_size=T, eval_tokens=held_out, batch_size=batch_size)
+    val, tokens = split_by_hand(texts, max(held_out, T + 1))
+    position, n = None, 0
+    for _ in range(3):  # a run and two resumes, perhaps with another number of processes, each anywhere
+        steps = data.draw(st.integers(0, 20))
+        ranks = [take(config, steps, position, rank, world_size) for rank in range(world_size)]
+        rows = [[rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for rows, _ in ranks]
+        in_turn = [row for batches in zip(*rows) for batch in batches for row in batch]
+        assert in_turn == windows_by_hand(tokens, T, n, steps * world_size * batch_size)
+        position, n = ranks[0][1], n + steps * world_size * batch_size
+        assert position["sequence"] == n and all(type(value) in (int, str) for value in position.values())
+        world_size = data.draw(st.integers(1, 3))
+
+
+def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch):
+    """With dropout and accumulation, across the source's end, and another number of workers in the second half."""
+    monkeypatch.setattr(streaming, "ANCHOR_TOKENS", 2000)
+    options = dict(stream=True, dropout=0.1, gradient_accumulation_steps=3, block_size=128, batch_size=16, eval_tokens=1000)
+    tokens = len(split_by_hand(TEXTS, 1000)[1])
+    assert 4 * 3 * 16 * 128 < tokens < 8 * 3 * 16 * 128
+    run_here(folder, tmp_path / "halves", **options, data_workers=1, max_iters=4, lr_decay_iters=8)
+    run_here(folder, tmp_path / "halves", **options, data_workers=0, init_from="resume", max_iters=8)
+    run_here(folder, tmp_path / "whole", **options, data_workers=0, lr_decay_iters=8)
+    halves, whole = load(tmp_path / "halves", 8), load(tmp_path / "whole", 8)
+    assert_same_state(halves, whole)
+    assert load(tmp_path / "halves", 4)["stream"]["token"] < 4 * 3 * 16 * 128  # counted from a document on the way
+    losses = [[(r["iter"], r["loss"]) for r in records(tmp_path / run, "step")] for run in ("halves", "whole")]
+    assert losses[0] == losses[1]
+
+
+def test_the_held_out_documents_stay_when_a_resumed_run_evaluates_on_more(folder, tmp_path):
+    run_here(folder, tmp_path, stream=True, data_workers=0, max_iters=2)
+    run_here(folder, tmp_path, stream=True, data_workers=0, max_iters=4, init_from="resume", eval_tokens=3000)
+    assert [load(tmp_path, i)["stream"]["held_out"] for i in (2, 4)] == [256, 256]
+
+
+def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeypatch):
+    read = streaming.Stream.read
+    monkeypatch.setattr(streaming.Stream, "read", lambda *arguments: time.sleep(0.1) or read(*arguments))
+    run_here(folder, tmp_path, stream=True, data_workers=0, eval_interval=100)
+    for step in records(tmp_path, "step")[4:]:  # the first are on what was read ahead meanwhile
+        assert step["step_ms"] > step["data_wait_ms"] > 50  # two micro-batches of 100 ms, less what the reading overlaps
+
+
+# -----------------------------------------------------------------------------
+# Processes
+
+
+def start_training(dataset, out_dir, **changes) -> subprocess.Popen:
+    options = dict(stream=True, data_workers=2, n_embd=64, max_iters=10**6, eval_interval=10**6) | changes
+    return subprocess.Popen(
+        [sys.executable, "-c", TRAIN, *flags(dataset, out_dir, **options)], cwd=ROOT, text=True, start_new_session=True,
+        stdout=open(out_dir / "stdout", "w"), stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for(process, out_dir, text) -> None:
+    while text not in (out_dir / "stdout").read_text():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+
+
+def workers_of(process) -> list[int]:
+    return sorted(child.pid for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline()))
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:  # in a container nobody may bury it
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_a_checkpoint(folder, tmp_path):
+    process = start_training(folder, tmp_path)
+    wait_for(process, tmp_path, "iter 3")
+    workers = workers_of(process)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert stderr == f"error: data worker 1 (process {workers[1]}) was ended by SIGKILL; --init_from=resume goes on\n"
+    saved = checkpoint.load_newest(tmp_path)
+    assert saved["progress"]["iter_num"] > 3 and saved["stream"]["sequence"] == saved["progress"]["sequences"]
+    assert all(map(is_gone, workers))
+
+
+def test_sigterm_while_waiting_for_data_saves_and_ends(folder, tmp_path):
+    process = start_training(folder, tmp_path, data_workers=1)
+    wait_for(process, tmp_path, "iter 3")
+    (worker,) = workers_of(process)
+    os.kill(worker, signal.SIGSTOP)  # so that no more data comes
+    lines = 0
+    while lines != (lines := (tmp_path / "stdout").read_text().count("\n")):
+        time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert stderr == "stopping: saving a checkpoint first; once more to stop at once\n"
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 3
+    assert is_gone(worker)
+
+
+def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(folder, tmp_path):
+    process = start_training(folder, tmp_path)
+    wait_for(process, tmp_path, "tokens per iteration")  # the workers are still starting
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "stopping: saving a checkpoint first; once more to stop at once\n")
+    assert checkpoint.load_newest(tmp_path) is not None
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_run(folder, tmp_path):
+    process = start_training(folder, tmp_path)
+    wait_for(process, tmp_path, "iter 3")
+    workers = workers_of(process)
+    process.kill()
+    process.communicate()
+    assert all(map(is_gone, workers))
+
+
+def test_the_hub_and_local_files_give_the_same_stream(hub, source, tmp_path):  # noqa: F811
+    script = BYTES + (
+        "import sys, hashlib, torch\n"
+        "from configurator import Config\nfrom dataloader import TrainBatches\nfrom dataset import open_data\n"
+        "if __name__ == '__main__':\n"
+        "    for name in sys.argv[1:]:\n"
+        "        config = Config(stream=True, dataset=name, block_size=64, batch_size=64, eval_tokens=9000, data_workers=1)\n"
+        "        data = open_data(config)\n"
+        "        batches, sha256 = TrainBatches(data, config, torch.device('cpu')), hashlib.sha256(data.val.tokens)\n"
+        "        for _ in range(50):\n"
+        "            sha256.update(next(batches)[1].numpy())\n"
+        "        print(data.stream.identity['revision'], sha256.hexdigest(), data.stream.locate(3000))\n"
+        "        batches.close()\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script, "org/name:small", str(source)], cwd=ROOT, text=True, capture_output=True, timeout=120,
+        env=os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert process.returncode == 0 and process.stderr == "", process.stderr
+    from_hub, local = (line.split(maxsplit=1) for line in process.stdout.splitlines())
+    assert from_hub[0] == "a" * 40 and "hf://datasets/org/name@" in from_hub[1]
+    assert from_hub[1].split()[0] == local[1].split()[3]
+
+
+# -----------------------------------------------------------------------------
+# Bad input
+
+
+def broken_source(folder: Path, name: str) -> Path:
+    path = folder / name
+    if name == "other.parquet":
+        write_parquet(path, ["a"], column="body")
+    elif name == "nothing.jsonl":
+        write_jsonl(path, [None, "", None])
+    elif name == "small.parquet":
+        write_parquet(path, ["a few words"] * 20)
+    elif name == "broken.jsonl":
+        path.write_text('{"text": "a"}\n{"text": "b\n')
+    elif name == "empty":
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("name, message", [
+    ("other.parquet", "has no column text; its columns: id, body"),
+    ("nothing.jsonl", "holds 0 tokens for validation and 0 for training, which needs more than block_size 16; choose another"),
+    ("small.parquet", "holds 240 tokens for validation and 0 for training, which needs more than block_size 16; "
+                      "try --eval_tokens=12"),
+    ("broken.jsonl", "JSON parse error"),
+    ("nowhere*.parquet", "no such file"),
+    ("empty", "needs .parquet or .jsonl files"),
+])  # fmt: skip
+def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):
+    broken = broken_source(tmp_path, name)
+    code, _, lines = script(train.main, *flags(broken, tmp_path / "out", stream=True, data_workers=0))
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
+    assert message in lines[0] and name in lines[0] and not (tmp_path / "out").exists()
+
+
+def test_without_a_network_one_line_names_the_way_out(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", TRAIN, *flags("org/name:small", tmp_path / "out", stream=True)], cwd=ROOT, text=True,
+        capture_output=True, timeout=120, env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert process.returncode == 2 and process.stderr.count("\n") == 1, process.stderr
+    assert "give local files with --dataset" in process.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script, workers):
+    write_parquet(tmp_path / "a.parquet", documents(400))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 damaged")
+    options = dict(stream=True, data_workers=workers, n_embd=64, max_iters=10**6, eval_interval=10**6, log_interval=10**6)
+    code, _, lines = script(train.main, *flags(tmp_path, tmp_path / "out", **options))
+    assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0] and lines[0].endswith("--init_from=resume goes on")
+    saved = checkpoint.load_newest(tmp_path / "out")
+    tokens = len(split_by_hand(documents(400), 256)[1])
+    assert tokens // (16 * 8) - 2 <= saved["progress"]["iter_num"] <= tokens // (16 * 8)  # all that was there was trained on
+
+
+def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", documents(100))
+    run_here(path, tmp_path / "out", stream=True, data_workers=0, max_iters=2)
+    with pytest.raises(UserError, match="stream: False contradicts the True of the checkpoint"):
+        run_here(path, tmp_path / "out", stream=False, init_from="resume")
+    write_parquet(path, documents(101))
+    with pytest.raises(UserError, match="is not what the checkpoint was trained on"):
+        run_here(path, tmp_path / "out", stream=True, data_workers=0, init_from="resume")
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_share_of_the_batches_leaves_the_others_unread(tmp_path, monkeypatch, form):
+    """Two workers download a file once, not twice; a failure on the way does not confuse whose turn it is."""
+    texts = [str(i) for i in range(700)]
+    path = (write_parquet if form == "parquet" else write_jsonl)(tmp_path / f"a.{form}", texts)
+    monkeypatch.setattr(prepare_fineweb, "ROWS_PER_READ", 64)
+    monkeypatch.setattr(prepare_fineweb, "MAX_ROWS", 64)
+    read_rows, good_reads = prepare_fineweb.read_rows, count()
+
+    def failing(name, row, turns):
+        for piece in read_rows(name, row, turns):
+            if next(good_reads) % 3 == 1:
+                raise ConnectionError("reset by peer")
+            yield piece
+
+    whole = list(prepare_fineweb.files_source([str(path)])(0, 37))
+    monkeypatch.setattr(prepare_fineweb, "read_rows", failing)
+    all_turns = [(True, False, False), (False, True, False), (False, False, True)]
+    shares = [list(prepare_fineweb.files_source([str(path)], (0, 0), turns)(0, 37)) for turns in all_turns]
+    for turn, (batch, *shared) in enumerate(zip(whole, *shares, strict=True)):
+        assert shared[turn % 3] == batch
+        assert all(other == (*batch[:2], [None] * len(batch[2])) for i, other in enumerate(shared) if i != turn % 3)
