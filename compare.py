@@ -192,7 +192,7 @@ def draw_run(out_dir: Path) -> Path:
     """Draw out_dir/metrics.jsonl as out_dir/loss.png. It is called in the middle of a run, so trouble is only a warning."""
     path = out_dir / "loss.png"
     try:
-        save_picture([read_metrics(out_dir / "metrics.jsonl", most_steps=20_000)], path)
+        save_picture([read_metrics(out_dir / "metrics.jsonl", most_steps=6_000)], path)
     except ImportError:  # matplotlib is not needed to train
         pass
     except Exception as error:  # whatever a record holds or the disk does, the run is worth more than its picture
