@@ -155,10 +155,12 @@ def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
         exec(compile(tree, str(path), "exec"), namespace)
-    except (Exception, SystemExit) as error:  # a config file may do anything; whatever it raises is the user's to see
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a config file may do anything; whatever it raises is the user's to see
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 1
-        problems.append(f"{path}:{line}: {type(error).__name__}: {error}")
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        problems.append(f"{path}:{line or 1}: {type(error).__name__}: {error}")
         return
     problems += assigned_twice(path, tree)
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -189,7 +191,7 @@ def parse(text: str, kind: type) -> Any:
     if kind is bool:
         return BOOLEANS.get(text.lower(), text)
     try:
-        return text if kind is str else ast.literal_eval(text)
+        return os.path.expanduser(text) if kind is str else ast.literal_eval(text)  # shells leave the ~ of --key=~/x alone
     except (ValueError, SyntaxError):
         return text
 

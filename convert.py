@@ -21,8 +21,8 @@ from torch import Tensor
 import checkpoint
 from dataset import dataset_folder
 from errors import UserError, run_main
-from model import GPT, GPTConfig
-from recipe import count_parameters
+from model import GPTConfig
+from recipe import build_model, count_parameters
 from tokenizer import GPT2_VOCAB, read_meta
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -57,9 +57,20 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def read_weights(name_or_path: str) -> dict:
     """As load_pretrained, but in a checkpoint's terms: a dict of `model`, `model_config`, `vocab` and `tokenizer`."""
-    path = Path(name_or_path)
+    path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
     if name_or_path in HUB_NAMES and not path.exists():
         path = fetch(name_or_path)
+    try:
+        state = read_any(path)
+        state["vocab"], state["tokenizer"] = check_state(state, path)
+    except UserError:
+        raise
+    except Exception as error:  # a stranger's file may hold anything, under any name
+        raise UserError(f"{path}: not a model ({type(error).__name__}: {error}); give another") from None
+    return state
+
+
+def read_any(path: Path) -> dict:
     if path.is_file():
         return read_checkpoint(path)
     if (path / "config.json").is_file():
@@ -70,6 +81,34 @@ def read_weights(name_or_path: str) -> dict:
         return state
     what = "holds neither config.json nor a checkpoint" if path.is_dir() else "no such file or folder"
     raise UserError(f"{path}: {what}; give one of {', '.join(HUB_NAMES)}, a Hugging Face folder, a checkpoint or an out_dir")
+
+
+def check_state(state: dict, path: Path) -> tuple[int, dict]:
+    """Raise UserError where the weights are not those that model_config asks for; returns vocabulary and tokenizer."""
+    config, weights, vocab, tokenizer = GPTConfig(**state["model_config"]), state["model"], state["vocab"], state["tokenizer"]
+    if config.n_head < 1 or config.n_embd % config.n_head:
+        raise UserError(f"{path}: n_head {config.n_head} does not divide n_embd {config.n_embd}; give another")
+    if config.n_layer > len(weights):  # and building so many may take for ever
+        raise UserError(f"{path}: holds the weights of fewer than n_layer {config.n_layer} layers; give another")
+    with torch.device("meta"):  # shapes without memory
+        expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
+    problems = [f"{path}: has no {name}" for name in expected.keys() - weights.keys()]
+    problems += [f"{path}: has {name}, which the model has not" for name in weights.keys() - expected.keys()]
+    problems += [f"{path}: {name} is {tuple(weights[name].shape)}, its configuration asks for {tuple(expected[name])}"
+                 for name in expected.keys() & weights.keys() if weights[name].shape != expected[name]]  # fmt: skip
+    if problems:
+        raise UserError(sorted(problems)[0] + (f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""))
+    if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
+        raise UserError(f"{path}: its vocabulary is {vocab}, its table has {config.vocab_size} rows; give another")
+    return vocab, tokenizer if is_tokenizer(tokenizer, vocab) else dict(kind="unknown")
+
+
+def is_tokenizer(spec, vocab: int) -> bool:
+    """Whether `spec`, as tokenizer.Tokenizer takes it, has a text for each id below `vocab`."""
+    kind, itos = (spec.get("kind"), spec.get("itos")) if isinstance(spec, dict) else (None, None)
+    if kind == "char":
+        return isinstance(itos, list) and len(itos) >= vocab and all(isinstance(char, str) for char in itos)
+    return vocab <= dict(gpt2=GPT2_VOCAB, byte=256).get(kind, 0)
 
 
 def crop_block_size(config: GPTConfig, weights: dict[str, Tensor], block_size: int) -> tuple[GPTConfig, dict[str, Tensor]]:
@@ -119,7 +158,6 @@ def read_hf(folder: Path) -> dict:
         weights[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    check_weights(config, weights, folder)
     vocab, tokenizer = gpt2_vocabulary(config.vocab_size) or (config.vocab_size, hf.get("tokenizer_spec", dict(kind="unknown")))
     return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
 
@@ -130,7 +168,9 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
-        files = sorted({Path(file).name for file in read_json(index)["weight_map"].values()})
+        files = sorted({Path(file).name for file in read_json(index).get("weight_map", {}).values()})
+        if not files:
+            raise UserError(f"{index}: names no files; get it again")
     weights = {}
     for file in files:
         try:
@@ -162,7 +202,6 @@ def convert_nanogpt(state: dict, path: Path) -> dict:
     config = GPTConfig(**{name: value for name, value in state["model_args"].items() if name in names})
     weights = {name.removeprefix("_orig_mod."): tensor.float() for name, tensor in state["model"].items()}
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith(".attn.bias")}
-    check_weights(config, weights, path)
     vocab, tokenizer = gpt2_vocabulary(config.vocab_size) or (config.vocab_size, dict(kind="unknown"))
     meta_path = dataset_folder(state.get("config", {}).get("dataset", "")) / "meta.pkl"
     if tokenizer["kind"] == "unknown" and meta_path.is_file():
@@ -175,18 +214,6 @@ def convert_nanogpt(state: dict, path: Path) -> dict:
 def gpt2_vocabulary(vocab_size: int) -> tuple[int, dict] | None:
     """GPT-2's vocabulary and tokenizer, where a table of this size means them: 50257, or that padded to 50304."""
     return (GPT2_VOCAB, dict(kind="gpt2")) if vocab_size in (GPT2_VOCAB, 50304) else None
-
-
-def check_weights(config: GPTConfig, weights: dict[str, Tensor], path: Path) -> None:
-    """Raise UserError where the weights are not those of a model of this configuration."""
-    with torch.device("meta"):  # shapes without memory
-        expected = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
-    problems = [f"{path}: has no {name}" for name in expected.keys() - weights.keys()]
-    problems += [f"{path}: has {name}, which GPT-2 has not" for name in weights.keys() - expected.keys()]
-    problems += [f"{path}: {name} is {tuple(weights[name].shape)}, its configuration asks for {tuple(expected[name])}"
-                 for name in expected.keys() & weights.keys() if weights[name].shape != expected[name]]  # fmt: skip
-    if problems:
-        raise UserError(sorted(problems)[0] + (f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""))
 
 
 def read_json(path: Path) -> dict:
@@ -269,10 +296,9 @@ def write_checkpoint(state: dict, path: Path) -> None:
 
 
 def hf_to_ckpt(source: str, out: str) -> None:
-    path = fetch(source) if source in HUB_NAMES and not Path(source).exists() else Path(source)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: holds no config.json; give a Hugging Face folder or one of {', '.join(HUB_NAMES)}")
-    write_checkpoint(read_hf(path), Path(out))
+    if source not in HUB_NAMES and not Path(source, "config.json").is_file():
+        raise UserError(f"{source}: holds no config.json; give a Hugging Face folder or one of {', '.join(HUB_NAMES)}")
+    write_checkpoint(read_weights(source), Path(out))
 
 
 def nanogpt_to_ckpt(source: str, out: str) -> None:

@@ -17,7 +17,7 @@ class UserError(Exception):
 
     @property
     def problems(self) -> list[str]:
-        return list(self.args)
+        return [" ".join(problem.splitlines()) for problem in self.args]  # others' messages may be of several lines
 
     def __str__(self) -> str:
         return "\n".join(self.args)

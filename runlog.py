@@ -96,7 +96,8 @@ class RunLog:
     def __init__(self, config: Config, ledger: Ledger, hw: Hardware, ranks: Ranks,
                  resumed_at: tuple[int, int] | None = None):
         self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
-        self.tracker = Tracker(config, wanted=ranks.first)
+        after = resumed_at[0] + 1 if resumed_at else 0  # the evaluation before the resumed iteration stands
+        self.tracker = Tracker(config, wanted=ranks.first, purge_from=after)
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
@@ -216,7 +217,8 @@ class RunLog:
         self.record("eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
-        say(f"checkpoint {iter_num}: {path}, {size / 1e9:.2f}GB, time {seconds:.1f}s")
+        readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
+        say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s")
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
 
     def sample(self, iter_num: int, text: str) -> None:

@@ -10,6 +10,8 @@ All samples are one batch; the first is printed as it comes, the others after it
 """
 
 import argparse
+import math
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import torch
 import hardware
 from configurator import BOOLEANS, DTYPES, Config
 from convert import read_weights
-from errors import UserError, run_main
+from errors import RunError, UserError, run_main
 from generate import stream
 from model import GPT, GPTConfig
 from model_fast import FastGPT
@@ -51,9 +53,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def find_problems(args: argparse.Namespace) -> list[str]:
-    problems = [f"{name}: {getattr(args, name)} is less than {low}; --{name}={default}" for name, low, default in
-                (("num_samples", 1, 1), ("max_new_tokens", 1, 500), ("temperature", 0, 0.8), ("top_k", 0, USUAL_TOP_K))
-                if getattr(args, name) is not None and not getattr(args, name) >= low]  # fmt: skip
+    problems = [f"{name}: {getattr(args, name)} is outside {low} to {high}; --{name}={default}" for name, low, high, default in
+                (("num_samples", 1, 2**16, 1), ("max_new_tokens", 1, 2**40, 500), ("temperature", 0, math.inf, 0.8),
+                 ("top_k", 0, math.inf, USUAL_TOP_K), ("seed", 0, 2**63 - 1, 1337))
+                if getattr(args, name) is not None and not low <= getattr(args, name) <= high]  # fmt: skip
     if not 0 < args.top_p <= 1:
         problems.append(f"top_p: {args.top_p} is no probability above 0; --top_p=0.95")
     if args.compile is None:
@@ -65,7 +68,7 @@ def read_prompt(start: str) -> str:
     if not start.startswith("FILE:"):
         return start
     try:
-        return Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+        return Path(os.path.expanduser(start.removeprefix("FILE:"))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"start: {start.removeprefix('FILE:')} cannot be read as text ({error}); give another file") from None
 
@@ -123,6 +126,8 @@ def main(argv: list[str]) -> int:
     hw = hardware.set_up(Config(device=args.device, dtype=args.dtype))
     model = build_model(GPTConfig(**state["model_config"]))
     model.load_state_dict(state["model"])
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise UserError("init_from: its weights are not finite, the run has diverged; give an older checkpoint")
     model.to(hw.device, hw.dtype).eval()
     if args.compile:
         model.next_logits = torch.compile(model.next_logits, dynamic=True)
@@ -135,6 +140,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print()
         return 130
+    except torch.OutOfMemoryError:
+        raise RunError("out of memory; fewer --num_samples") from None
     for sample in samples[1:]:
         print(f"{RULER}\n{text.decode(sample)}")
     print(RULER)

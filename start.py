@@ -14,7 +14,7 @@ from ranks import Ranks
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 ROUNDING = ("device", "dtype", "compile", "flash", "tf32", "batch_size", "gradient_accumulation_steps")
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "seed", "stream")  # weights and order of the data stand with these
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")  # with these a checkpoint stands
 
 
 class Start:

@@ -6,30 +6,35 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from configurator import Config
+from configurator import Config, config_values
 
 
 class Tracker:
-    """wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left out."""
+    """
+    wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left out. What tensorboard
+    has in out_dir from iteration `purge_from` on is replaced; wandb shows each resume as a run of its own.
+    """
 
-    def __init__(self, config: Config, wanted: bool = True):
+    def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
         self.kind, self.writer = config.tracker if wanted else "none", None
         with self.forgiving():
             if self.kind == "wandb":
                 import wandb
 
-                self.writer = wandb.init(project=config.wandb_project, name=config.wandb_run_name, dir=config.out_dir)
+                settings = dict(project=config.wandb_project, name=config.wandb_run_name, dir=config.out_dir)
+                self.writer = wandb.init(**settings, config=config_values(config))
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.writer = SummaryWriter(config.out_dir)
+                self.writer = SummaryWriter(config.out_dir, purge_step=purge_from)
 
     @contextmanager
     def forgiving(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever a tracker does, the run is worth more
-            print(f"warning: tracker {self.kind}: {error}; going on without it", file=sys.stderr, flush=True)
+            reason = " ".join(str(error).splitlines())
+            print(f"warning: tracker {self.kind}: {reason}; going on without it", file=sys.stderr, flush=True)
             self.writer = None
 
     def log(self, record: dict) -> None:

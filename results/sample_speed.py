@@ -3,8 +3,8 @@ What sampling gains from its cache, and what metrics, pictures and comparisons c
 
     python results/sample_speed.py              some ten minutes on two cores
 
-The contestants take turns, in sampling token by token, so a ratio compares neighbours in time. Medians and extremes over
-the turns are kept.
+The contestants take turns, in sampling token by token, so a ratio compares neighbours in time. Metrics, pictures and
+comparisons are counted in processor seconds. Medians and extremes over the turns are kept.
 Random weights of the 124M model: speed does not depend on what they are.
 """
 
@@ -45,6 +45,13 @@ def seconds(function, *args, **kwargs) -> float:
     began = time.perf_counter()
     function(*args, **kwargs)
     return time.perf_counter() - began
+
+
+def processor_seconds(function, *args, **kwargs) -> float:
+    """Of this process and of those it has waited for: what is computed on one core, however busy the others keep it."""
+    began = os.times()
+    function(*args, **kwargs)
+    return sum(os.times()[:4]) - sum(began[:4])
 
 
 def summary(values: list[float]) -> dict:
@@ -103,16 +110,21 @@ def metrics_and_pictures(turns: int) -> dict:
         config = Config(out_dir=folder, log_interval=LOG_INTERVAL, eval_interval=EVAL_INTERVAL, device="cpu", dtype="float32")
         log = RunLog(config, Ledger(time.perf_counter()), hardware.set_up(config), Ranks())
         log.train_tokens, log.flops_per_token = 10**10, 854_800_000
-        lines, loss = [], torch.full((40,), 3.0)
-        for line in range(10_000):
-            for it in range(line * LOG_INTERVAL, (line + 1) * LOG_INTERVAL):
-                log.add(IterationResult(it, 491_520 * it, 480 * it, 6e-4, loss, loss[0]))
-            log.ledger.seconds["steps"] += STEP_SECONDS * LOG_INTERVAL
-            with redirect_stdout(io.StringIO()):
-                lines.append(seconds(log.steps, None))
+        loss = torch.full((40,), 3.0)
+
+        def write_lines(lines: int) -> None:
+            for it in range(lines * LOG_INTERVAL):
+                log.results.append(IterationResult(it, 491_520 * it, 480 * it, 6e-4, loss, loss[0]))
+                log.ledger.seconds["steps"] += STEP_SECONDS
+                if (it + 1) % LOG_INTERVAL == 0:
+                    log.steps(None)
+
+        with redirect_stdout(io.StringIO()):
+            line = processor_seconds(write_lines, 10_000) / 10_000
         log.file.close()
-        pictures = [seconds(compare.draw_run, Path(folder)) for _ in range(turns + 1)][1:]  # the first one imports matplotlib
-    line, picture = statistics.median(lines), statistics.median(pictures)
+        compare.draw_run(Path(folder))  # imports matplotlib
+        pictures = [processor_seconds(compare.draw_run, Path(folder)) for _ in range(turns)]
+    picture = statistics.median(pictures)
     return dict(
         step_seconds=STEP_SECONDS, log_interval=LOG_INTERVAL, eval_interval=EVAL_INTERVAL,
         log_line_ms=1e3 * line, picture_seconds=summary(pictures),
@@ -141,9 +153,9 @@ def comparison(turns: int) -> dict:
         for run in runs:
             write_long_run(run)
         command = [sys.executable, "compare.py", *map(str, runs)]
-        table = [seconds(subprocess.run, command, cwd=ROOT, check=True, capture_output=True) for _ in range(turns)]
+        table = [processor_seconds(subprocess.run, command, cwd=ROOT, check=True, capture_output=True) for _ in range(turns)]
         command.append(f"--png={folder}/ab.png")
-        picture = [seconds(subprocess.run, command, cwd=ROOT, check=True, capture_output=True) for _ in range(turns)]
+        picture = [processor_seconds(subprocess.run, command, cwd=ROOT, check=True, capture_output=True) for _ in range(turns)]
     return dict(table_seconds=summary(table), table_and_picture_seconds=summary(picture))
 
 

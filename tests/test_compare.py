@@ -164,8 +164,11 @@ def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
     for line in lines:
         if line["kind"] == "step" and line["iter"] > 4:
             line["tokens"] = 4000 + (line["iter"] - 4) * 3000  # from iteration 4 on, 3000 tokens each
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert compare.read_run(run, None).eval["tokens"][:2].tolist() == [0, 4000]
+    again = lines[0] | dict(iter=4, tokens_per_iter=3000)  # what the resume says of itself
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, again])) + "\n")
+    read = compare.read_run(run, None)
+    assert read.eval["tokens"].tolist() == [0, 4000, 4000 + 4 * 3000]
+    assert compare.figures_of(read)["tokens"] == 4000 + 4 * 3000
 
 
 def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
@@ -247,6 +250,9 @@ ODD_RECORDS = [
     '{"kind": "eval", "iter": 0, "val_loss": 3, "train_loss": 3}\n{"kind": "ev',
     '{"kind": "step", "iter": 0, "tokens": 0, "loss": 3, "tokens_per_sec": 0, "mfu": 0}\n',
     '{"kind": "start", "iter": 0, "tokens_per_iter": "x", "parameters": "y", "config": 3}\n{"kind": "eval", "iter": 9}\n',
+    '{"kind": "start", "config": null}\n{"kind": "eval", "iter": 9, "val_loss": "NaN"}\n',
+    '{"kind": "start", "config": {"dataset": [], "eval_tokens": "x"}, "dtype": 1}\n{"kind": "eval", "iter": 9}\n',
+    '{"kind": "step", "iter": %s, "loss": 1}\n{"kind": "step", "iter": 1e999}\n{"kind": "eval", "iter": 9}\n' % ("9" * 400),
 ]
 
 
@@ -255,6 +261,15 @@ def test_odd_records_never_stop_a_run(tmp_path, content, capsys):
     (tmp_path / "metrics.jsonl").write_text(content)
     png_size(compare.draw_run(tmp_path))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content", ODD_RECORDS)
+def test_odd_records_are_compared_or_refused_in_one_line(tmp_path, content, script):
+    write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "metrics.jsonl").write_text(content)
+    code, out, err = script(compare.main, tmp_path / "a", tmp_path / "odd", "--gpu=4070", f"--json={tmp_path / 'table.json'}")
+    assert code == 0 and json.loads((tmp_path / "table.json").read_text()) or (code, out, len(err)) == (2, "", 1), err
 
 
 def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):

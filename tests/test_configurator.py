@@ -7,7 +7,7 @@ from conftest import ROOT, run_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import FIELDS, Config, config_values, load_config, print_config
+from configurator import FIELDS, Config, config_values, load_config, main, print_config
 from errors import UserError
 
 
@@ -261,3 +261,15 @@ def test_floats_survive_printing_to_the_last_bit(tmp_path):
     config = load_config([])
     config.learning_rate = math.nextafter(6e-4, 1)
     assert load_config([write(tmp_path, print_config(config))]).learning_rate == config.learning_rate
+
+
+def test_home_is_meant_by_a_tilde_in_a_flag(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"  # shells leave it alone behind a =
+
+
+@pytest.mark.parametrize("content", ["a\0b", "raise BaseException('x\\ny')", "(" * 500, "1/0", "\N{BELL}"])
+def test_a_config_file_that_fails_in_any_way_is_one_line(tmp_path, content, script):
+    (tmp_path / "odd.py").write_text(content)
+    code, _, err = script(main, tmp_path / "odd.py")
+    assert code == 2 and len(err) == 1 and err[0].startswith(f"error: {tmp_path / 'odd.py'}:1: ")

@@ -7,9 +7,10 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import load, run_here, run_process
+from conftest import load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -223,6 +224,15 @@ class Payload:
         return os.mkdir, ("executed",)
 
 
+@pytest.mark.parametrize("spec", ["foo", 3, dict(kind="bpe"), dict(kind="char", itos=["a"]), dict(kind="char", itos=[1] * 128)])
+def test_a_tokenizer_that_is_none_counts_as_unknown(tmp_path, script, spec):
+    random_gpt2(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(tokenizer_spec=spec)))
+    code, out, err = script(convert.main, "hf-to-ckpt", tmp_path / "hf", tmp_path / "x.pt")
+    assert (code, err) == (0, []) and "tokenizer: not known" in out
+
+
 @pytest.mark.parametrize("name", ["ckpt.pt", "meta.pkl", "ours.pt"])
 def test_nothing_in_a_file_is_executed(tmp_path, monkeypatch, script, name):
     monkeypatch.chdir(tmp_path)
@@ -260,6 +270,21 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     flipped.write_bytes(content)
     taken = save(random_gpt(), tmp_path / "taken.pt", 128)
 
+    shardless = folder("shardless")
+    (shardless / "model.safetensors.index.json").write_text("{}")
+    nanogpt_checkpoint(tmp_path / "typed.pt", model_args=dict(n_layer="2", n_head=2, n_embd=32, block_size=16, vocab_size=128))
+    nanogpt_checkpoint(tmp_path / "listed.pt", model=[1, 2])
+    model = random_gpt()
+    for name, changes in (
+        ("heads", dict(model_config=asdict(model.config) | dict(n_head=3))),
+        ("layers", dict(model_config=asdict(model.config) | dict(n_layer=10**9))),
+        ("config", dict(model_config=None)),
+        ("vocabulary", dict(vocab=129)),
+        ("weights", dict(model=dict(a="b"))),
+    ):
+        state = dict(model=model.state_dict(), model_config=asdict(model.config), vocab=128, tokenizer=dict(kind="byte"))
+        checkpoint.save(state | changes, tmp_path / f"{name}.pt")
+
     out = tmp_path / "out.pt"
     for mode, source, word, target in (
         ("hf-to-ckpt", folder("llama", model_type="llama"), "'llama'", out),
@@ -268,7 +293,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("hf-to-ckpt", folder("cross", add_cross_attention=True), "add_cross_attention", out),
         ("hf-to-ckpt", folder("sizeless", n_layer="two"), "n_layer", out),
         ("hf-to-ckpt", folder("deeper", n_layer=3), "has no transformer.h.2", out),
-        ("hf-to-ckpt", folder("shallower", n_layer=1), "which GPT-2 has not", out),
+        ("hf-to-ckpt", folder("shallower", n_layer=1), "which the model has not", out),
         ("hf-to-ckpt", folder("longer", n_positions=32), "wpe.weight is (16, 32)", out),
         ("hf-to-ckpt", cut, "cut short", out),
         ("hf-to-ckpt", missing, "has no model.safetensors", out),
@@ -280,13 +305,39 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("nanogpt-to-ckpt", tmp_path / "text.pt", "text.pt", out),
         ("nanogpt-to-ckpt", tmp_path / "empty.pt", "empty.pt", out),
         ("nanogpt-to-ckpt", tmp_path / "other.pt", "neither", out),
-        ("ckpt-to-hf", flipped, "checksum", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", tmp_path / "hf"),
-        ("ckpt-to-hf", tmp_path, "holds neither", tmp_path / "hf"),
+        ("hf-to-ckpt", shardless, "names no files", out),
+        ("hf-to-ckpt", folder("headless", n_head=3), "does not divide", out),
+        ("nanogpt-to-ckpt", tmp_path / "typed.pt", "not a model", out),
+        ("nanogpt-to-ckpt", tmp_path / "listed.pt", "not a model", out),
+        ("ckpt-to-hf", tmp_path / "heads.pt", "n_head 3 does not divide n_embd 32", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "layers.pt", "fewer than n_layer", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "config.pt", "not a model", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "vocabulary.pt", "its vocabulary is 129", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "weights.pt", "fewer than n_layer", tmp_path / "exported"),
+        ("ckpt-to-hf", flipped, "checksum", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path, "holds neither", tmp_path / "exported"),
         ("ckpt-to-hf", taken, "cannot be written", tmp_path / "text.pt"),
     ):
         code, _, err = script(convert.main, mode, source, target)
         assert code == 2 and len(err) == 1 and err[0].startswith("error: ") and word in err[0], (source, err)
-    assert not out.exists() and not (tmp_path / "hf").exists()
+    assert not out.exists() and not (tmp_path / "exported").exists()
     assert script(convert.main, "hf-to-gguf", "a", "b")[0] == 2
     assert script(convert.main)[0] == 2
+
+
+# -----------------------------------------------------------------------------
+# GPT-2 as the baseline
+
+
+@torch.no_grad()
+def test_gpt2_on_ones_own_validation_split_is_transformers_loss(tmp_path):
+    data = write_dataset(tmp_path / "data", [1000], val_tokens=40 * 16 + 1)
+    reference = random_gpt2(tmp_path / "hf", vocab_size=64)
+    code, out, err = run_process("train.py", "config/eval_gpt2.py", f"--init_from={tmp_path / 'hf'}", f"--dataset={data}",
+                                 f"--out_dir={tmp_path / 'run'}", "--device=cpu", "--dtype=float32")  # fmt: skip
+    assert code == 0 and not (tmp_path / "run").exists(), err
+    idx = torch.from_numpy(np.fromfile(data / "val_000000.bin", dtype=np.uint16, offset=1024).astype(np.int64))
+    logits = reference(idx[:-1].view(40, 16)).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), idx[1:])
+    assert f"val loss {expected:.4f}" in out

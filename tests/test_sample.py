@@ -217,11 +217,17 @@ def bpe_or_skip():
 def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     unknown = tmp_path / "unknown.pt"
     checkpoint.save(checkpoint.load_newest(run) | dict(tokenizer=dict(kind="unknown")), unknown)
+    state, diverged = checkpoint.load_newest(run), tmp_path / "diverged.pt"
+    state["model"]["transformer.ln_f.weight"][0] = torch.nan
+    checkpoint.save(state, diverged)
     cut = tmp_path / "cut.pt"
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
         (["--start="], "encodes to no token"),
         (["--top_k=257"], "top_k", "256"),
+        ([f"--seed={10**30}"], "seed"),
+        ([f"--num_samples={10**12}"], "num_samples"),
+        ([f"--init_from={diverged}"], "not finite"),
         (["--start=FILE:nowhere.txt"], "nowhere.txt"),
         (["--init_from=nowhere"], "nowhere"),
         ([f"--init_from={unknown}"], "tokenizer"),

@@ -1,67 +1,76 @@
 """A tracker gets the numbers of metrics.jsonl; one that is missing or fails costs the run a warning and nothing else."""
 
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import records, run_here
+from conftest import flags, records, run_here, run_process
 
 
-class Recorder:
-    """wandb's run and tensorboard's SummaryWriter in one; fails in the method that `failing` names."""
+def expected_numbers(out_dir: Path) -> dict:
+    return {
+        (f"{record['kind']}/{name}", record["iter"]): value
+        for record in records(out_dir) if record["kind"] in ("step", "eval")
+        for name, value in record.items() if name not in ("kind", "iter") and value is not None
+    }  # fmt: skip
 
-    def __init__(self, failing: str = ""):
-        self.failing, self.logged, self.closed = failing, {}, False
 
-    def init(self, **settings):
+def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert run_here(dataset, tmp_path, tracker="tensorboard") == 0
+    (tmp_path / "ckpt-00000008.pt").unlink()  # as if killed before: iterations 4 to 7 are made again
+    assert run_here(dataset, tmp_path, tracker="tensorboard", init_from="resume") == 0
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    found = {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
+    expected = expected_numbers(tmp_path)
+    assert len(expected) > 50 and found == pytest.approx(expected, rel=1e-6)  # it keeps float32
+    assert [event.step for event in events.Scalars("eval/val_loss")] == [0, 4, 8]
+    assert [event.step for event in events.Scalars("step/loss")] == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # 4 is the same again
+
+
+def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(dataset, tmp_path):
+    pytest.importorskip("wandb")
+    arguments = flags(dataset, tmp_path, wandb_log=True, wandb_project="project", wandb_run_name="named", learning_rate=0.0123)
+    code, _, err = run_process("train.py", *arguments, WANDB_MODE="offline", HOME=str(tmp_path))
+    assert code == 0 and "warning" not in err, err
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()  # records of protobuf, their values as JSON texts
+    for (name, _), value in expected_numbers(tmp_path).items():
+        assert name.encode() in content and json.dumps(value).encode() in content, name
+    for text in ("project", "named", "learning_rate", "0.0123"):
+        assert text.encode() in content
+
+
+class Failing:
+    """wandb's run and tensorboard's SummaryWriter in one, failing in the method that `failing` names."""
+
+    def __init__(self, failing: str):
+        self.failing = failing
+
+    def init(self, *_, **__):
         self.act("init")
-        self.settings = settings
         return self
 
-    def log(self, numbers: dict, step: int):
+    def log(self, *_, **__):
         self.act("log")
-        self.logged |= {(name, step): value for name, value in numbers.items()}
-
-    def add_scalar(self, name: str, value: float, step: int):
-        self.act("log")
-        self.logged[name, step] = value
 
     def finish(self):
         self.act("close")
-        self.closed = True
 
-    close = finish
+    add_scalar, close = log, finish
 
     def act(self, what: str):
         if self.failing == what:
-            raise ConnectionError("no network")
-
-
-def install(monkeypatch, recorder: Recorder) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=recorder.init))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda _: recorder.init()))
-
-
-@pytest.mark.parametrize("changes", [dict(wandb_log=True, wandb_project="p", wandb_run_name="r"), dict(tracker="tensorboard")])
-def test_a_tracker_gets_the_numbers_of_metrics_jsonl(dataset, tmp_path, monkeypatch, changes):
-    recorder = Recorder()
-    install(monkeypatch, recorder)
-    assert run_here(dataset, tmp_path, **changes) == 0
-    expected = {
-        (f"{record['kind']}/{name}", record["iter"]): value
-        for record in records(tmp_path) if record["kind"] in ("step", "eval")
-        for name, value in record.items() if name not in ("kind", "iter") and value is not None
-    }  # fmt: skip
-    assert recorder.logged == expected and len(expected) > 50
-    assert recorder.closed
-    if "wandb_log" in changes:
-        assert (recorder.settings["project"], recorder.settings["name"]) == ("p", "r")
+            raise ConnectionError("no\nnetwork")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
 @pytest.mark.parametrize("failing", ["init", "log", "close"])
 def test_a_failing_tracker_never_stops_a_run(dataset, tmp_path, monkeypatch, capsys, tracker, failing):
-    install(monkeypatch, Recorder(failing))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Failing(failing).init))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Failing(failing).init))
     assert run_here(dataset, tmp_path, tracker=tracker) == 0
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")] == [
         f"warning: tracker {tracker}: no network; going on without it"
