@@ -186,9 +186,8 @@ def read_checkpoint(path: Path) -> dict:
     """A checkpoint file of this program or of nanoGPT."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files raise anything
-        reason = str(error).strip().partition("\n")[0][:120]
-        raise UserError(f"{path}: damaged, cut short or not a plain checkpoint ({reason}); give another") from None
+    except Exception:  # damaged files raise anything
+        raise UserError(f"{path}: damaged, cut short, or more than tensors and plain values in it; give another") from None
     if isinstance(state, dict) and "model_config" in state:
         return checkpoint.load(path)  # once more: it checks the checksum
     if isinstance(state, dict) and {"model", "model_args"} <= state.keys():

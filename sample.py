@@ -66,7 +66,7 @@ def find_problems(args: argparse.Namespace) -> list[str]:
 
 def read_prompt(start: str) -> str:
     if not start.startswith("FILE:"):
-        return start
+        return start.encode(errors="replace").decode()  # a command line may hold bytes that are no text
     try:
         return Path(os.path.expanduser(start.removeprefix("FILE:"))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
