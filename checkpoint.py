@@ -6,12 +6,14 @@ read back, and only then renamed, so a file under a checkpoint's name is whole. 
 bytes before them; torch.load ignores such a trailer, so `torch.load(path, weights_only=True)` reads the file alone.
 """
 
+import errno
 import hashlib
 import os
 import pickle
 import shutil
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -150,17 +152,39 @@ def mark_best(path: Path) -> None:
     os.replace(temporary, best)
 
 
-def make_out_dir(out_dir: Path, fresh: bool) -> None:
-    """Create out_dir; for a fresh run, clear it of an earlier run's files. Raises UserError where it cannot be written."""
+def make_out_dir(out_dir: Path, fresh: bool) -> BinaryIO:
+    """
+    Create out_dir, keep other runs out of it as long as the returned file is open, and for a fresh run clear it of an
+    earlier one's files. Raises UserError where it cannot be written or another run is there.
+    """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(out_dir / "lock", "wb")
+        if not try_lock(lock):
+            raise UserError(f"out_dir: another run is writing to {out_dir}; stop that one first, or choose another --out_dir")
+        if not os.access(out_dir, os.W_OK):
+            raise PermissionError(errno.EACCES, "read-only")
         if fresh:
             prune(out_dir, keep=0)
             for name in ("best.pt", "metrics.jsonl", "loss.png"):
                 (out_dir / name).unlink(missing_ok=True)
         fsync_folder(out_dir)
+        return lock
     except OSError as error:
         raise UserError(f"out_dir: {out_dir}: {error.strerror}; choose another --out_dir") from None
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """Whether this process has the file for itself, until it closes it or ends in any way; True where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no forked worker keeps this one
+    except (BlockingIOError, PermissionError):
+        return False
+    except (ImportError, OSError):  # Windows; some network file systems
+        pass
+    return True
 
 
 def holds_run(out_dir: Path) -> bool:

@@ -102,8 +102,8 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
     return pace
 
 
-def measured_pace(config: Config, model: GPTConfig, run: Path) -> tuple[Pace, Card]:
-    """The median iteration of a run and its evaluations and checkpoints, scaled by tokens; and the card it ran on."""
+def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tuple[Pace, Card]:
+    """The median iteration of a run and its evaluations and checkpoints, scaled by tokens and GPUs; and the card it ran on."""
     records = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
     found = {kind: [r for r in records if r["kind"] == kind] for kind in ("start", "step", "eval", "checkpoint")}
     if not found["start"] or not found["step"]:
@@ -112,12 +112,13 @@ def measured_pace(config: Config, model: GPTConfig, run: Path) -> tuple[Pace, Ca
     if start["flops_per_token"] != flops_per_token(model):
         raise UserError(f"from_run: {run} trained {start['flops_per_token'] / 1e6:.1f} MFLOP/token, this configuration is "
                         f"{flops_per_token(model) / 1e6:.1f}; give the run's own config file")  # fmt: skip
-    seconds = statistics.median(r["step_ms"] for r in found["step"]) / 1000
+    fewer = start.get("world_size", 1) / gpus
+    seconds = fewer * statistics.median(r["step_ms"] for r in found["step"]) / 1000
     pace = given_pace(config, seconds * tokens_per_iter(config) / start["tokens_per_iter"], start["parameters"],
                       f"measured in {run}")  # fmt: skip
     if found["eval"]:
         ran = Config(**{k: v for k, v in start["config"].items() if k in Config.__dataclass_fields__})
-        pace.eval_seconds = statistics.median(r["seconds"] for r in found["eval"]) * eval_size(config) / eval_size(ran)
+        pace.eval_seconds = fewer * statistics.median(r["seconds"] for r in found["eval"]) * eval_size(config) / eval_size(ran)
     if found["checkpoint"]:
         pace.checkpoint_seconds = statistics.median(r["seconds"] for r in found["checkpoint"])
     return pace, Card(start["device"], getattr(torch, start["dtype"]), start["peak_tflops"], None)
@@ -144,12 +145,14 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
     """
     All figures of a run as a flat dict, None where unknown. hours and kwh are the iterations alone, hours_total,
     kwh_total and cost the evaluations and checkpoints too. watts is one GPU's draw; the rest of the machine is not in it.
+    Several GPUs share the work evenly; what averaging their gradients costs stands apart, as exchange_gb and link_gb_per_sec.
     """
     (params, n), flops = count_parameters(model), flops_per_token(model)
     tokens, sequences = tokens_per_iter(config) * config.max_iters, config.batch_size * config.gradient_accumulation_steps
     parts = memory_bytes(model, config.batch_size, card.dtype, config.compile)
     needed, usable = sum(parts.values()), card.usable_bytes()
     evaluations, checkpoints = count_pauses(config)
+    exchanged = 2 * (gpus - 1) / gpus * 4 * params / 1e9  # a ring all-reduce of float32 gradients: each GPU sends that much
     p = dict(
         gpu=card.name, gpus=gpus, dtype=str(card.dtype).removeprefix("torch."), peak_tflops=card.peak_tflops,
         batch_size=config.batch_size, block_size=config.block_size, max_iters=config.max_iters,
@@ -163,7 +166,8 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
         gpu_memory_gib=card.memory_bytes and card.memory_bytes / hardware.GIB,
         fits=needed <= usable if card.memory_bytes else None,
         batch_size_that_fits=card.memory_bytes and fitting_batch(model, sequences // gpus, usable, card.dtype, config.compile),
-        watts=watts, price_kwh=price_kwh,
+        watts=watts, price_kwh=price_kwh, exchange_gb=exchanged,
+        link_gb_per_sec=9 * exchanged / pace.iter_seconds if pace.iter_seconds else None,  # 90 %: a ninth on top, unhidden
     )  # fmt: skip
     known = dict.fromkeys(("hours", "hours_range", "hours_total", "tokens_per_sec", "mfu", "kwh", "kwh_total", "cost"))
     if pace.iter_seconds:
@@ -203,6 +207,9 @@ def plan_lines(p: dict, vocab: int) -> list[str]:
         f"{p['checkpoints']} checkpoints of {p['checkpoint_seconds']:.1f} s",
         *memory_lines(p),
     ]  # fmt: skip
+    if p["gpus"] > 1:
+        lines.append(f"link     {p['exchange_gb']:.3g} GB sent and received by each GPU per iteration; 90 % efficiency needs "
+                     f"{p['link_gb_per_sec']:.3g} GB/s, less where it hides behind the backward pass")  # fmt: skip
     if p["kwh"] is None:
         return lines + ["energy   n/a (--watts= the draw of one GPU)"]
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
@@ -254,10 +261,12 @@ def main(config: Config, options: dict) -> dict:
         return dict(plans=plans)
     card = card_of_row(resolve_gpu(options["gpu"]), config) if options["gpu"] else None
     if options["from_run"]:
-        pace, ran_on = measured_pace(config, model, Path(options["from_run"]))
+        pace, ran_on = measured_pace(config, model, Path(options["from_run"]), gpus)
         card = card or ran_on
     elif options["iter_seconds"]:
-        pace, card = given_pace(config, options["iter_seconds"], count_parameters(model)[0]), card or card_here(config)
+        source = "given" if gpus == 1 else f"given as {options['iter_seconds']:g} s on one GPU"
+        pace = given_pace(config, options["iter_seconds"] / gpus, count_parameters(model)[0], source)
+        card = card or card_here(config)
     else:
         card = card or card_here(config)
         pace = estimated_pace(config, model, card, gpus)

@@ -5,24 +5,46 @@ Decisions and log figures are agreed on through the hosts (gloo, a few bytes); g
 DistributedDataParallel on the devices. A process alone needs none of it: everything here then returns its argument.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import Config, print_config
 from errors import RunError, UserError, end_process
 
-MEETING_TIMEOUT = timedelta(seconds=60)  # gloo can fail to meet after a restart; torchrun then starts all once more
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
+
+
+def meet(rank: int, world_size: int) -> dist.Store:
+    """
+    A store that holds only what this life of the job writes. torchrun keeps one store through its restarts, and in it the
+    addresses of the dead, which gloo would wait for. Its restart count cannot tell lives apart, as it differs between
+    machines; so rank 0 makes up a name for this life and gives it to whoever asks now.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    me = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asked by {rank}", me)
+        life = store.get(f"answer to {me}").decode()
+        store.set(f"{rank} in {life}", "")
+        return dist.PrefixStore(life, store)
+    missing = range(1, world_size)
+    while missing := [other for other in missing if not store.check([f"{other} in {me}"])]:
+        for other in missing:
+            if store.check([f"asked by {other}"]):  # the question of a dead one may lie there still: answered in vain
+                store.set(f"answer to {store.get(f'asked by {other}').decode()}", me)
+        time.sleep(0.01)
+    return dist.PrefixStore(me, store)
 
 
 class Ranks:
@@ -32,8 +54,9 @@ class Ranks:
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=MEETING_TIMEOUT)
-            _set_pg_timeout(TIMEOUT)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            store = meet(self.rank, self.world_size)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT)
 
     @property
     def first(self) -> bool:
@@ -44,17 +67,25 @@ class Ranks:
         """The model, its gradients averaged over all ranks where there are several."""
         return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.world_size > 1 else model
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks must do at once: raises RunError where another one has gone, or has not come for TIMEOUT."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
+                           f"between the machines") from None  # fmt: skip
+
     def reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
         """Each value's sum (or op) over all ranks, in float64."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        try:
+        with self.together():
             dist.all_reduce(tensor, op)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise RunError(f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
-                           f"between the machines") from None  # fmt: skip
         return tensor.tolist()
 
     def max(self, values: list[float]) -> list[float]:
@@ -69,7 +100,8 @@ class Ranks:
             except UserError as error:
                 box = [error]
         if self.world_size > 1:
-            dist.broadcast_object_list(box)
+            with self.together():
+                dist.broadcast_object_list(box)
         if isinstance(box[0], UserError):
             raise box[0]
         return box[0]
@@ -78,7 +110,8 @@ class Ranks:
         """Every rank's value, in order, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value)
+            with self.together():
+                dist.all_gather_object(values, value)
         return values
 
     def check_config(self, config: Config) -> list[str]:

@@ -30,6 +30,7 @@ from tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
 SPIKE = 1.25  # a loss this many times its running mean is marked
+LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
 
 
 class Ledger:
@@ -100,7 +101,7 @@ class RunLog:
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
-        self.skips_in_a_row, self.mean_loss = 0, None
+        self.skips_in_a_row, self.halvings_in_a_row, self.mean_loss = 0, 0, None
         if ranks.first and not config.eval_only:
             path = Path(config.out_dir) / "metrics.jsonl"
             if resumed_at is not None:
@@ -139,7 +140,7 @@ class RunLog:
             print(hint, file=sys.stderr, flush=True)
         self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
                     peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
-                    torch=torch.__version__)  # fmt: skip
+                    world_size=self.ranks.world_size, torch=torch.__version__)  # fmt: skip
 
     def steps(self, batches: TrainBatches) -> None:
         """
@@ -186,17 +187,27 @@ class RunLog:
         return (c.max_iters - it - 1) * step_seconds + (c.max_iters // c.eval_interval - it // c.eval_interval) * pauses
 
     def check_skips(self, batches: TrainBatches) -> None:
-        """Name the iterations whose update was skipped for a non-finite gradient, and the first micro-batch at fault."""
+        """
+        Name the iterations whose update was skipped for a non-finite gradient, and the first micro-batch at fault. With
+        float16 some are normal: the loss scale is too large at first and from time to time, and each skip halves it.
+        """
+        normal_halvings = LOSS_SCALE_HALVINGS if self.hw.dtype == torch.float16 else 0
         finite = torch.stack([result.grad_norm for result in self.results]).isfinite().tolist()
-        for result in (result for result, good in zip(self.results, finite) if not good):
+        for result, good in zip(self.results, finite):
+            if good:
+                self.skips_in_a_row, self.halvings_in_a_row = 0, 0
+                continue
             bad = (~result.losses.isfinite()).nonzero().flatten().tolist()  # of this rank's share of the micro-batches
             mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
             first = -self.ranks.max([-mine])[0]
+            if first == math.inf and self.halvings_in_a_row < normal_halvings:
+                self.halvings_in_a_row += 1
+                self.record("event", iter=result.iter_num, message="update skipped, the loss scale is halved")
+                continue
+            self.skips_in_a_row += 1
             where = batches.locate(result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size)
             what = f"micro-batch {int(first)} reads" if first < math.inf else "all losses are finite; the iteration begins at"
             self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
-        for good in finite:
-            self.skips_in_a_row = 0 if good else self.skips_in_a_row + 1
             if self.skips_in_a_row >= self.config.max_skips:
                 raise RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
                                f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
@@ -209,12 +220,6 @@ class RunLog:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s")
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
-
-    def draw(self, out_dir: Path) -> None:
-        """Refresh loss.png."""
-        from compare import draw_run  # which does nothing where there is no matplotlib
-
-        draw_run(out_dir)
 
     def sample(self, iter_num: int, text: str) -> None:
         say(f"sample {iter_num}:\n{text}\n")

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import hardware
+from compare import draw_run
 from configurator import Config, config_values, load_config
 from dataloader import TrainBatches, eval_batches, split_block
 from dataset import HeldTokens, TokenStream, check_dataset, open_data
@@ -160,10 +161,13 @@ class Run:
         self.rng = hardware.get_rng_state(self.hw.device)  # as of the last whole iteration
         self.saved_at = self.progress.iter_num if start.resumed else None
         if not config.eval_only:
-            ranks.from_first(checkpoint.make_out_dir, self.out_dir, start.resumed is None)
+            ranks.from_first(self.take_out_dir, start.resumed is None)
         resumed_at = (self.progress.iter_num, self.progress.evaluated_at) if start.resumed else None
         self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
+
+    def take_out_dir(self, fresh: bool) -> None:
+        self.lock = checkpoint.make_out_dir(self.out_dir, fresh)  # held as long as it is open
 
     def restore(self, state: dict) -> None:
         """Take over what a checkpoint holds besides weights, except hyper-parameters: those are the config's."""
@@ -224,7 +228,7 @@ class Run:
             group["lr"] = get_lr(p.iter_num, c, p.lr_horizon, group["initial_lr"])
         lr = self.optimizer.param_groups[0]["lr"]
         graphs, steps_before = compiled_graphs(), self.ledger.seconds["steps"]
-        with self.ledger.book("steps"):
+        with self.ledger.book("steps"), self.ranks.together():
             losses, grad_norm = train_step(
                 self.step_model, self.optimizer, self.scaler, self.timed_batches, self.grad_accum, c.grad_clip,
                 self.hw.autocast(), lambda: self.signals.check(self.data_ready),
@@ -277,7 +281,7 @@ class Run:
             if c.sample_tokens and self.ranks.first:
                 self.sample()
             if not c.eval_only and self.ranks.first:
-                self.log.draw(self.out_dir)
+                draw_run(self.out_dir)
         improved = val_loss < p.best_val_loss
         p.best_val_loss, p.evaluated_at = min(p.best_val_loss, val_loss), p.iter_num
         self.saved_at = None  # a checkpoint of this iteration, if there is one, does not know of this evaluation

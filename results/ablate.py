@@ -24,6 +24,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from errors import UserError, run_main
+from records import read_run
 
 
 def train(arguments: str, out_dir: Path, seed: int) -> None:
@@ -36,15 +37,13 @@ def train(arguments: str, out_dir: Path, seed: int) -> None:
 
 def read_curve(out_dir: Path) -> dict:
     """tokens and val_loss at every evaluation but the first, and the seconds spent in training steps."""
-    records = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    start = next(r for r in records if r["kind"] == "start")
-    end = [r for r in records if r["kind"] == "end"][-1]
-    evals = {r["iter"]: r["val_loss"] for r in records if r["kind"] == "eval" and r["iter"] > 0}
-    tokens = [it * start["tokens_per_iter"] for it in evals]
-    return dict(tokens=tokens, val_loss=list(evals.values()), step_seconds=end["ledger"]["steps"])
+    run = read_run(out_dir, gpu=None)
+    trained = run.eval["iter"] > 0
+    return dict(tokens=run.eval["tokens"][trained].tolist(), val_loss=run.eval["val_loss"][trained].tolist(),
+                step_seconds=float(run.step["seconds"].sum()))  # fmt: skip
 
 
-def tokens_to_reach(loss: float, tokens: list[int], val_loss: list[float]) -> float | None:
+def tokens_to_reach(loss: float, tokens: list[float], val_loss: list[float]) -> float | None:
     """Where the curve, straight between evaluations, first comes down to `loss`; None where it does not."""
     for n, value in enumerate(val_loss):
         if value <= loss:

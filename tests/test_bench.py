@@ -106,6 +106,17 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
     assert one["hours"] == pytest.approx(8 * p["hours"])
 
 
+def test_several_gpus_divide_the_hours_and_state_the_link_they_need(tmp_path, capsys):
+    """By hand: 124.37M gradients of 4 bytes; in a ring of 8, 2 * 7/8 of them leave each GPU, within a ninth of 9.34 / 8 s."""
+    flags = ["plan", GPT124M, "--gpu=4070", "--iter_seconds=9.34"]
+    one, eight = run(tmp_path, *flags), run(tmp_path, *flags, "--gpus=8")
+    assert eight["iter_seconds"] == 9.34 / 8 and eight["hours"] == pytest.approx(one["hours"] / 8)
+    assert one["exchange_gb"] == 0 and eight["exchange_gb"] == pytest.approx(2 * 7 / 8 * 4 * 0.12437, rel=1e-3)  # 0.871 GB
+    assert eight["link_gb_per_sec"] == pytest.approx(0.8706 / (9.34 / 8 / 9), rel=1e-3)  # 6.71 GB/s
+    out = capsys.readouterr().out
+    assert out.count("link ") == 1 and "0.871 GB sent and received" in out and "needs 6.71 GB/s" in out
+
+
 def test_all_cards_in_one_table(tmp_path, capsys):
     plans = run(tmp_path, "plan", GPT124M, "--gpu=all")["plans"]
     lines = capsys.readouterr().out.splitlines()
@@ -124,6 +135,8 @@ def test_plan_from_a_run(dataset, tmp_path):
     median = sorted(r["step_ms"] for r in records(tmp_path / "run", "step"))[2]
     assert p["iter_seconds"] == pytest.approx(2 * median / 1000)
     assert p["dataset_tokens"] == 1537 and p["epochs"] == pytest.approx(10 * 256 / 1537)
+    assert run(tmp_path, "plan", *tiny, "--n_embd=32", f"--from_run={tmp_path}/run", "--gpus=2")["iter_seconds"] == \
+        pytest.approx(median / 1000)  # the run had one
     with pytest.raises(UserError, match="give the run's own config file"):
         run(tmp_path, "plan", *tiny, f"--from_run={tmp_path}/run", "--n_embd=64")
 

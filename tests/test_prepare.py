@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -315,6 +316,28 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, 
     assert fineweb(*flags, f"--out={out}") == 0
     assert fineweb(*flags, f"--out={tmp_path / 'straight'}") == 0
     assert contents(out) == contents(tmp_path / "straight")
+
+
+def test_a_read_only_folder_is_one_line():
+    script = """
+import os, sys
+from data import prepare_fineweb
+from errors import run_main
+from tokenizer import Tokenizer
+prepare_fineweb.Tokenizer = lambda spec: Tokenizer({"kind": "byte"})
+if os.getuid() == 0:  # to root every folder can be written
+    list(prepare_fineweb.files_source([sys.argv[1].partition("=")[2]])(0, 0))  # imports what only root may read
+    os.setuid(65534)
+run_main(prepare_fineweb.main)
+"""
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which is root's alone
+        os.chmod(folder, 0o555)
+        write_parquet(Path(folder, "a.parquet"), documents(40))
+        process = start("-c", script, f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10")
+        stderr = process.communicate(timeout=60)[1]
+        expected = f"error: {folder}/out: cannot be written (Permission denied); choose another --out\n"
+        assert (process.returncode, stderr) == (2, expected)
+        os.chmod(folder, 0o755)
 
 
 # -----------------------------------------------------------------------------

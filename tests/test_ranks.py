@@ -1,6 +1,8 @@
 """Several processes under torchrun (gloo, CPU): the same training as alone, decisions taken together, nobody left behind."""
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,27 +14,29 @@ import torch
 from conftest import ROOT, flags, load, records, run_here, write_dataset
 
 import checkpoint
-import train
 from ranks import Ranks
 
+RECIPES = dict(classic=dict(), fast=dict(model="fast", optimizer="muon", tie_weights=False))
 OPTIONS = dict(gradient_accumulation_steps=4, max_iters=50, eval_interval=25, log_interval=1)
 
 
-def start_torchrun(n: int, *arguments: str, out=subprocess.PIPE) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, text=True)
+def start_torchrun(n: int, *arguments: str, out=subprocess.PIPE, prefix=(), cwd=ROOT, **environment) -> subprocess.Popen:
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=out, text=True)
 
 
 def torchrun(n, *arguments):
-    process = start_torchrun(n, *arguments)
+    process = start_torchrun(n, "--standalone", *arguments)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
-def test_two_ranks_train_as_one(dataset, tmp_path):
-    run_here(dataset, tmp_path / "1", **OPTIONS)
-    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **OPTIONS))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_two_ranks_train_as_one(recipe, dataset, tmp_path):
+    options = OPTIONS | recipe
+    run_here(dataset, tmp_path / "1", **options)
+    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
     assert code == 0, err
     assert out.count("step 50:") == 1 and out.count("\niter 49:") == 1  # one voice
     one, two = (records(tmp_path / n, "step") for n in "12")
@@ -42,8 +46,9 @@ def test_two_ranks_train_as_one(dataset, tmp_path):
     assert vals[0] == pytest.approx(vals[1], abs=1e-4)
 
 
-def test_weights_agree_after_one_iteration(dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=1, learning_rate=6e-4)  # Adam divides by |gradient|, which magnifies rounding
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
+    options = OPTIONS | recipe | dict(max_iters=1, learning_rate=6e-4)  # Adam divides by |gradient|, which magnifies rounding
     run_here(dataset, tmp_path / "1", **options)
     assert torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))[0] == 0
     one, two = (load(tmp_path / n, 1)["model"] for n in "12")
@@ -59,19 +64,30 @@ def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(data
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-4
 
 
-def wait_for_iteration(out_dir, n):
+@pytest.mark.slow
+def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
+    run_here(dataset, tmp_path / "1", max_iters=8)
+    for max_iters in (4, 8):
+        options = dict(init_from="auto", compile=True, max_iters=max_iters, lr_decay_iters=8)
+        code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
+        assert code == 0 and out.count("compile: ") == 1, err
+    one, two = (records(tmp_path / n, "step") for n in "12")
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-4
+    assert not records(tmp_path / "2", "event")  # nothing was compiled again inside DistributedDataParallel
+
+
+def wait_until(condition, process):
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        path = out_dir / "metrics.jsonl"
-        if path.exists() and f'"step", "iter": {n},' in path.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError("no iteration in two minutes")
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
+        time.sleep(0.01)
 
 
 def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(dataset, tmp_path):
-    process = start_torchrun(2, "train.py", *flags(dataset, tmp_path, **OPTIONS | dict(max_iters=10**6, eval_interval=10**6)))
-    wait_for_iteration(tmp_path, 5)
+    options = OPTIONS | dict(max_iters=10**6, eval_interval=10**6)
+    process = start_torchrun(2, "--standalone", "train.py", *flags(dataset, tmp_path, **options))
+    metrics = tmp_path / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step", "iter": 5,' in metrics.read_text(), process)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2
     process.send_signal(signal.SIGTERM)
@@ -82,49 +98,173 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(dataset, tmp_path)
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 5
 
 
-def test_an_accumulation_that_cannot_be_shared_is_one_line(dataset, tmp_path):
-    code, _, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "run", gradient_accumulation_steps=3))
-    assert code != 0
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert lines == ["error: gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; 2 or 4 can"]
-    assert not (tmp_path / "run").exists()
+@pytest.fixture
+def machines():
+    """Two machines: command prefix of each, the first's address, network device; this one twice where there is no other."""
+    names = [f"gpt-{os.getpid()}-{x}" for x in "ab"]
+    commands = [
+        *(f"netns add {name}" for name in names),
+        f"link add eth9 netns {names[0]} type veth peer name eth9 netns {names[1]}",
+        *(f"-n {name} addr add 10.77.0.{i}/24 dev eth9" for i, name in enumerate(names, 1)),
+        *(f"-n {name} link set {device} up" for name in names for device in ("lo", "eth9")),
+        f"netns exec {names[1]} true",
+    ]
+    try:
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+        yield [["ip", "netns", "exec", name] for name in names], "10.77.0.1", "eth9"
+    except (OSError, subprocess.CalledProcessError):  # no iproute2, or not root
+        yield [[], []], "127.0.0.1", "lo"
+    for name in names if shutil.which("ip") else ():
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_ranks_with_other_data_are_noticed_before_the_first_iteration(dataset, tmp_path):
-    write_dataset(tmp_path / "0" / "data" / "x", [1000])
-    write_dataset(tmp_path / "1" / "data" / "x", [1001])
-    script = (
-        "import os, sys; os.chdir(os.path.join(sys.argv.pop(), os.environ['RANK']))\n"
-        "import errors, train; errors.run_main(train.main)"
+@pytest.mark.slow
+def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp_path, machines):
+    options = OPTIONS | dict(max_iters=400, eval_interval=200, checkpoint_interval=2)
+    arguments = [str(ROOT / "train.py"), *flags(dataset, "run", init_from="auto", **options)]
+    prefixes, address, interface = machines
+    meeting = ["--nnodes=2", f"--master_addr={address}", f"--master_port={random.randrange(20000, 30000)}"]
+    nodes, log = [], tmp_path / "log"
+    for rank, prefix in enumerate(prefixes):
+        (tmp_path / str(rank)).mkdir()
+        with open(log, "a") as out:
+            nodes.append(start_torchrun(1, *meeting, f"--node_rank={rank}", "--max-restarts=3", *arguments, out=out,
+                                        prefix=prefix, cwd=tmp_path / str(rank), GLOO_SOCKET_IFNAME=interface))  # fmt: skip
+    try:
+        for node in nodes:
+            lines = log.read_text().count("\niter ")
+            wait_until(lambda lines=lines: log.read_text().count("\niter ") > lines, node)
+            (worker,) = (p for p in psutil.Process(node.pid).children() if str(ROOT / "train.py") in p.cmdline())
+            worker.kill()
+        assert [node.wait(timeout=200) for node in nodes] == [0, 0]
+    except BaseException:
+        print(log.read_text()[-5000:])
+        for node in nodes:
+            node.terminate()
+        raise
+    assert not (tmp_path / "1" / "run").exists()
+    run_here(dataset, tmp_path / "straight", **options)
+    broken, straight = (records(folder, "eval")[-1] for folder in (tmp_path / "0" / "run", tmp_path / "straight"))
+    assert broken["iter"] == straight["iter"] == 400
+    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)  # two ranks against one: other sums
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(dataset, tmp_path):
+    """No kill may cost more than one of the 20 restarts. Every other life is ended while it starts up."""
+    options = OPTIONS | dict(max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10)
+    arguments = ["train.py", *flags(dataset, tmp_path / "broken", init_from="auto", **options)]
+    random.seed(1)
+    log, killed, startup_seconds = tmp_path / "log", [], 0.0
+    with open(log, "w") as out:
+        process = start_torchrun(2, "--standalone", "--max-restarts=20", *arguments, out=out)
+
+    def workers():
+        return [p for p in psutil.Process(process.pid).children() if p.pid not in killed]
+
+    def lines():
+        return log.read_text().count("\niter ")
+
+    try:
+        while len(killed) < 40:
+            began, before = time.monotonic(), lines()
+            wait_until(lambda: len(workers()) == 2, process)
+            life = workers()
+            if len(killed) % 4 == 0:
+                wait_until(lambda before=before: lines() > before, process)
+                startup_seconds = time.monotonic() - began
+            time.sleep(random.uniform(0, startup_seconds if len(killed) % 4 else 0.1))
+            random.choice(life).kill()
+            killed += [worker.pid for worker in life]
+        assert process.wait(timeout=300) == 0
+    except BaseException:
+        print(log.read_text()[-5000:])
+        process.terminate()
+        raise
+    assert torchrun(2, "train.py", *flags(dataset, tmp_path / "straight", **options | dict(checkpoint_interval=0)))[0] == 0
+    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
+    assert broken["iter"] == straight["iter"] == 1000
+    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
+
+
+def patched(tmp_path, code: str) -> str:
+    """The path of a train.py that runs some code first, with RANK in the environment."""
+    (tmp_path / "patched.py").write_text(
+        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport errors, ranks, train\nRANK = os.environ['RANK']\n"
+        f"{code}\nerrors.run_main(train.main)\n"
     )
-    (tmp_path / "run.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}")
-    arguments = flags("x", tmp_path / "run", **OPTIONS)
-    code, _, err = torchrun(2, str(tmp_path / "run.py"), *arguments, str(tmp_path))
-    assert code != 0 and "has another dataset than rank 0" in err
+    return str(tmp_path / "patched.py")
+
+
+def test_gradients_are_exchanged_once_per_iteration(dataset, tmp_path):
+    count = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+original = ranks.Ranks.data_parallel
+def counted(self, model):
+    model = original(self, model)
+    def hook(group, bucket):
+        print("exchanged", bucket.buffer().nbytes, file=sys.stderr, flush=True)
+        return allreduce_hook(group, bucket)
+    model.register_comm_hook(None, hook)
+    return model
+ranks.Ranks.data_parallel = counted
+"""
+    options = OPTIONS | dict(gradient_accumulation_steps=6, max_iters=4)  # three micro-steps on each rank
+    code, _, err = torchrun(2, patched(tmp_path, count), *flags(dataset, tmp_path / "run", **options))
+    assert code == 0, err
+    exchanged = [int(line.split()[1]) for line in err.splitlines() if line.startswith("exchanged ")]
+    parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32  # 64 ids padded to 128, 2 layers of 32, no biases
+    assert sum(exchanged) == 2 * 4 * 4 * parameters  # 2 ranks, 4 iterations, 4 bytes for each parameter
+
+
+def error_lines(err: str) -> list[str]:
+    assert err.count("Traceback") == 1  # torchrun's own, of the process that failed
+    return [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+BAD_STARTS = {
+    "an accumulation that cannot be shared": (
+        "", dict(gradient_accumulation_steps=3),
+        "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; 2 or 4 can",
+    ),
+    "GPUs where there are none": ("ranks.torch.cuda.is_available = lambda: False", dict(device="cuda"), "device: "),
+    "another configuration": (
+        "sys.argv += ['--seed=5'] if RANK == '1' else []", {},
+        "rank 1 has another configuration than rank 0; start all processes with the same",
+    ),
+    "other data": (
+        "os.chdir(RANK)", dict(dataset="x"), "rank 1 has another dataset than rank 0; start all processes with the same",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code, changes, message", BAD_STARTS.values(), ids=BAD_STARTS.keys())
+def test_a_bad_start_is_one_line_before_the_first_iteration(code, changes, message, dataset, tmp_path):
+    for rank in "01":
+        write_dataset(tmp_path / rank / "data" / "x", [1000 + int(rank)])
+    arguments = flags(changes.pop("dataset", dataset), tmp_path / "run", **OPTIONS | changes)
+    returned, _, err = torchrun(2, patched(tmp_path, f"os.chdir({str(tmp_path)!r})\n{code}"), *arguments)
+    (line,) = error_lines(err)
+    assert line.startswith("error: " + message) and returned != 0
     assert not (tmp_path / "run").exists()
 
 
-def test_gradients_are_exchanged_once_per_iteration(monkeypatch):
-    """The bytes of one all-reduce are 4 per parameter; with no_sync on all but the last micro-step that is all."""
-    entered = []
-
-    class Wrapped(torch.nn.parallel.DistributedDataParallel):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-            self.w = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, x, y):
-            return self.w * x.sum()
-
-        def no_sync(self):
-            entered.append(True)
-            return train.contextlib.nullcontext()
-
-    model = Wrapped()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batches = iter([(torch.ones(1), None)] * 5)
-    train.train_step(model, optimizer, torch.amp.GradScaler(enabled=False), batches, 5, 1.0, train.contextlib.nullcontext())
-    assert len(entered) == 4
+def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):
+    hang = """
+import datetime, signal
+ranks.TIMEOUT = datetime.timedelta(seconds=5)
+original = train.train_step
+def step(*arguments):
+    if RANK == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # otherwise torchrun kills it, 30 s later
+        time.sleep(600)
+    return original(*arguments)
+train.train_step = step
+"""
+    code, _, err = torchrun(2, patched(tmp_path, hang), *flags(dataset, tmp_path / "run", **OPTIONS))
+    (line,) = error_lines(err)
+    assert code != 0 and "rank 0 lost another rank" in line and "look at that one's last lines, or at the network" in line
 
 
 def test_a_process_alone_needs_no_group():

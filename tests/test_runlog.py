@@ -138,6 +138,23 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
         log.steps(Batches())
 
 
+def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(tmp_path, clock, capsys):
+    """2^16 can be halved 16 times; a loss that is not finite is no matter of its scale."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock), max_skips=2)
+    log.hw.dtype = torch.float16
+    log.ledger.switch("steps")
+    clock.sleep(1)
+    log.ledger.switch("other")
+    log.results += [result(it, norm=float("inf")) for it in range(16)] + [result(16)]
+    log.results += [result(17, norm=float("inf")), result(18, loss=float("nan"), norm=float("nan")), result(19)]
+    log.steps(Batches())
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "update skipped" in line]
+    assert len(warnings) == 1 and "iter 18" in warnings[0]
+    log.results += [result(it, norm=float("inf")) for it in range(20, 38)]
+    with pytest.raises(RunError, match="2 updates in a row"):
+        log.steps(Batches())
+
+
 def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
     """nanoGPT #137, #468, #524, #554: explosions that nobody notices for hours."""
     log = make_log(tmp_path, clock, Ledger(0.0, clock))
@@ -201,8 +218,3 @@ def test_count(number, text):
 def test_duration(seconds, text):
     assert duration(seconds) == text
 
-
-def test_draw_leaves_a_run_without_matplotlib_alone(tmp_path, clock, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)  # importing it raises ImportError
-    make_log(tmp_path, clock, Ledger(0.0, clock)).draw(tmp_path)
-    assert not (tmp_path / "loss.png").exists()

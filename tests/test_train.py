@@ -1,9 +1,11 @@
 """The loop: what it logs, when it evaluates and saves, and that stopping and going on changes nothing."""
 
+import functools
 import math
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
@@ -42,7 +44,7 @@ def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
     "name, changes",
     [
         ("fp32 with dropout and accumulation", dict(dropout=0.1, gradient_accumulation_steps=3)),
-        ("bf16", dict(dtype="bfloat16", dropout=0.1)),
+        ("bf16", dict(dtype="bfloat16", dropout=0.1, gradient_accumulation_steps=3)),
         ("across epochs", dict(max_iters=32, batch_size=8)),
         ("untied, wsd", dict(tie_weights=False, lr_schedule="wsd")),
     ],
@@ -208,6 +210,40 @@ def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
     batches.close()
 
 
+def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(dataset, tmp_path, monkeypatch, capsys):
+    original, read, iterations = train.train_step, [], iter(range(100))
+
+    def step(model, *arguments):
+        iteration = next(iterations)
+
+        def poisoned(x, y):
+            read.append(x[0].tolist())
+            return model(x, y) * (float("nan") if iteration == 3 and len(read) % 3 == 2 else 1.0)
+
+        poisoned.parameters = model.parameters
+        return original(poisoned, *arguments)
+
+    monkeypatch.setattr(train, "train_step", step)
+    assert run_here(dataset, tmp_path, gradient_accumulation_steps=3) == 0
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "skipped" in line)
+    path, token = re.fullmatch(r"warning: iter 3: update skipped.*; micro-batch 1 reads (.*) at token ([\d,]+)", line).groups()
+    tokens = np.fromfile(path, dtype="<u2", offset=1024 + 2 * int(token.replace(",", "")), count=16).tolist()
+    assert tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0  # a window may go on in the next shard
+    assert [r["iter"] for r in records(tmp_path, "event")] == [3]
+
+
+def test_a_float16_run_outlives_the_search_for_its_loss_scale(dataset, tmp_path, monkeypatch, capsys):
+    """Scaled by 2^26, gradients of 1e-2 overflow float16's 65,504 until the scale has been halved several times."""
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**26))
+    assert run_here(dataset, tmp_path, dtype="float16", max_iters=30, max_skips=1) == 0
+    assert "update skipped" not in capsys.readouterr().err
+    halved = [r for r in records(tmp_path, "event") if "loss scale is halved" in r["message"]]
+    assert 3 <= len(halved) <= 16
+    assert load(tmp_path, 30)["scaler"]["scale"] == 2.0 ** (26 - len(halved))
+    losses = [r["loss"] for r in records(tmp_path, "step")]
+    assert losses[len(halved)] == pytest.approx(losses[0], abs=0.5) and losses[-1] < losses[0] - 0.5
+
+
 def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
     """aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at each log line."""
 
@@ -319,13 +355,24 @@ def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_p
 
 @pytest.mark.slow
 def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_path):
-    run_here(dataset, tmp_path / "straight", compile=True, dropout=0.1)
-    run_here(dataset, tmp_path / "broken", compile=True, dropout=0.1, max_iters=4, lr_decay_iters=8)
-    run_here(dataset, tmp_path / "broken", compile=True, dropout=0.1, init_from="resume")
+    options = dict(compile=True, dropout=0.1, gradient_accumulation_steps=3)  # 96 windows: the last is the next epoch's
+    run_here(dataset, tmp_path / "straight", **options)
+    run_here(dataset, tmp_path / "broken", **options, max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path / "broken", **options, init_from="resume")
     assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "broken", 8))
     end = records(tmp_path / "straight", "end")[0]
     assert end["ledger"]["compile"] > 1
     assert not records(tmp_path / "straight", "event")  # nothing was compiled again later
+
+
+@pytest.mark.slow
+def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path / "straight")
+    for max_iters, compile in ((3, False), (6, True), (8, False)):
+        run_here(dataset, tmp_path / "crossed", init_from="auto", max_iters=max_iters, compile=compile, lr_decay_iters=8)
+    assert "another compile sums round differently" in capsys.readouterr().out
+    straight, crossed = ([r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "crossed"))
+    assert straight == pytest.approx(crossed, abs=1e-4)  # losses of ~4; fused kernels round differently
 
 
 def test_quickstart_command_makes_its_dataset(tmp_path):

@@ -1,12 +1,15 @@
 """A save that ends at any moment, on any disk: the next start loads a valid checkpoint, at most one save old."""
 
 import os
+import pickle
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same_state, flags, load, records, run_here, run_process
+from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, start_process, write_dataset
 
 import checkpoint
 import train
@@ -124,6 +127,38 @@ def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp
         run_here(dataset, tmp_path / "file" / "run")
 
 
+def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
+    no_override = (  # root may write anywhere: start train.py without that privilege (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
+        "import ctypes, os, sys\n"
+        "ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)\n"
+        "os.execv(sys.executable, [sys.executable, 'train.py', *sys.argv[1:]])"
+    )
+    tmp_path.chmod(0o555)
+    code, _, err = run_process("-c", no_override, *flags(dataset, tmp_path, init_from="resume"))
+    tmp_path.chmod(0o755)
+    assert code == 2 and err.splitlines() == [f"error: out_dir: {tmp_path}: read-only; choose another --out_dir"]
+    assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
+
+
+def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
+    options = dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=5)
+    first = start_process("train.py", *flags(dataset, tmp_path, **options))
+    while first.stdout.readline()[:7] != "iter 9:":
+        assert first.poll() is None
+    first.send_signal(signal.SIGSTOP)  # it stays there, and writes nothing meanwhile
+    before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
+    for changes in (dict(init_from="auto"), dict(overwrite=True)):
+        with pytest.raises(UserError, match="another run is writing to"):
+            run_here(dataset, tmp_path, **options | changes)
+    assert run_here(dataset, tmp_path, init_from="resume", eval_only=True) == 0  # reading is free
+    assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
+    first.kill()
+    first.communicate()
+    assert run_here(dataset, tmp_path, init_from="auto", max_iters=20) == 0  # the dead hold no lock
+
+
 def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch):
     original = train.train_step
     calls = iter(range(100))
@@ -152,6 +187,50 @@ def test_resume_after_every_kind_of_damage_to_the_newest(dataset, tmp_path, caps
         assert run_here(dataset, tmp_path / "run", init_from="auto", keep_checkpoints=9) == 0
         assert "trying the one before" in capsys.readouterr().err
         assert_same_state(load(tmp_path / "run", 8), straight)
+
+
+def test_nothing_that_lies_in_out_dir_runs_as_code(dataset, tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return print, ("code ran",)
+
+    run_here(dataset, tmp_path, max_iters=4)
+    for name in ("ckpt-00000004.pt", "best.pt"):
+        with open(tmp_path / name, "wb") as file:
+            writer = checkpoint.HashingWriter(file)
+            torch.save(dict(model=Evil(), config=Evil()), writer)
+            file.write(checkpoint.TRAILER + writer.sha256.hexdigest().encode())
+    (tmp_path / "config.py").write_text("print('code ran')")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Evil()))
+    for init_from, out_dir in (("resume", tmp_path), ("auto", tmp_path), (tmp_path / "best.pt", tmp_path / "new")):
+        with pytest.raises(UserError):
+            run_here(dataset, out_dir, init_from=init_from)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_a_shard_cut_short_under_the_run_ends_it_with_a_checkpoint(tmp_path, monkeypatch):
+    data = write_dataset(tmp_path / "data", [2000])
+    original = train.train_step
+    calls = iter(range(100))
+
+    def cutting(*args, **kwargs):
+        if next(calls) == 5:
+            with open(data / "train_000001.bin", "r+b") as file:
+                file.truncate(1024)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(train, "train_step", cutting)
+    with pytest.raises(RunError, match="train_000001.bin.*changed since the run began"):
+        run_here(data, tmp_path / "run")
+    assert 5 <= checkpoint.load_newest(tmp_path / "run")["progress"]["iter_num"] < 8
+
+
+def test_readmes_table_of_faults_names_tests_that_exist():
+    table = (ROOT / "README.md").read_text().partition("## What survives what")[2].partition("\n## ")[0]
+    named = re.findall(r"([\w/]+\.py)(?:::(test_\w+?)_?\.\.\.)?", table)
+    assert len(named) > 10
+    for file, test in named:
+        assert f"def {test}" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
 def test_auto_never_starts_anew_over_damaged_checkpoints(dataset, tmp_path):
