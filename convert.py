@@ -295,8 +295,6 @@ def write_checkpoint(state: dict, path: Path) -> None:
 
 
 def hf_to_ckpt(source: str, out: str) -> None:
-    if source not in HUB_NAMES and not Path(source, "config.json").is_file():
-        raise UserError(f"{source}: holds no config.json; give a Hugging Face folder or one of {', '.join(HUB_NAMES)}")
     write_checkpoint(read_weights(source), Path(out))
 
 
