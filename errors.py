@@ -38,6 +38,8 @@ def did_you_mean(name: str, known) -> str:
 def run_main(main: Callable[[list[str]], int | None]) -> None:
     """Run a script's main(argv): a UserError becomes one `error:` line per problem and its exit code, no traceback."""
     sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
