@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback; run_main takes over
+
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
