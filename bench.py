@@ -46,7 +46,7 @@ import plan
 import train
 from configurator import FIELDS, Config, load_config
 from data.shards import write_shard
-from dataloader import TrainBatches, split_block
+from dataloader import TrainBatches, move
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
@@ -127,7 +127,7 @@ def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tu
     """The same batches, each read only when it is asked for."""
     n = 0
     while True:
-        yield split_block(batches.load(n), device)
+        yield move(batches.load(n), device)
         n += batches.batch_size
 
 
@@ -371,7 +371,8 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 
 # Each row: its name, the config keys it changes, the arguments of measure() it changes. Changes stay for the rows below.
 LADDER = [
-    ("float32", dict(dtype="float32", tf32=False, compile=False, flash=False, pad_vocab_multiple=1, tie_weights=False),
+    ("float32", dict(dtype="float32", tf32=False, compile=False, flash=False, loss_chunk="off", pad_vocab_multiple=1,
+                     tie_weights=False),
      dict(host_sync=True, read_ahead=False)),
     ("TF32", dict(tf32=True), {}),
     ("no host sync", {}, dict(host_sync=False)),

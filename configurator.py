@@ -64,6 +64,7 @@ class Config:
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: the four plain lines")
+    loss_chunk: str = key("auto", "tokens whose logits exist at once in training; auto: 1024 with compile=False, else off")
     pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: Muon for hidden matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the five rates below instead", low=0.0)
@@ -226,6 +227,8 @@ def resolve(config: Config) -> list[str]:
     elif config.model == "fast" and config.n_embd // config.n_head % 4:
         size = config.n_embd // config.n_head
         problems.append(f"n_head: {config.n_head} makes heads of size {size}; model=fast needs a multiple of 4")
+    if config.loss_chunk not in ("auto", "off") and not (config.loss_chunk.isdecimal() and int(config.loss_chunk)):
+        problems.append(f"loss_chunk: {config.loss_chunk!r} is none of auto, off, a number above 0 such as 1024")
     if config.model == "fast":
         problems += ["tie_weights: model=fast has a head of its own; --tie_weights=False"] * config.tie_weights
         problems += ["dropout: model=fast has none; --dropout=0, or --model=gpt2"] * (config.dropout > 0)

@@ -87,8 +87,9 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
     formula keeps its T x T weights too. A logit takes three float32 numbers in eager mode, when the loss's backward pass
     turns the gradient of its log-softmax into its own; compiled code writes the gradient over the logit itself, and then
-    makes that of the head's weights. On the CPU all this equals the tensors alive at the peak; with fewer tokens in a
-    micro-batch than channels the peak comes later and is higher, when the gradients of a tied table are summed.
+    makes that of the head's weights. With loss_chunk there are logits of so many tokens only. On the CPU all this equals the
+    tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later and is higher, when the
+    gradients of a tied table are summed.
     """
     n, in_products = count_parameters(model)
     C, T, half = model.n_embd, model.block_size, dtype != torch.float32
@@ -98,12 +99,14 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     if not model.flash:
         block += (6 if half else 4) * model.n_head * T
     tokens, element = batch_size * T, 2 if half else 4
+    at_once = min(tokens, model.loss_chunk or tokens)
+    head_gradient = element * C if compiled or at_once < tokens else 0  # while logits are alive
     return dict(
         weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
         gradients=4 * n,
         optimizer=8 * n,  # Adam's two moments
         activations=tokens * (model.n_layer * block + (6 if half else 8) * C),  # the last norm's input and output
-        logits=(element * (tokens + C) if compiled else 12 * tokens) * model.vocab_size,
+        logits=((element if compiled else 12) * at_once + head_gradient) * model.vocab_size,
         workspace=WORKSPACE_BYTES,
     )
 

@@ -7,12 +7,14 @@ C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class GPTConfig:
     tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: the plain formula
     model: str = "gpt2"  # or "fast": model_fast.py
+    loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:
@@ -106,6 +109,28 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
+# The loss
+
+
+def mean_loss(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """
+    Cross-entropy of head(x), x (B, T, C), against targets (B, T), the mean in nats over those that are not -1. With a
+    chunk > 0 the logits of only so many tokens exist at once; the backward pass computes them again, for 2 C V more
+    FLOPs a token.
+    """
+    x, targets = x.flatten(0, 1), targets.flatten()
+    if not 0 < chunk < len(x):
+        return F.cross_entropy(head(x).float(), targets, ignore_index=-1)
+
+    def loss_sum(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(x).float(), targets, ignore_index=-1, reduction="sum")
+
+    parts = zip(x.split(chunk), targets.split(chunk))
+    sums = [checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(sums).sum() / (targets != -1).sum()
+
+
+# -----------------------------------------------------------------------------
 # The model
 
 
@@ -151,10 +176,10 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         for block in self.transformer.h:
             x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, V)
+        x = self.transformer.ln_f(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+            return self.lm_head(x)  # (B, T, V)
+        return mean_loss(self.lm_head, x, targets, self.config.loss_chunk)
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches."""

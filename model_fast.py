@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
 
-from model import GPTConfig, KVCache
+from model import GPTConfig, KVCache, mean_loss
 
 ROTARY_BASE = 1024  # slowest rotation, radians per 1024 tokens; RoFormer's 10,000 is for longer contexts (records)
 LOGIT_CAP = 15.0  # logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
@@ -118,7 +118,7 @@ class FastGPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return mean_loss(self.logits, x, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads."""

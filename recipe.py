@@ -12,12 +12,16 @@ from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from muon import Muon, parameters_by_role
 
+EAGER_LOSS_CHUNK = 1024  # compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there chunks pay
+
 
 def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
     """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
     names = ("model", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
     vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
-    return GPTConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in names})
+    chunks = dict(off=0, auto=0 if config.compile else EAGER_LOSS_CHUNK)
+    chunk = chunks[config.loss_chunk] if config.loss_chunk in chunks else int(config.loss_chunk)
+    return GPTConfig(vocab_size=vocab_size, loss_chunk=chunk, **{name: getattr(config, name) for name in names})
 
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:

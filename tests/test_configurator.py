@@ -100,7 +100,7 @@ def configs(draw):
     if values["model"] == "fast":
         values |= dict(tie_weights=False, dropout=0.0, flash=True)
     values["n_head"], values["n_embd"] = min(values["n_head"], 8192), min(values["n_head"], 8192) * 8
-    values["tokens_per_iter"] = 0
+    values["tokens_per_iter"], values["loss_chunk"] = 0, draw(st.sampled_from(["auto", "off", "512"]))
     values["overwrite"] = values["overwrite"] and values["init_from"] not in ("resume", "auto")
     values["tracker"] = "wandb" if values["wandb_log"] else values["tracker"]
     return Config(**values)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from generate import generate
 from model import GPT, GPTConfig, pad_vocab
-from recipe import count_parameters, decay_groups, flops_per_token
+from recipe import build_model, count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # HF's Conv1D
@@ -155,6 +155,39 @@ def test_targets_of_minus_one_count_for_nothing():
         alone = model(x[:1], y[:1])
         y[1] = -1
         assert model(x, y).item() == pytest.approx(alone.item(), abs=1e-6)
+
+
+def loss_and_gradients(config: GPTConfig, dtype: torch.dtype, compiled: bool = False, scale: float = 1.0):
+    torch.manual_seed(0)
+    model = build_model(config)
+    if config.model == "fast":
+        torch.nn.init.normal_(model.lm_head.weight, std=0.02)  # it is born as zeros, which hide the head's gradients
+    idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
+    targets[0, :20] = -1
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = (torch.compile(model) if compiled else model)(idx, targets)
+    (scale * loss).backward()
+    return loss.detach(), torch.cat([p.grad.flatten() / scale for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "dtype, compiled, scale, tolerance",
+    [
+        (torch.float32, False, 1.0, 1e-6),
+        (torch.bfloat16, False, 1.0, 5e-3),  # the head's gradient is rounded to 8 bits once for each chunk
+        (torch.float16, False, 2.0**12, 1e-3),  # with GradScaler's factor; 11 bits
+        pytest.param(torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow),  # compiled code rounds elsewhere too
+    ],
+    ids=["float32", "bfloat16", "float16", "compiled"],
+)
+@pytest.mark.parametrize("changes", [dict(), dict(tie_weights=False), dict(model="fast", tie_weights=False)], ids=str)
+def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
+    """7 chunks of 23 tokens of 150, the last one smaller, the first without a target."""
+    whole, chunked = (GPTConfig(**SMALL | changes, loss_chunk=n) for n in (0, 23))
+    loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
+    chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
+    assert chunked_loss.item() == pytest.approx(loss.item(), rel=1e-6 if not compiled else tolerance)
+    assert (chunked_gradients - gradients).norm() / gradients.norm() < tolerance
 
 
 @pytest.mark.parametrize("device_type, dtype, tolerance", [("cpu", torch.bfloat16, 0.05)])
