@@ -55,11 +55,11 @@ def tokens_to_reach(loss: float, tokens: list[float], val_loss: list[float]) -> 
 
 
 def summarize(name: str, arguments: str, curves: list[dict], target: float) -> dict:
-    finals = [curve["val_loss"][-1] for curve in curves]
-    reached = [tokens_to_reach(target, curve["tokens"], curve["val_loss"]) for curve in curves]
+    tokens, losses = curves[0]["tokens"], np.array([curve["val_loss"] for curve in curves])
+    mean = losses.mean(axis=0).tolist()
     return dict(
-        name=name, arguments=arguments, tokens=curves[0]["tokens"][-1], val_loss=float(np.mean(finals)),
-        spread=max(finals) - min(finals), tokens_to_target=None if None in reached else float(np.mean(reached)),
+        name=name, arguments=arguments, tokens=tokens[-1], val_loss=mean[-1], spread=float(np.ptp(losses[:, -1])),
+        tokens_to_target=tokens_to_reach(target, tokens, mean),
         step_seconds=float(np.mean([curve["step_seconds"] for curve in curves])), curves=curves,
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
     for name, seed in tqdm(runs, unit="run"):
         train(variants[name], args.out / f"{name}-{seed}", seed)
     curves = {name: [read_curve(args.out / f"{name}-{seed}") for seed in range(1, args.seeds + 1)] for name in variants}
-    target = float(np.mean([curve["val_loss"][-1] for curve in next(iter(curves.values()))]))
+    target = np.mean([curve["val_loss"] for curve in curves[next(iter(variants))]], axis=0).tolist()[-1]
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print(f"{'variant':<20}{'tokens':>10}{'val loss':>10}{'spread':>8}{f'tokens to {target:.3f}':>18}{'steps':>8}")
     for row in rows:
