@@ -46,7 +46,7 @@ import plan
 import train
 from configurator import FIELDS, Config, load_config
 from data.shards import write_shard
-from dataloader import TrainBatches, split_block
+from dataloader import TrainBatches, move
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
@@ -127,7 +127,7 @@ def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tu
     """The same batches, each read only when it is asked for."""
     n = 0
     while True:
-        yield split_block(batches.load(n), device)
+        yield move(batches.load(n), device)
         n += batches.batch_size
 
 

@@ -6,7 +6,6 @@ read back, and only then renamed, so a file under a checkpoint's name is whole. 
 bytes before them; torch.load ignores such a trailer, so `torch.load(path, weights_only=True)` reads the file alone.
 """
 
-import errno
 import hashlib
 import os
 import pickle
@@ -163,7 +162,7 @@ def make_out_dir(out_dir: Path, fresh: bool) -> BinaryIO:
         if not try_lock(lock):
             raise UserError(f"out_dir: another run is writing to {out_dir}; stop that one first, or choose another --out_dir")
         if not os.access(out_dir, os.W_OK):
-            raise PermissionError(errno.EACCES, "read-only")
+            raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
         if fresh:
             prune(out_dir, keep=0)
             for name in ("best.pt", "metrics.jsonl", "loss.png"):

@@ -215,7 +215,8 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
 def draw_one(figure, run: RunRecords) -> None:
     """Losses over tokens, evaluations and checkpoints marked, and below them tok/s with MFU on the right-hand axis."""
     losses, speed = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    step, evals, saved, mfu = run.step, run.eval, run.checkpoint, run.step["mfu"] > 0
+    step, evals, saved = run.step, run.eval, run.checkpoint
+    mfu = (step["mfu"] > 0) & (step["tokens_per_sec"] > 0)
     draw_band(losses, step["tokens"], step["loss"], BLUE, "train loss, every log line")
     dots = dots_of(run)
     losses.plot(evals["tokens"], evals["train_loss"], **dots | dict(linewidth=0), color=BLUE, label="train loss, evaluated")

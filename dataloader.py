@@ -84,8 +84,11 @@ class TrainBatches:
                  rank: int = 0, world_size: int = 1):
         self.windows = data.stream or ShuffledWindows(data.train, config)
         self.device, self.batch_size, self.stride = device, config.batch_size, world_size * config.batch_size
-        self.blocks: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCHED_BATCHES)
-        self.next_block: Tensor | Exception | None = None
+        self.loaded: queue.SimpleQueue[tuple[Tensor, Tensor] | Exception] = queue.SimpleQueue()
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each batch that may be read ahead
+        for _ in range(PREFETCHED_BATCHES):
+            self.room.put(None)
+        self.next_batch: tuple[Tensor, Tensor] | Exception | None = None  # taken out of `loaded` by ready()
         self.closed = False
         # A daemon, so that a source that no longer answers cannot keep the process from ending
         self.reader = threading.Thread(target=self.read_ahead, args=(consumed + rank * config.batch_size,), daemon=True)
@@ -93,22 +96,26 @@ class TrainBatches:
 
     def read_ahead(self, first: int) -> None:
         try:
-            while not self.closed:
-                self.blocks.put(self.load(first))
+            while True:
+                self.room.get()
+                if self.closed:
+                    return
+                self.loaded.put(self.load(first))
                 first += self.stride
         except Exception as error:  # for the thread that waits for the batch
-            self.blocks.put(error)
+            self.loaded.put(error)
 
-    def load(self, first: int) -> Tensor:
-        block = torch.from_numpy(self.windows.read(first, self.batch_size))
-        return block.pin_memory() if self.device.type == "cuda" else block
+    def load(self, first: int) -> tuple[Tensor, Tensor]:
+        """The micro-batch of sequences from `first` on, on the host."""
+        batch = split_block(torch.from_numpy(self.windows.read(first, self.batch_size)))
+        return tuple(half.pin_memory() for half in batch) if self.device.type == "cuda" else batch
 
     def ready(self) -> bool:
         """Whether the next batch is there, after waiting a moment for it."""
         with contextlib.suppress(queue.Empty):
-            if self.next_block is None:
-                self.next_block = self.blocks.get(timeout=MOMENT)
-        return self.next_block is not None
+            if self.next_batch is None:
+                self.next_batch = self.loaded.get(timeout=MOMENT)
+        return self.next_batch is not None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self
@@ -116,24 +123,26 @@ class TrainBatches:
     def __next__(self) -> tuple[Tensor, Tensor]:
         while not self.ready():
             pass
-        block, self.next_block = self.next_block, None
-        if isinstance(block, Exception):
-            raise block
-        return split_block(block, self.device)
+        batch, self.next_batch = self.next_batch, None
+        self.room.put(None)
+        if isinstance(batch, Exception):
+            raise batch
+        return move(batch, self.device)
 
     def close(self) -> None:
         self.closed = True
-        with contextlib.suppress(queue.Empty):  # the reader may be waiting for room
-            while True:
-                self.blocks.get_nowait()
+        self.room.put(None)  # the reader may be waiting for it
         self.windows.close()
         self.reader.join(timeout=1)
 
 
-def split_block(block: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one, on the device."""
-    block = block.to(device, non_blocking=True)
+def split_block(block: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one."""
     return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def move(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
 
 
 def eval_batches(stream: TokenStream | HeldTokens, tokens: int, config: Config, device: torch.device, spread: bool = False,
@@ -150,7 +159,7 @@ def eval_batches(stream: TokenStream | HeldTokens, tokens: int, config: Config, 
     for first in range(0, count, config.batch_size * world_size):
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
-        block = torch.from_numpy(stream.read_windows(rows + starts[:1] * (config.batch_size - len(rows)), T + 1))
-        x, y = split_block(block, device)
+        block = stream.read_windows(rows + starts[:1] * (config.batch_size - len(rows)), T + 1)
+        x, y = split_block(torch.from_numpy(block))
         y[len(rows) :] = -1
-        yield x, y, len(rows) * T
+        yield *move((x, y), device), len(rows) * T

@@ -14,6 +14,7 @@ class UserError(Exception):
     """Something the user can mend: `problems` holds one line for each. Scripts print them and exit with `exit_code`."""
 
     exit_code = 2  # found before any long work
+    agreed = False  # whether all processes raise it together
 
     @property
     def problems(self) -> list[str]:
@@ -37,11 +38,13 @@ def did_you_mean(name: str, known) -> str:
 def run_main(main: Callable[[list[str]], int | None]) -> None:
     """Run a script's main(argv): a UserError becomes one `error:` line per problem and its exit code, no traceback."""
     sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
         # Of several processes on a machine one speaks, unless the trouble may be another's alone
-        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError):
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError) and not error.agreed:
             print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr, flush=True)
         code = error.exit_code
     except KeyboardInterrupt:

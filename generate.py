@@ -40,6 +40,16 @@ def generate(model: GPT | FastGPT, idx: Tensor, *args, **kwargs) -> Tensor:
     return torch.cat((idx, *stream(model, idx, *args, **kwargs)), dim=1)
 
 
+def store_by_columns(model: GPT | FastGPT) -> None:
+    """
+    Turn the matrices in memory, their values and shapes as they were. In float32 on a CPU the product of one with a
+    single token's row then takes a quarter less time (results/sample_speed.py); in bfloat16 it would take more.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
     """One id per row of logits (B, vocab), as (B, 1); see `stream`."""
     if temperature < 1e-5:  # greedy, and what would overflow on the way there

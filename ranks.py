@@ -98,7 +98,7 @@ class Ranks:
             try:
                 box = [function(*args)]
             except UserError as error:
-                box = [error]
+                box, error.agreed = [error], True
         if self.world_size > 1:
             with self.together():
                 dist.broadcast_object_list(box)

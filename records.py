@@ -100,6 +100,8 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
             set_value(config, key, value, "", [])
     device, dtype = (last[key] if isinstance(last.get(key), str) else None for key in ("device", "dtype"))
     numbers = {key: as_number(last.get(key)) for key in ("parameters", "tokens_per_iter", "flops_per_token")}
+    if as_number(last.get("world_size")) > 1:  # tokens/s are those of all cards together, MFU is one's
+        numbers["flops_per_token"] /= last["world_size"]
     run = RunRecords(name, config, device, dtype, **numbers, **{kind: columns(records, kind) for kind in COLUMNS})
     first_iter = as_number(starts[0].get("iter"))
     add_totals(run, first_iter if first_iter >= 0 else 0)

@@ -21,7 +21,7 @@ import hardware
 from configurator import BOOLEANS, DTYPES, Config
 from convert import read_weights
 from errors import RunError, UserError, run_main
-from generate import stream
+from generate import store_by_columns, stream
 from model import GPT, GPTConfig
 from model_fast import FastGPT
 from recipe import build_model
@@ -66,7 +66,7 @@ def find_problems(args: argparse.Namespace) -> list[str]:
 
 def read_prompt(start: str) -> str:
     if not start.startswith("FILE:"):
-        return start
+        return start.encode(errors="replace").decode()  # a command line may hold bytes that are no text
     try:
         return Path(os.path.expanduser(start.removeprefix("FILE:"))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,6 +129,8 @@ def main(argv: list[str]) -> int:
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("init_from: its weights are not finite, the run has diverged; give an older checkpoint")
     model.to(hw.device, hw.dtype).eval()
+    if hw.device.type == "cpu" and hw.dtype == torch.float32:
+        store_by_columns(model)
     if args.compile:
         model.next_logits = torch.compile(model.next_logits, dynamic=True)
     if len(ids) > model.config.block_size:

@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback; run_main takes over
+
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
@@ -34,7 +37,7 @@ import checkpoint
 import hardware
 from compare import draw_run
 from configurator import Config, config_values, load_config
-from dataloader import TrainBatches, eval_batches, split_block
+from dataloader import TrainBatches, eval_batches, move, split_block
 from dataset import HeldTokens, TokenStream, check_dataset, open_data
 from errors import RunError, UserError, run_main
 from generate import generate
@@ -251,7 +254,7 @@ class Run:
         """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
         began = self.ledger.clock()
         block = torch.randint(self.data.vocab, (self.config.batch_size, self.config.block_size + 1))
-        x, y = split_block(block, self.hw.device)  # strides like the real ones, or it all compiles again
+        x, y = move(split_block(block), self.hw.device)  # strides like the real ones, or it all compiles again
         with self.ledger.book("compile"):
             try:
                 self.compiled = torch.compile(self.model)

@@ -3,9 +3,10 @@ What the data costs a run: reading shards, opening them, and tokenising a stream
 
     python results/loader_speed.py DOCUMENTS.parquet [--documents=3000] [--rounds=5]    -> results/cpu/loader.json
 
-  shards    TrainBatches over 1e9 tokens of synthetic shards in the page cache, 16 x 1024 at a time, on one core
-  start-up  open_dataset and the first batch of 10B tokens in 100 sparse files
-  stream    TrainBatches with stream=True, two workers, against tiktoken alone on two threads, in turn; ratios are medians
+  shards     TrainBatches over 1e9 tokens of synthetic shards in the page cache, 16 x 1024 at a time, on one core
+  data wait  in 150 ms iterations of 524,288 tokens from those shards
+  start-up   open_dataset and the first batch of 10B tokens in 100 sparse files
+  stream     TrainBatches with stream=True, two workers, against tiktoken alone on two threads, in turn; ratios are medians
 """
 
 import argparse
@@ -67,6 +68,24 @@ def read_shards(folder: Path) -> dict:
     memory_mb = dict(first=memory[0], lowest=min(memory), highest=max(memory), last=memory[-1])
     return dict(tokens_per_second=round(1e9 / seconds), tokens_per_cpu_second=round(1e9 / cpu_seconds),
                 resident_mb={name: round(megabytes, 1) for name, megabytes in memory_mb.items()})  # fmt: skip
+
+
+def data_wait(folder: Path) -> dict:
+    """What 150 ms iterations of 524,288 tokens wait for data: 8 micro-steps of 64 x 1024, on a device that needs no core."""
+    config = Config(dataset=str(folder), batch_size=64, block_size=1024)
+    batches, waits = TrainBatches(open_data(config), config, CPU), []
+    for _ in range(60):
+        waits.append(0.0)
+        for _ in range(8):
+            began = time.perf_counter()
+            batches.ready()
+            batch = next(batches)
+            waits[-1] += 1000 * (time.perf_counter() - began)
+            time.sleep(0.150 / 8)
+            del batch
+    batches.close()
+    wait_ms = statistics.median(waits)
+    return dict(wait_ms=round(wait_ms, 3), share=round(wait_ms / 150, 5))
 
 
 def start_up(folder: Path) -> dict:
@@ -143,6 +162,7 @@ def main() -> None:
             versions={name: version(name) for name in ("torch", "numpy", "tiktoken", "pyarrow")},
             start_up=start_up(folders["sparse"]),
             shards=read_shards(folders["shards"]),
+            data_wait=data_wait(folders["shards"]),
             stream=stream(parquet, table.column("text").to_pylist(), arguments.rounds),
         )  # fmt: skip
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

@@ -31,7 +31,7 @@ import transformers
 import compare
 import hardware
 from configurator import Config, config_values
-from generate import stream
+from generate import store_by_columns, stream
 from model import GPT, GPTConfig, KVCache
 from ranks import Ranks
 from runlog import IterationResult, Ledger, RunLog
@@ -83,8 +83,10 @@ class TurnTaker(transformers.generation.streamers.BaseStreamer):
 
 @torch.no_grad()
 def sampling(dtype: torch.dtype, turns: int) -> dict:
-    """tok/s of greedy text, batch 1: with the cache, without, and transformers' generate with its own cache."""
+    """tok/s of greedy text, batch 1, by the median token: with the cache, without, and transformers' generate."""
     model = GPT(GPTConfig()).eval().to(dtype)
+    if dtype == torch.float32:
+        store_by_columns(model)  # as sample.py does
     peer = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().to(dtype)
     idx = torch.randint(50257, (1, PROMPT_TOKENS))
     tokens_per_sec = dict(cached=[], transformers=[], uncached=[])
@@ -94,7 +96,7 @@ def sampling(dtype: torch.dtype, turns: int) -> dict:
                       max_new_tokens=NEW_TOKENS if turn else 16, min_new_tokens=NEW_TOKENS if turn else 16)  # fmt: skip
         if turn:  # the first only warms up
             for name, times in taker.times.items():
-                tokens_per_sec[name].append(1 / statistics.mean(times))
+                tokens_per_sec[name].append(1 / statistics.median(times))
             print(dtype, {name: f"{values[-1]:.2f} tok/s" for name, values in tokens_per_sec.items()}, flush=True)
     cached, peer_cached, uncached = tokens_per_sec.values()
     return dict(

@@ -368,6 +368,7 @@ NANOGPT = """
 import torch
 from dataclasses import dataclass
 from model import GPT as Ours, GPTConfig as OurConfig
+from recipe import decay_groups
 @dataclass
 class GPTConfig:
     block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
@@ -378,7 +379,7 @@ class GPT(Ours):
     def forward(self, x, y):
         return None, SCALE * super().forward(x, y)
     def configure_optimizers(self, decay, lr, betas, device_type):
-        return torch.optim.AdamW(self.parameter_groups(decay), lr=lr, betas=betas)
+        return torch.optim.AdamW(decay_groups(self, decay), lr=lr, betas=betas)
 """
 
 

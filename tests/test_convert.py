@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import checkpoint
 import convert
+import sample
 from errors import UserError
 from model import GPT, GPTConfig
+from recipe import build_model
 from tokenizer import gpt2_bpe
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32)
@@ -92,6 +94,16 @@ def test_a_run_becomes_a_folder_that_transformers_loads(dataset, tmp_path):
     assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
     assert_same_logits(model, exported, 64)
     assert exported.config.vocab_size == 64 and model.config.vocab_size == 128
+
+
+def test_the_fast_model_is_sampled_and_cropped_but_not_exported(tmp_path, script):
+    model = build_model(GPTConfig(**SIZES, vocab_size=128, bias=False, tie_weights=False, model="fast"))
+    path = save(model, tmp_path / "fast.pt", 128)
+    code, out, err = script(convert.main, "ckpt-to-hf", path, tmp_path / "hf")
+    assert (code, out, len(err)) == (2, "", 1) and "Hugging Face has no architecture" in err[0]
+    assert not (tmp_path / "hf").exists()
+    assert script(sample.main, f"--init_from={path}", "--max_new_tokens=20", "--num_samples=2", "--device=cpu")[0] == 0
+    assert convert.load_pretrained(str(path), block_size=7)["model_config"]["block_size"] == 7
 
 
 def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path, script):
@@ -298,7 +310,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("hf-to-ckpt", cut, "cut short", out),
         ("hf-to-ckpt", missing, "has no model.safetensors", out),
         ("hf-to-ckpt", torn, "JSON", out),
-        ("hf-to-ckpt", tmp_path / "nowhere", "config.json", out),
+        ("hf-to-ckpt", tmp_path / "nowhere", "no such file", out),
         ("hf-to-ckpt", tmp_path / "good", "exists", taken),
         ("hf-to-ckpt", tmp_path / "good", "end with .pt", tmp_path / "name"),
         ("hf-to-ckpt", tmp_path / "good", "name of a run's", tmp_path / "ckpt-00000001.pt"),  # nothing to resume from

@@ -138,6 +138,18 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
         log.steps(Batches())
 
 
+def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, capsys):
+    """Ranks take micro-batches in turn: the fourth of rank 1 of two is number 3 * 2 + 1, after 7 batches of 8 sequences."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    log.ranks.rank, log.ranks.world_size, log.ranks.reduce = 1, 2, lambda values, op=None: values
+    poisoned = torch.ones(32)
+    poisoned[3] = float("inf")
+    log.results.append(result(10, loss=poisoned, norm=float("nan")))
+    log.check_skips(Batches())
+    event = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert event["iter"] == 10 and f"micro-batch 7 reads sequence {10 * 512 + 7 * 8}" in event["message"]
+
+
 def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(tmp_path, clock, capsys):
     """2^16 can be halved 16 times; a loss that is not finite is no matter of its scale."""
     log = make_log(tmp_path, clock, Ledger(0.0, clock), max_skips=2)

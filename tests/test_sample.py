@@ -184,6 +184,10 @@ def test_end_of_text_in_a_prompt_is_one_token():
     assert sample.encode("<|endoftext|>", text, 256) == [0]
 
 
+def test_bytes_in_a_prompt_that_are_no_text_become_question_marks():
+    assert sample.read_prompt("a\udcff\udcfeb") == "a??b"  # what Python makes of the bytes ff fe in a command line
+
+
 def test_a_character_model_leaves_out_what_it_does_not_know(capsys):
     text = Tokenizer(dict(kind="char", itos=list("\n abc")))
     assert sample.encode("a cab?", text, 5) == [2, 1, 4, 2, 3]

@@ -121,3 +121,13 @@ def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
     steps = [r["iter"] for r in records(tmp_path / "broken", "step")]
     assert steps == sorted(set(steps))
     assert torch.isfinite(torch.tensor([r["loss"] for r in records(tmp_path / "broken", "step")])).all()
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
+    process = start_process("-X", "importtime", "train.py", "config/quickstart.py")
+    for line in process.stderr:
+        if "torch" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode in (-signal.SIGINT, 130)
