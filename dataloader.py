@@ -132,8 +132,8 @@ class TrainBatches:
     def close(self) -> None:
         self.closed = True
         self.room.put(None)  # the reader may be waiting for it
+        self.reader.join(timeout=1)  # longer only where no data comes
         self.windows.close()
-        self.reader.join(timeout=1)
 
 
 def split_block(block: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ def generate(model: GPT | FastGPT, idx: Tensor, *args, **kwargs) -> Tensor:
 def store_by_columns(model: GPT | FastGPT) -> None:
     """
     Turn the matrices in memory, their values and shapes as they were. In float32 on a CPU the product of one with a
-    single token's row then takes a quarter less time (results/sample_speed.py); in bfloat16 it would take more.
+    single token's row then takes a tenth less time and more (results/column_storage.py); in bfloat16 it would take longer.
     """
     for parameter in model.parameters():
         if parameter.dim() == 2:

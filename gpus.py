@@ -81,7 +81,7 @@ def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | Non
 
 def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
     """
-    Memory that training with AdamW and accumulated gradients takes, bytes by part: a model, counted from what autograd
+    Memory that training with accumulated gradients takes, bytes by part: a model, counted from what autograd
     keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
     stream at both norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and
     after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
@@ -89,11 +89,12 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     turns the gradient of its log-softmax into its own; compiled code writes the gradient over the logit itself, and then
     makes that of the head's weights. With loss_chunk there are logits of so many tokens only. On the CPU all this equals the
     tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later and is higher, when the
-    gradients of a tied table are summed.
+    gradients of a tied table are summed. The fast model's numbers, with Muon, are measured there: its rotations and norms
+    run in float32, and so does its logits' cap, in four steps.
     """
     n, in_products = count_parameters(model)
-    C, T, half = model.n_embd, model.block_size, dtype != torch.float32
-    block = (36 if half else 64) * C + 16 + 4 * model.n_head
+    C, T, half, fast = model.n_embd, model.block_size, dtype != torch.float32, model.model == "fast"
+    block = ((50 if half else 76) if fast else (36 if half else 64)) * C + 16 + 4 * model.n_head
     if model.dropout:
         block += 2 * C  # a mask of one byte after each half
     if not model.flash:
@@ -104,9 +105,9 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     return dict(
         weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
         gradients=4 * n,
-        optimizer=8 * n,  # Adam's two moments
+        optimizer=8 * n - (4 * 12 * model.n_layer * C**2 if fast else 0),  # Adam's two moments, Muon's one
         activations=tokens * (model.n_layer * block + (6 if half else 8) * C),  # the last norm's input and output
-        logits=((element if compiled else 12) * at_once + head_gradient) * model.vocab_size,
+        logits=((element if compiled else 28 if fast else 12) * at_once + head_gradient) * model.vocab_size,
         workspace=WORKSPACE_BYTES,
     )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config, config_values
-from dataloader import TrainBatches
+from dataloader import ShuffledWindows
 from dataset import Dataset
 from errors import RunError
 from hardware import Hardware, tensor_core_hints
@@ -143,7 +143,7 @@ class RunLog:
                     peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
                     world_size=self.ranks.world_size, torch=torch.__version__)  # fmt: skip
 
-    def steps(self, batches: TrainBatches) -> None:
+    def steps(self, windows: ShuffledWindows) -> None:
         """
         One line and record for the iterations since the last. Only here do their numbers leave the device, which must
         be idle by now, or their time is not all in the ledger. Raises RunError after max_skips skipped updates in a row.
@@ -151,7 +151,7 @@ class RunLog:
         (any_timed,) = self.ranks.max([any(result.timed for result in self.results)])
         if not any_timed:  # compiled in: the next line speaks for these too
             return
-        self.check_skips(batches)
+        self.check_skips(windows)
         last, seconds = self.results[-1], self.ledger.seconds
         waited = seconds["data wait"] - self.logged["data wait"]
         elapsed = seconds["steps"] - self.logged["steps"] + waited
@@ -187,7 +187,7 @@ class RunLog:
         pauses = (self.ledger.seconds["evaluation"] + self.ledger.seconds["checkpoints"]) / (it // c.eval_interval + 1)
         return (c.max_iters - it - 1) * step_seconds + (c.max_iters // c.eval_interval - it // c.eval_interval) * pauses
 
-    def check_skips(self, batches: TrainBatches) -> None:
+    def check_skips(self, windows: ShuffledWindows) -> None:
         """
         Name the iterations whose update was skipped for a non-finite gradient, and the first micro-batch at fault. With
         float16 some are normal: the loss scale is too large at first and from time to time, and each skip halves it.
@@ -206,7 +206,7 @@ class RunLog:
                 self.record("event", iter=result.iter_num, message="update skipped, the loss scale is halved")
                 continue
             self.skips_in_a_row += 1
-            where = batches.locate(result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size)
+            where = windows.locate(result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size)
             what = f"micro-batch {int(first)} reads" if first < math.inf else "all losses are finite; the iteration begins at"
             self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
             if self.skips_in_a_row >= self.config.max_skips:

@@ -133,8 +133,10 @@ class Stream:
         ))  # fmt: skip
 
     def close(self) -> None:
-        for worker in getattr(self.pieces, "_workers", ()):
-            worker.kill()  # it holds nothing that could be left half-done
+        workers = getattr(self.pieces, "_workers", ())
+        self.pieces = None  # ends them, unless a thread still waits for one that does not answer
+        for worker in workers:
+            worker.kill()
 
 
 # -----------------------------------------------------------------------------

@@ -222,7 +222,7 @@ class Run:
             self.iterate()
             if (p.iter_num - 1) % c.log_interval == 0 or p.iter_num == c.max_iters:
                 self.settle()
-                self.log.steps(self.batches)
+                self.log.steps(self.batches.windows)
 
     def iterate(self) -> None:
         c, p = self.config, self.progress

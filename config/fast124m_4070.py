@@ -12,7 +12,7 @@ n_embd = 768
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 8
+batch_size = 8 # modelled: 7.8 GB; 16 would need 12.5 GB
 gradient_accumulation_steps = 64 # 8 * 1024 * 64 = 524,288 tokens per iteration
 
 optimizer = 'muon' # for the matrices of the layers; AdamW for embedding, head and vectors

@@ -11,7 +11,7 @@ n_embd = 768
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 32
+batch_size = 32 # modelled: 21.7 GB
 gradient_accumulation_steps = 16 # 32 * 1024 * 16 = 524,288 tokens per iteration
 
 optimizer = 'muon' # for the matrices of the layers; AdamW for embedding, head and vectors

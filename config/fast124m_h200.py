@@ -11,7 +11,7 @@ n_embd = 768
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 64
+batch_size = 64 # modelled: 40.3 GB
 gradient_accumulation_steps = 8 # 64 * 1024 * 8 = 524,288 tokens per iteration
 
 optimizer = 'muon' # for the matrices of the layers; AdamW for embedding, head and vectors

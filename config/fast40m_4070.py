@@ -11,7 +11,7 @@ n_embd = 384
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 16
+batch_size = 16 # modelled: 7.1 GB
 gradient_accumulation_steps = 32 # 16 * 1024 * 32 = 524,288 tokens per iteration
 
 optimizer = 'muon' # for the matrices of the layers; AdamW for embedding, head and vectors

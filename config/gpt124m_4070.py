@@ -6,7 +6,7 @@ dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
 # 8 * 1024 tokens at once, 64 times: 524,288 per iteration, GPT-3's for this size
-batch_size = 8 # modelled: 7.3 GB compiled, 11.4 GB eager; 12 would need 9.5 GB
+batch_size = 8 # modelled: 6.5 GB; 12 would need 8.3 GB, 16 would need 10.1 GB
 block_size = 1024
 gradient_accumulation_steps = 64 # 8 * 1024 * 64 = 524,288 tokens per iteration
 

@@ -4,7 +4,7 @@ out_dir = 'out/gpt124m'
 dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
-batch_size = 16 # modelled: 11.7 GB compiled; 32 would need 20.5 GB, close to full beside a desktop
+batch_size = 16 # modelled: 10.1 GB; 32 would need 17.3 GB
 gradient_accumulation_steps = 32 # 16 * 1024 * 32 = 524,288 tokens per iteration
 
 warmup_iters = 715

@@ -4,7 +4,7 @@ out_dir = 'out/gpt124m'
 dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
-batch_size = 32 # modelled: 20.5 GB compiled; 64 would need 38.1 GB, for the 80 GB card
+batch_size = 32 # modelled: 17.3 GB; 64 would need 31.6 GB
 gradient_accumulation_steps = 16 # 32 * 1024 * 16 = 524,288 tokens per iteration
 
 warmup_iters = 715

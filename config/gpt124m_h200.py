@@ -4,7 +4,7 @@ out_dir = 'out/gpt124m'
 dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
-batch_size = 64 # modelled: 38.1 GB compiled
+batch_size = 64 # modelled: 31.6 GB
 gradient_accumulation_steps = 8 # 64 * 1024 * 8 = 524,288 tokens per iteration
 
 warmup_iters = 715

@@ -5,7 +5,7 @@ out_dir = 'out/gpt124m'
 dataset = 'fineweb_edu'
 init_from = 'auto' # the same command starts the run and goes on after a stop
 
-batch_size = 8 # modelled: 7.3 GB compiled, 11.4 GB eager
+batch_size = 8 # modelled: 6.5 GB
 gradient_accumulation_steps = 64 # 8 * 1024 * 64 = 524,288 tokens per iteration
 
 warmup_iters = 715

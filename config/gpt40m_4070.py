@@ -5,7 +5,7 @@ dataset = 'fineweb_edu'
 init_from = 'auto'
 
 # 16 * 1024 tokens at once, 32 times
-batch_size = 16 # modelled: 7.4 GB compiled
+batch_size = 16 # modelled: 5.8 GB
 block_size = 1024
 gradient_accumulation_steps = 32 # 16 * 1024 * 32 = 524,288 tokens per iteration
 

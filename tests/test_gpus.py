@@ -96,6 +96,8 @@ def live_peak_bytes(step) -> int:
         dict(n_layer=2, n_embd=256, dtype="float32", loss_chunk="off", tie_weights=False),
         dict(n_layer=2, n_embd=128, dtype="float32", loss_chunk=256),
         dict(n_layer=4, n_embd=128, dtype="bfloat16"),
+        dict(n_layer=2, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False),
+        dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, loss_chunk="256"),
         pytest.param(dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow),
         pytest.param(dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow),
     ],
