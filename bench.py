@@ -14,7 +14,7 @@ dataset. Their own flags, beside --json=PATH:
     ladder  --trials=3  --png=PATH
     sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (default: a quarter to four times batch_size)
     plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=N  --watts=W  --price_kwh=P
-    peer    --trials=5  --nanogpt=FOLDER
+    peer    --trials=5  --nanogpt=FOLDER  --as_shipped=eager|compiled (nanoGPT in float32, as it trains on a CPU)
 """
 
 import argparse
@@ -479,18 +479,24 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
 def peer(config: Config, options: dict) -> dict:
     """
     This model and nanoGPT's in turn, in one process and through the same train_step: same weights, batches, dtype, compile
-    setting and fused AdamW. Raises UserError where the work is not the same.
+    setting and fused AdamW; as_shipped, nanoGPT in float32 without a fused update, which is what it does on a CPU. Raises
+    UserError where the work is not the same.
     """
+    shipped = options["as_shipped"]
     folder = Path(options["nanogpt"] or "")
     if not options["nanogpt"] or not (folder / "model.py").is_file():
         raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
     if not (config.flash and config.tie_weights):
         raise UserError("flash, tie_weights: nanoGPT always has both, so without them the work is not the same")
     hw = hardware.set_up(config)
+    if shipped not in (None, "eager", "compiled") or shipped and hw.device.type != "cpu":
+        raise UserError(f"as_shipped: {shipped!r} is none of eager, compiled; for a CPU")
+    theirs = replace(config, compile=shipped == "compiled") if shipped else config
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tokens, readable_errors(config):
         data = open_data(config, Path(tokens))
         ours = build(config, hw, data)
-        sides = {"ours": ours, "nanoGPT": nanogpt_trainee(build(config, hw, data), folder)}
+        their_hw = replace(hw, dtype=torch.float32) if shipped else hw
+        sides = {"ours": ours, "nanoGPT": nanogpt_trainee(build(theirs, their_hw, data), folder, fused=not shipped)}
         params = {side: sum(p.numel() for p in t.model.parameters()) for side, t in sides.items()}
         losses = {side: t.step()[0].item() for side, t in sides.items()}
         for what, (a, b), tolerance in (("parameters", params.values(), 0), ("first loss", losses.values(), SAME_LOSS)):
@@ -515,12 +521,12 @@ def peer(config: Config, options: dict) -> dict:
             + (f", memory {memory[side]:.2f} GiB" if memory[side] else ""))  # fmt: skip
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows)"
         + (f", {memory_ratio:.3f} x the memory" if memory_ratio else ""))  # fmt: skip
-    return dict(speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds, memory_ratio=memory_ratio,
-                memory_gib=memory, tokens_per_iter=plan.tokens_per_iter(config), params=params["ours"], first_loss=losses,
-                machine=machine(hw))  # fmt: skip
+    return dict(as_shipped=shipped, speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds,
+                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=plan.tokens_per_iter(config),
+                params=params["ours"], first_loss=losses, machine=machine(hw))  # fmt: skip
 
 
-def nanogpt_trainee(ours: Trainee, folder: Path) -> Trainee:
+def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:
     """The same trainee with nanoGPT's model in it, which takes over our weights."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     theirs = importlib.util.module_from_spec(spec)
@@ -535,7 +541,7 @@ def nanogpt_trainee(ours: Trainee, folder: Path) -> Trainee:
     except (AttributeError, ImportError, TypeError, RuntimeError) as error:
         raise UserError(f"nanogpt: {folder} holds other work: {str(error).strip().splitlines()[0]}") from None
     groups = [dict(params=group["params"], weight_decay=group["weight_decay"]) for group in groups.param_groups]
-    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=fused)
     compiled = torch.compile(model) if c.compile else model
     return replace(ours, model=model, step_model=like(model, lambda x, y: compiled(x, y)[1]), optimizer=optimizer)
 
@@ -554,7 +560,7 @@ MODES = {
     "step": (step, ("trials", "profile")),
     "ladder": (ladder, ("trials", "png")),
     "sweep": (sweep, ("trials", "png", "write", "batch_sizes")),
-    "peer": (peer, ("trials", "nanogpt")),
+    "peer": (peer, ("trials", "nanogpt", "as_shipped")),
     "plan": (plan.main, ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh")),
 }
 

@@ -6,6 +6,7 @@ appendix B). What is known of each card stands in gpus.csv; gpus.py reads it.
 """
 
 import contextlib
+import ctypes
 import os
 import platform
 import re
@@ -69,6 +70,20 @@ class Hardware:
         if self.device.type != "cuda":
             return float("inf")
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
+    def energy_kwh(self) -> float | None:
+        """What this GPU has used since its driver was loaded, kWh: NVML counts it from Volta on. None where it does not."""
+        if self.device.type != "cuda":
+            return None
+        handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+        uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"  # the index is another's where devices are hidden
+        try:
+            nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+            failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
+            failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+        except (OSError, AttributeError):  # no such library, or an older one
+            return None
+        return None if failed else millijoules.value / 3.6e9
 
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
         """Model FLOPs utilisation as a fraction; not clamped; None where the peak is unknown."""

@@ -101,6 +101,7 @@ class RunLog:
         self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
+        self.kwh_before = hw.energy_kwh()
         self.skips_in_a_row, self.halvings_in_a_row, self.mean_loss = 0, 0, None
         if ranks.first and not config.eval_only:
             path = Path(config.out_dir) / "metrics.jsonl"
@@ -235,8 +236,10 @@ class RunLog:
         total = self.ledger.total()
         shares = ", ".join(f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.ledger.seconds.items() if s >= 0.05)
         say(f"time: {duration(total)} wall = {shares}")
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}")
-        self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(self.ledger.seconds))
+        kwh = self.hw.energy_kwh() - self.kwh_before if self.kwh_before is not None else None  # of this process's GPU
+        used = f"; {kwh:.3g} kWh measured on the {'first ' * (self.ranks.world_size > 1)}GPU since the start" if kwh else ""
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}{used}")
+        self.record("end", reason=reason, iters=iters, tokens=tokens, kwh=kwh, ledger=dict(self.ledger.seconds))
         self.tracker.close()
 
     def against_plan(self, iters: int) -> str:

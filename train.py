@@ -16,6 +16,7 @@ import time
 BEGAN = time.perf_counter()  # importing torch takes seconds, which belong to the run's start-up time
 
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -205,6 +206,7 @@ class Run:
         if c.compile:
             self.compile()
         self.step_model = self.ranks.data_parallel(self.compiled)  # averages gradients
+        gc.freeze()  # the garbage collector would go through a million objects of torch's, again and again
         self.ledger.switch("other")
         while True:
             done = p.iter_num >= c.max_iters or c.eval_only

@@ -27,6 +27,8 @@ run 110 sweep python bench.py sweep "$config" "${flags[@]}" --batch_size=64 --gr
 if [ -f "$nanogpt/model.py" ]; then
   run 70 peer python bench.py peer "$config" "${flags[@]}" --batch_size=64 --gradient_accumulation_steps=2 \
     --nanogpt="$nanogpt" --json="$out/peer.json"
+  run 50 peer_eager python bench.py peer "$config" "${flags[@]}" --batch_size=8 --gradient_accumulation_steps=4 \
+    --compile=False --nanogpt="$nanogpt" --json="$out/peer_eager.json"
 fi
 run $((530 - SECONDS)) ladder python bench.py ladder "$config" "${flags[@]}" --batch_size=16 --gradient_accumulation_steps=8 \
   --trials=2 --json="$out/ladder.json" --png="$out/ladder.png"

@@ -383,6 +383,16 @@ class GPT(Ours):
 """
 
 
+def test_peer_with_nanogpt_as_shipped(tmp_path):
+    """nanoGPT computes in float32 on a CPU: other losses than ours in bfloat16, by its rounding alone."""
+    (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
+    arguments = [*small(dtype="bfloat16"), f"--nanogpt={tmp_path}", "--trials=1"]
+    r = run(tmp_path, "peer", *arguments, "--as_shipped=eager")
+    assert 0 < abs(r["first_loss"]["ours"] - r["first_loss"]["nanoGPT"]) < bench.SAME_LOSS
+    with pytest.raises(UserError, match="as_shipped: 'fast' is none of eager, compiled"):
+        bench.main(["peer", *arguments, "--as_shipped=fast"])
+
+
 def test_peer_compares_equal_work(tmp_path, capsys):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
     r = run(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}", "--trials=3")

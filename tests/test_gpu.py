@@ -4,7 +4,9 @@ import pytest
 import torch
 from conftest import assert_same_state, load, records, run_here
 
+import bench
 import train
+from configurator import load_config
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +20,8 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, da
     assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "broken", 8))
 
 
-def test_an_iteration_never_waits_for_the_device(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [dict(), dict(loss_chunk="16"), dict(compile=True)], ids=["eager", "chunks", "compiled"])
+def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, monkeypatch):
     """CUDA itself complains of every synchronisation inside train_step."""
     original = train.train_step
     calls = iter(range(100))
@@ -31,7 +34,7 @@ def test_an_iteration_never_waits_for_the_device(dataset, tmp_path, monkeypatch)
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(train, "train_step", watched)
-    assert run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", dropout=0.1, n_embd=64) == 0
+    assert run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", dropout=0.1, n_embd=64, **changes) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -48,3 +51,19 @@ def test_step_time_memory_and_mfu_are_reported(dataset, tmp_path):
     run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", n_embd=64, peak_tflops=100)
     step = records(tmp_path, "step")[-1]
     assert step["mfu"] > 0 and 0 < step["mem_gib"] < 10
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
+    """GPT-2's 12 layers of 768, 8 x 1024 tokens, all logits at once and (eager) in chunks."""
+    for loss_chunk in ("off",) if compile else ("off", "1024"):
+        flags = dict(batch_size=8, gradient_accumulation_steps=2, compile=compile, loss_chunk=loss_chunk, dataset="none")
+        result = bench.attempt(load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1)
+        assert result["mem_model_gib"] == pytest.approx(result["mem_training_gib"], rel=0.1)
+
+
+def test_chunks_of_the_loss_change_no_loss(dataset, tmp_path):
+    for chunk in ("off", "16"):
+        run_here(dataset, tmp_path / chunk, device="cuda", dtype="float16", n_embd=64, loss_chunk=chunk)
+    whole, chunked = ([r["loss"] for r in records(tmp_path / chunk, "step")] for chunk in ("off", "16"))
+    assert chunked == pytest.approx(whole, rel=5e-3)  # losses of ~4 and float16's 11 bits

@@ -1,5 +1,9 @@
 """Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs."""
 
+import ctypes
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -137,3 +141,30 @@ def test_every_row_of_the_table_can_be_found_by_its_own_name():
     for row in read_gpu_table():
         for alias in row["name"].split("|"):
             assert find_row(alias, int(row["sm_count"]) if row["sm_count"] else None) == row
+
+
+def test_energy_is_what_nvml_counts(tmp_path, monkeypatch):
+    """7.2 MJ are 2 kWh. Through ctypes, as a library of the system would be called; where the card cannot say, nothing."""
+    source = tmp_path / "nvml.c"
+    source.write_text("""
+        #include <string.h>
+        int nvmlInit_v2(void) { return 0; }
+        int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { *device = 0; return strcmp(uuid, "GPU-1-2"); }
+        int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *mj) { *mj = 7200000000; return UNSUPPORTED; }
+    """)
+    gpu = hardware.Hardware(torch.device("cuda"), torch.bfloat16, "a GPU", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    load = ctypes.CDLL
+    for unsupported, expected in ((0, 2.0), (3, None)):
+        library = tmp_path / f"nvml{unsupported}.so"
+        subprocess.run(["cc", "-shared", "-fPIC", f"-DUNSUPPORTED={unsupported}", "-o", library, source], check=True)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: load(library))
+        assert gpu.energy_kwh() == expected
+    monkeypatch.undo()
+    assert hardware.Hardware(torch.device("cpu"), torch.float32, "a CPU", None).energy_kwh() is None
+
+
+@pytest.mark.gpu
+def test_energy_grows_on_a_gpu():
+    gpu = hardware.Hardware(torch.device("cuda"), torch.bfloat16, "a GPU", None)
+    assert gpu.energy_kwh() is None or gpu.energy_kwh() > 0

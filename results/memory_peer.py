@@ -1,0 +1,50 @@
+"""
+Bytes of tensors alive at the peak of an iteration, here and in a checkout of nanoGPT: the same on every machine.
+
+    python results/memory_peer.py NANOGPT_CHECKOUT OUT.json [--key=value ...]
+
+Weights, gradients, optimizer state and activations together; the device's allocator adds fragments to both.
+"""
+
+import itertools
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import bench
+import hardware
+from configurator import load_config
+
+
+def peak_bytes(trainee: bench.Trainee) -> int:
+    """After a first iteration, which makes the optimizer's state."""
+    trainee.step()
+    resident = bench.resident_bytes(trainee)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainee.step()
+    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return resident + max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+
+
+def main(nanogpt: str, out: str, *flags: str) -> None:
+    config = load_config([*flags, "--device=cpu", "--dataset=random"])
+    hw, rows = hardware.set_up(config), {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = bench.open_data(config, Path(folder))
+        rows["nanoGPT"] = peak_bytes(bench.nanogpt_trainee(bench.build(config, hw, data), Path(nanogpt), fused=True))
+        for chunk in ("off", "auto", "512"):
+            rows[f"loss_chunk={chunk}"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk), hw, data))
+    for name, size in rows.items():
+        print(f"{name:<16} {size / 2**20:8.1f} MiB  {size / rows['nanoGPT']:.3f}", flush=True)
+    command = f"python results/memory_peer.py {nanogpt} {out} {' '.join(flags)}"
+    Path(out).write_text(json.dumps(dict(command=command, bytes=rows, machine=bench.machine(hw)), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
