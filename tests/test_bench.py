@@ -53,7 +53,8 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("iter_seconds, hours", [(2.5, 13.9), (3, 16.7), (3.5, 19.4), (4, 22.2)])
-def test_hours_of_the_planner_note(iter_seconds, hours, tmp_path):
+def test_hours_of_the_planner_note(iter_seconds, hours, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no data set is
     p = run(tmp_path, "plan", GPT40M, f"--iter_seconds={iter_seconds}")
     assert round(p["hours"], 1) == hours and p["hours_range"] == [p["hours"]] * 2
     assert p["epochs"] is None and p["kwh"] is None and p["cost"] is None  # no data set, no watts
@@ -300,7 +301,7 @@ def test_sweep_sizes_divide_the_sequences_of_an_iteration():
 
 def test_every_point_out_of_memory_is_one_line():
     """65,536 * 16 tokens * 50,304 logits of 4 bytes are 211 GB."""
-    huge = small(block_size=16, n_embd=16, n_layer=1, batch_size=65536, gradient_accumulation_steps=1)
+    huge = small(block_size=16, n_embd=16, n_layer=1, batch_size=65536, gradient_accumulation_steps=1, loss_chunk="off")
     with pytest.raises(UserError, match="batch_sizes: 65536 all ran out of memory; try smaller ones") as error:
         bench.main(["sweep", *huge, "--batch_sizes=65536"])
     assert error.value.exit_code == 2
