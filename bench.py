@@ -17,7 +17,6 @@ dataset. Their own flags, beside --json=PATH:
     peer    --trials=5  --nanogpt=FOLDER  --as_shipped=eager|compiled (nanoGPT in float32, as it trains on a CPU)
 """
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -48,7 +47,7 @@ from configurator import FIELDS, Config, load_config
 from data.shards import write_shard
 from dataloader import TrainBatches, move
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
-from errors import RunError, UserError, did_you_mean, run_main
+from errors import Parser, RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
 from recipe import build_model, build_optimizer, flops_per_token, model_config
 from runlog import say
@@ -392,7 +391,7 @@ def ladder(config: Config, options: dict) -> dict:
     wanted, rows = "auto" if config.dtype == "float32" else config.dtype, []
     say(" " * 18 + "  ".join([f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"] * len(columns)))
     for name, changes, more in LADDER:
-        row = dict(name=name, why=missing(name, device))
+        row = dict(name=name, why=missing(name, device, config))
         if not row["why"]:
             config, arguments = replace(config, **changes), arguments | more
             config = replace(config, dtype=wanted) if name == "AMP" else config
@@ -418,8 +417,10 @@ def ladder(config: Config, options: dict) -> dict:
     return dict(rows=rows)
 
 
-def missing(name: str, device: torch.device) -> str | None:
-    """Why this machine has no such row."""
+def missing(name: str, device: torch.device, config: Config) -> str | None:
+    """Why this machine or model has no such row."""
+    if config.model == "fast" and name in ("flash attention", "tied weights"):
+        return "the fast model has no choice there"
     if name == "TF32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return "needs a GPU from Ampere on"
     if name == "AMP" and device.type == "cpu" and hardware.best_dtype(device) == torch.float32:
@@ -486,8 +487,9 @@ def peer(config: Config, options: dict) -> dict:
     folder = Path(options["nanogpt"] or "")
     if not options["nanogpt"] or not (folder / "model.py").is_file():
         raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
-    if not (config.flash and config.tie_weights):
-        raise UserError("flash, tie_weights: nanoGPT always has both, so without them the work is not the same")
+    if not (config.flash and config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
+        raise UserError("flash, tie_weights, model, optimizer: nanoGPT has fused attention, tied weights, GPT-2, AdamW; "
+                        "with anything else the work is not the same")  # fmt: skip
     hw = hardware.set_up(config)
     if shipped not in (None, "eager", "compiled") or shipped and hw.device.type != "cpu":
         raise UserError(f"as_shipped: {shipped!r} is none of eager, compiled; for a CPU")
@@ -565,14 +567,9 @@ MODES = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
     """(the mode's own flags, None where not given; what is left for load_config). Raises UserError."""
-    parser = Parser(allow_abbrev=False, add_help=False)
+    parser = Parser(add_help=False)
     for name in (*MODES[mode][1], "json"):
         parser.add_argument(f"--{name}")
     known, rest = parser.parse_known_args(argv)
@@ -580,7 +577,7 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
     for name in sorted(NUMBERS & options.keys()):
         text = options[name]
         try:
-            options[name] = text and float(text.replace("_", ""))
+            options[name] = None if text is None else float(text.replace("_", ""))
         except ValueError:
             options[name] = -1
         if text is not None and not 0 < options[name] < math.inf:
@@ -591,6 +588,8 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
 
 
 def make_folder(name: str, path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"{name}: {path} is a folder; give a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

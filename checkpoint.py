@@ -65,7 +65,8 @@ def save(state: dict, path: Path) -> int:
 
 
 def check_space(state: dict, folder: Path) -> None:
-    needed = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)) + (1 << 20)
+    sizes = {leaf.data_ptr(): leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}  # tied ones once
+    needed = sum(sizes.values()) + (1 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB")

@@ -8,7 +8,6 @@ Pictures and tables of runs: which was faster, which learnt more, at equal itera
 Hours are those of iterations, evaluations and checkpoints: start-up and compilation are left out.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import FIELDS
-from errors import UserError, run_main
+from errors import Parser, UserError, run_main
 from records import RunRecords, median, read_metrics, read_run
 
 PICTURE_POINTS = 600  # a line in a picture is drawn through at most this many means
@@ -92,7 +91,7 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         target_loss = max(best) if target_loss is None else target_loss
     if target_loss is not None:
         for axis, form in dict(tokens=count, hours="{:.3g}".format).items():
-            reached = [reach(run, axis, target_loss) for run in runs]
+            reached = [reach(run.eval[axis], run.eval["val_loss"], target_loss) for run in runs]
             rows.append(Row(f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}", reached, form, less))
     return rows
 
@@ -119,9 +118,8 @@ def loss_at(run: RunRecords, axis: str, x: float) -> float:
     return float(np.interp(x, run.eval[axis][known], run.eval["val_loss"][known], left=math.nan)) if known.any() else math.nan
 
 
-def reach(run: RunRecords, axis: str, loss: float) -> float:
-    """Where on the axis the val loss first comes down to `loss`, between evaluations by a straight line; NaN: never."""
-    x, losses = run.eval[axis], run.eval["val_loss"]
+def reach(x: np.ndarray, losses: np.ndarray, loss: float) -> float:
+    """Where on x the losses first come down to `loss`, between evaluations by a straight line; NaN: never."""
     below = np.flatnonzero(losses <= loss)
     if not len(below):
         return math.nan
@@ -333,7 +331,7 @@ def path_of(text: str) -> Path:
 
 @np.errstate(all="ignore")  # as in draw_run
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="One run's figures and picture, or several side by side.", allow_abbrev=False)
+    parser = Parser(description="One run's figures and picture, or several side by side.")
     parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="out_dir of a run, or nanoGPT's output in a file")
     parser.add_argument("--loss", type=float, help="compare the tokens and hours to this val loss; default: one that all reach")
     parser.add_argument("--gpu", help="card of the runs that do not know their MFU, such as 4070")

@@ -67,7 +67,7 @@ class Config:
     loss_chunk: str = key("auto", "tokens whose logits exist at once in training; auto: 1024 with compile=False, else off")
     pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: Muon for hidden matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer")
-    learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the five rates below instead", low=0.0)
+    learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the four rates below instead", low=0.0)
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
     embed_lr: float = key(0.7, "the same of embeddings", low=0.0)
     head_lr: float = key(0.004, "the same of the output head, tied or not", low=0.0)

@@ -9,7 +9,6 @@ CKPT is a checkpoint or the out_dir of a run. Train on from a converted file wit
 with sample.py --init_from=OUT.pt. Nothing in a file that is read here is ever executed.
 """
 
-import argparse
 import json
 import os
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 
 import checkpoint
 from dataset import dataset_folder
-from errors import UserError, run_main
+from errors import Parser, UserError, run_main
 from model import GPTConfig
 from recipe import build_model, count_parameters
 from tokenizer import GPT2_VOCAB, read_meta
@@ -315,7 +314,7 @@ def ckpt_to_hf(source: str, out: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Weights to and from Hugging Face's GPT-2 and nanoGPT.", allow_abbrev=False)
+    parser = Parser(description="Weights to and from Hugging Face's GPT-2 and nanoGPT.")
     modes = parser.add_subparsers(dest="mode", required=True)
     for mode, run, source, out, text in (
         ("hf-to-ckpt", hf_to_ckpt, "DIR", "OUT", "a Hugging Face folder, or gpt2 .. gpt2-xl, as a checkpoint"),

@@ -2,6 +2,7 @@
 What goes wrong and how it is said: one line per problem with its mend, and the exit code.
 """
 
+import argparse
 import difflib
 import os
 import signal
@@ -28,6 +29,17 @@ class RunError(UserError):
     """A UserError found only while running."""
 
     exit_code = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with this project's error line in place of its own, and no abbreviated flags."""
+
+    def __init__(self, description: str | None = None, **kwargs):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str):
+        raise UserError(message)
 
 
 def did_you_mean(name: str, known) -> str:

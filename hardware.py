@@ -116,7 +116,6 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
     # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = config.tf32
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with fixed workspaces
         torch.use_deterministic_algorithms(True)

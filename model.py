@@ -171,20 +171,24 @@ class GPT(nn.Module):
         idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B, T), in nats per token;
         targets of -1 count for nothing. T may be anything up to block_size.
         """
-        positions = torch.arange(idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        x = self.transformer.drop(x)
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
+        x = self.hidden(idx)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return mean_loss(self.lm_head, x, targets, self.config.loss_chunk)
 
-    def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
-        """idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches."""
-        positions = torch.arange(caches[0].length, caches[0].length + idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
-        for block, cache in zip(self.transformer.h, caches):
+    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the head reads."""
+        past = caches[0].length if caches else 0
+        positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.drop(x)
+        for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
             x = block(x, cache)
-        return self.lm_head(self.transformer.ln_f(x[:, -1]))
+        return self.transformer.ln_f(x)
+
+    def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
+        """
+        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches. T is 1
+        unless the caches are empty.
+        """
+        return self.lm_head(self.hidden(idx, caches)[:, -1])

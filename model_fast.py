@@ -2,9 +2,8 @@
 The fast model: GPT-2's size, and what public speed records have found to learn more from each token.
 
 Same interface as model.py. Where it departs from GPT-2, one line says why and where it comes from; "records" are those
-of the modded-nanogpt speedrun, in which a change stays only if it shortens the run to the same loss. Each was measured
-here as well: results/README.md. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh
-channels, V = vocabulary.
+of the modded-nanogpt speedrun, in which a change stays only if it shortens the run to the same loss. Shapes in comments:
+B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig, KVCache, mean_loss
 
-ROTARY_BASE = 1024  # slowest rotation, radians per 1024 tokens; RoFormer's 10,000 is for longer contexts (records)
+ROTARY_BASE = 1024  # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts (records)
 LOGIT_CAP = 15.0  # logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
 ATTENTION_SCALE = 1.36  # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
 
@@ -24,14 +23,13 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotary_tables(positions: int, head_size: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
-    Cosine and sine of each position's angles, (positions, hs / 2) each (RoFormer, arXiv:2104.09864). Half of the channel
+    Cosine and sine of each position's angles, (T, hs / 2) each (RoFormer, arXiv:2104.09864). Half of the channel
     pairs do not turn: they carry what does not depend on distance (records).
     """
-    turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4)
-    frequencies = torch.cat((turning, torch.zeros(head_size // 2 - len(turning))))
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
+    angles = torch.outer(positions.float(), F.pad(turning, (0, head_size // 2 - len(turning))))
     return angles.cos(), angles.sin()
 
 
@@ -92,9 +90,6 @@ class FastGPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # its own: tying costs loss here (records)
-        cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
-        self.register_buffer("cos", cos, persistent=False)  # (T, hs / 2)
-        self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -113,7 +108,7 @@ class FastGPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
         idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B, T), in nats per token;
-        targets of -1 count for nothing. T may be anything up to block_size.
+        targets of -1 count for nothing. T may be anything; positions beyond block_size have not been trained on.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -124,8 +119,9 @@ class FastGPT(nn.Module):
         """idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads."""
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
-        cos, sin = (table[past : past + idx.size(1)] for table in (self.cos, self.sin))
-        for block, cache in zip(self.transformer.h, caches or [None] * len(self.transformer.h)):
+        positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
+        for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
             x = block(x, cos, sin, cache)
         return norm(x)
 
@@ -134,5 +130,8 @@ class FastGPT(nn.Module):
         return LOGIT_CAP * z * torch.rsqrt(z.square() + LOGIT_CAP**2)
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
-        """idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches."""
+        """
+        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches. T is 1
+        unless the caches are empty.
+        """
         return self.logits(self.hidden(idx, caches)[:, -1])

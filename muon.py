@@ -102,7 +102,8 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """
     roles: dict[str, list[nn.Parameter]] = {role: [] for role in ("matrices", "qkv", "head", "embedding", "vectors")}
     modules = dict(model.named_modules())
-    for name, p in sorted(model.named_parameters(), key=lambda item: item[0] != "lm_head.weight"):
+    names = {p: name for name, p in model.named_parameters(remove_duplicate=False)}  # a tied head under its last name
+    for p, name in names.items():
         owner = modules[name.rpartition(".")[0]]
         if name == "lm_head.weight":
             role = "head"

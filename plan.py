@@ -7,7 +7,6 @@ The iteration time is given (--iter_seconds), taken from a run's log (--from_run
 peak at an assumed MFU, with a range. Everything else is arithmetic, and each figure says what it rests on.
 """
 
-import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ import hardware
 from configurator import Config
 from dataset import dataset_folder, open_dataset
 from errors import UserError
-from gpus import USABLE_MEMORY, find_row, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
+from gpus import USABLE_MEMORY, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
 from model import GPTConfig
 from recipe import count_parameters, flops_per_token, model_config
+from records import parse_line
 from runlog import count, read_lines, say
 from tokenizer import GPT2_VOCAB
 
@@ -66,13 +66,14 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
 
 
 def card_here(config: Config) -> Card:
+    if problems := hardware.check_device(config):
+        raise UserError(*problems)
     device = torch.device(config.device if config.device != "auto" else hardware.best_device())
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else hardware.best_dtype(device)
     if device.type != "cuda":
         return Card(hardware.device_name(device), dtype, config.peak_tflops or None, None)
     properties = torch.cuda.get_device_properties(device)
-    row = find_row(properties.name, properties.multi_processor_count)
-    peak = config.peak_tflops or (row and row_peak(row, dtype, config.tf32))
+    peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
     return Card(properties.name, dtype, peak, properties.total_memory)
 
 
@@ -104,8 +105,8 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
 
 def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tuple[Pace, Card]:
     """The median iteration of a run and its evaluations and checkpoints, scaled by tokens and GPUs; and the card it ran on."""
-    records = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
-    found = {kind: [r for r in records if r["kind"] == kind] for kind in ("start", "step", "eval", "checkpoint")}
+    records = [r for line in read_lines(run / "metrics.jsonl") for r in parse_line(line) if isinstance(r, dict)]
+    found = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "step", "eval", "checkpoint")}
     if not found["start"] or not found["step"]:
         raise UserError(f"from_run: {run / 'metrics.jsonl'} holds no iteration; give the out_dir of a run")
     start = found["start"][-1]
@@ -209,7 +210,7 @@ def plan_lines(p: dict, vocab: int) -> list[str]:
     ]  # fmt: skip
     if p["gpus"] > 1:
         lines.append(f"link     {p['exchange_gb']:.3g} GB sent and received by each GPU per iteration; 90 % efficiency needs "
-                     f"{p['link_gb_per_sec']:.3g} GB/s, less where it hides behind the backward pass")  # fmt: skip
+                     f"{p['link_gb_per_sec']:.3g} GB/s")  # fmt: skip
     if p["kwh"] is None:
         return lines + ["energy   n/a (--watts= the draw of one GPU)"]
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"

@@ -19,9 +19,13 @@ def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTCo
     """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
     names = ("model", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
     vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
+    return GPTConfig(vocab_size=vocab_size, loss_chunk=loss_chunk(config), **{name: getattr(config, name) for name in names})
+
+
+def loss_chunk(config: Config) -> int:
+    """The key's words as a number of tokens, 0 for off."""
     chunks = dict(off=0, auto=0 if config.compile else EAGER_LOSS_CHUNK)
-    chunk = chunks[config.loss_chunk] if config.loss_chunk in chunks else int(config.loss_chunk)
-    return GPTConfig(vocab_size=vocab_size, loss_chunk=chunk, **{name: getattr(config, name) for name in names})
+    return chunks[config.loss_chunk] if config.loss_chunk in chunks else int(config.loss_chunk)
 
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:
@@ -31,7 +35,8 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
     `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as `initial_lr`; the
-    first group's rate is the one that is logged. A fused update can skip itself on the device; MPS has no such kernel.
+    first group's rate is the one that is logged. Fused, an update skips itself on the device where that is asked for; the
+    kernel of MPS does not.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (config.beta1, config.beta2)

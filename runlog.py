@@ -21,7 +21,7 @@ from torch import Tensor
 from configurator import Config, config_values
 from dataloader import ShuffledWindows
 from dataset import Dataset
-from errors import RunError
+from errors import RunError, UserError
 from hardware import Hardware, tensor_core_hints
 from model import GPTConfig
 from ranks import Ranks
@@ -236,7 +236,8 @@ class RunLog:
         total = self.ledger.total()
         shares = ", ".join(f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.ledger.seconds.items() if s >= 0.05)
         say(f"time: {duration(total)} wall = {shares}")
-        kwh = self.hw.energy_kwh() - self.kwh_before if self.kwh_before is not None else None  # of this process's GPU
+        kwh = self.hw.energy_kwh()  # of this process's GPU, since the driver was loaded
+        kwh = None if kwh is None or self.kwh_before is None else kwh - self.kwh_before
         used = f"; {kwh:.3g} kWh measured on the {'first ' * (self.ranks.world_size > 1)}GPU since the start" if kwh else ""
         say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}{used}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, kwh=kwh, ledger=dict(self.ledger.seconds))
@@ -265,8 +266,11 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
             if record["kind"] != "end" and record["iter"] <= last.get(record["kind"], math.inf):
                 kept.append(line)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; make room, then the same command goes on") from None
 
 
 def plain(value):

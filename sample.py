@@ -20,7 +20,7 @@ import torch
 import hardware
 from configurator import BOOLEANS, DTYPES, Config
 from convert import read_weights
-from errors import RunError, UserError, run_main
+from errors import Parser, RunError, UserError, run_main
 from generate import store_by_columns, stream
 from model import GPT, GPTConfig
 from model_fast import FastGPT
@@ -33,7 +33,7 @@ USUAL_TOP_K = 200
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Sample from a trained model.", allow_abbrev=False)
+    parser = Parser(description="Sample from a trained model.")
     flag = parser.add_argument
     flag("--init_from", default="resume", help="resume: the run in out_dir; gpt2 .. gpt2-xl; or a checkpoint or folder")
     flag("--out_dir", default="out", help="a run's folder, for init_from=resume")

@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -43,7 +43,7 @@ from errors import RunError, UserError, run_main
 from generate import generate
 from gpus import out_of_memory_advice
 from ranks import Interrupted, Ranks, Signals
-from recipe import build_model, build_optimizer, model_config
+from recipe import build_model, build_optimizer, loss_chunk, model_config
 from runlog import IterationResult, Ledger, RunLog, say
 from start import Start, prepare_on_demand
 from tokenizer import Tokenizer
@@ -258,16 +258,18 @@ class Run:
         with self.ledger.book("compile"):
             try:
                 self.compiled = torch.compile(self.model)
-                with self.hw.autocast():
-                    loss = self.compiled(x, y)
-                loss.backward()
+                if not self.config.eval_only:
+                    with self.hw.autocast():
+                        loss = self.compiled(x, y)
+                    loss.backward()
                 evaluate(self.compiled, [(x, y, 1)], self.hw.autocast())
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # no compiler, or a platform without one: every backend fails in its own way
                 reason = str(error).strip().partition("\n")[0]
                 print(f"warning: torch.compile does not work here ({reason}); going on without", file=sys.stderr, flush=True)
-                self.compiled = self.model
+                self.compiled, self.config.compile = self.model, False
+                self.model_config = self.model.config = replace(self.model_config, loss_chunk=loss_chunk(self.config))
             self.rewind()
         say(f"compile: {self.ledger.clock() - began:.1f}s")
 

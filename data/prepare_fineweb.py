@@ -23,8 +23,8 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from data.shards import MAX_SHARD_TOKENS, Batch, Parser, Plan, Rows, Source, check_folder, prepare, read_manifest
-from errors import UserError, run_main
+from data.shards import MAX_SHARD_TOKENS, Batch, Plan, Rows, Source, check_folder, prepare, read_manifest
+from errors import Parser, UserError, run_main
 from tokenizer import Tokenizer
 
 COLUMN = "text"

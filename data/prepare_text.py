@@ -23,8 +23,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of data/, whose files could hide others
 
-from data.shards import Batch, Parser, Plan, Source, prepare
-from errors import UserError, run_main
+from data.shards import Batch, Plan, Source, prepare
+from errors import Parser, UserError, run_main
 from tokenizer import Tokenizer
 
 TEXT, ROWS = (".txt", ".md", ".py"), (".jsonl", ".parquet")

@@ -7,7 +7,6 @@ which also says where in the source the next shard begins. So an interrupted pre
 shard, and its files come out the same, byte for byte, however often it was interrupted and with any number of workers.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -43,17 +42,6 @@ Batch = tuple[int, int, Rows]
 Source = Callable[[int, int], Iterator[Batch]]
 
 GO_ON = "the same command goes on after the last finished shard"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with this project's error line in place of its own, and no abbreviated flags."""
-
-    def __init__(self, description: str):
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
-
-    def error(self, message: str):
-        raise UserError(message)
 
 
 @dataclass

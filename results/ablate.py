@@ -9,7 +9,6 @@ Each NAME='ARGUMENTS' is a command line of train.py; every run gets a folder of 
 goes on where it was stopped and leaves finished runs alone. Ends with a table, OUT/ablation.json and OUT/ablation.png.
 """
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -19,12 +18,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from errors import UserError, run_main
+from compare import reach
+from errors import Parser, UserError, run_main
 from records import read_run
+
+
+def read_variants(given: list[str], file: Path) -> dict[str, str]:
+    """Name -> arguments of train.py; kept in `file`, as a folder with finished runs does not tell what they were given."""
+    variants = dict(variant.partition("=")[::2] for variant in given)
+    problems = [f"{variant}: needs NAME='ARGUMENTS OF train.py'" for variant in given if not all(variant.partition("="))]
+    known = json.loads(file.read_text()) if file.exists() else {}
+    problems += [f"{name}: was {known[name]!r} in this folder; choose another name" for name in variants.keys() & known.keys()
+                 if variants[name] != known[name]]  # fmt: skip
+    if problems or len(variants) < len(given):
+        raise UserError(*problems or ["variants: two have one name; choose another for one"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(known | variants, indent=1))
+    return variants
 
 
 def train(arguments: str, out_dir: Path, seed: int) -> None:
@@ -43,34 +58,19 @@ def read_curve(out_dir: Path) -> dict:
                 step_seconds=float(run.step["seconds"].sum()))  # fmt: skip
 
 
-def tokens_to_reach(loss: float, tokens: list[float], val_loss: list[float]) -> float | None:
-    """Where the curve, straight between evaluations, first comes down to `loss`; None where it does not."""
-    for n, value in enumerate(val_loss):
-        if value <= loss:
-            if n == 0:
-                return tokens[0]
-            share = (val_loss[n - 1] - loss) / (val_loss[n - 1] - value)
-            return tokens[n - 1] + share * (tokens[n] - tokens[n - 1])
-    return None
-
-
 def summarize(name: str, arguments: str, curves: list[dict], target: float) -> dict:
-    tokens, losses = curves[0]["tokens"], np.array([curve["val_loss"] for curve in curves])
-    mean = losses.mean(axis=0).tolist()
+    tokens, losses = np.array(curves[0]["tokens"]), np.array([curve["val_loss"] for curve in curves])
+    reached = reach(tokens, losses.mean(axis=0), target)
     return dict(
-        name=name, arguments=arguments, tokens=tokens[-1], val_loss=mean[-1], spread=float(np.ptp(losses[:, -1])),
-        tokens_to_target=tokens_to_reach(target, tokens, mean),
+        name=name, arguments=arguments, tokens=tokens[-1], val_loss=losses.mean(axis=0)[-1], spread=np.ptp(losses[:, -1]),
+        tokens_to_target=None if np.isnan(reached) else reached,
         step_seconds=float(np.mean([curve["step_seconds"] for curve in curves])), curves=curves,
     )  # fmt: skip
 
 
 def draw(path: Path, rows: list[dict], target: float) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for row in rows:
         tokens = np.array(row["curves"][0]["tokens"]) / 1e6
         losses = np.array([curve["val_loss"] for curve in row["curves"]])
@@ -86,17 +86,17 @@ def draw(path: Path, rows: list[dict], target: float) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds per variant, from 1 (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, choices=range(1, 100), default=3, metavar="N", help="seeds 1 to N (default: 3)")
     parser.add_argument("variants", nargs="+", metavar="NAME='ARGUMENTS'")
     args = parser.parse_args(argv)
-    variants = dict(variant.partition("=")[::2] for variant in args.variants)
+    variants = read_variants(args.variants, args.out / "variants.json")
     runs = [(name, seed) for seed in range(1, args.seeds + 1) for name in variants]
     for name, seed in tqdm(runs, unit="run"):
         train(variants[name], args.out / f"{name}-{seed}", seed)
     curves = {name: [read_curve(args.out / f"{name}-{seed}") for seed in range(1, args.seeds + 1)] for name in variants}
-    target = np.mean([curve["val_loss"] for curve in curves[next(iter(variants))]], axis=0).tolist()[-1]
+    target = np.mean([curve["val_loss"] for curve in curves[next(iter(variants))]], axis=0)[-1]
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print(f"{'variant':<20}{'tokens':>10}{'val loss':>10}{'spread':>8}{f'tokens to {target:.3f}':>18}{'steps':>8}")
     for row in rows:

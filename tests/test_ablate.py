@@ -1,4 +1,4 @@
-"""results/ablate.py: the arithmetic by hand, and a small study that is stopped and goes on."""
+"""results/ablate.py: bad studies, and a small one that is stopped and goes on."""
 
 import json
 import shlex
@@ -6,13 +6,20 @@ import shlex
 import pytest
 from conftest import flags, records, run_process
 
-from results.ablate import tokens_to_reach
 
-
-def test_tokens_to_reach_a_loss_are_interpolated():
-    assert tokens_to_reach(2.5, [100, 200, 300], [4.0, 3.0, 2.0]) == 250
-    assert tokens_to_reach(4.0, [100, 200], [3.9, 3.0]) == 100
-    assert tokens_to_reach(1.0, [100, 200], [4.0, 3.0]) is None
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["a=--max_iters=2", "a=--max_iters=3"], "two have one name"),
+        (["config/quickstart.py"], "config/quickstart.py: needs NAME="),
+        (["old=--max_iters=3"], "old: was '--max_iters=2' in this folder"),
+        (["b=--max_iters=2", "--seeds=0"], "--seeds"),
+    ],
+)
+def test_what_cannot_be_a_study_is_one_line(arguments, says, tmp_path):
+    (tmp_path / "variants.json").write_text('{"old": "--max_iters=2"}')
+    code, _, err = run_process("results/ablate.py", str(tmp_path), *arguments)
+    assert code == 2 and len(err.splitlines()) == 1 and says in err
 
 
 def test_a_study_goes_on_where_it_stopped_and_compares_at_equal_tokens(dataset, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_same_state, load, records, run_here
+from conftest import FAST, assert_same_state, load, records, run_here
 
 import bench
 import train
@@ -11,7 +11,11 @@ from configurator import load_config
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(compile=True), dict(dtype="float32")], ids=["bf16", "compiled", "fp32"])
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(compile=True), dict(dtype="float32"), FAST | dict(dropout=0.0)],
+    ids=["bf16", "compiled", "fp32", "fast"],
+)
 def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, dataset, tmp_path):
     options = dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
     run_here(dataset, tmp_path / "straight", max_iters=8, **options)
@@ -20,7 +24,10 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, da
     assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "broken", 8))
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(loss_chunk="16"), dict(compile=True)], ids=["eager", "chunks", "compiled"])
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(loss_chunk="16"), dict(compile=True), FAST | dict(dropout=0.0)],
+    ids=["eager", "chunks", "compiled", "fast"],
+)
 def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, monkeypatch):
     """CUDA itself complains of every synchronisation inside train_step."""
     original = train.train_step
@@ -34,13 +41,14 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, mon
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(train, "train_step", watched)
-    assert run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", dropout=0.1, n_embd=64, **changes) == 0
+    assert run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", **dict(dropout=0.1, n_embd=64) | changes) == 0
 
 
+@pytest.mark.parametrize("recipe", [{}, FAST | dict(muon_lr=0.01)], ids=["classic", "fast"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_dtype_follows_the_same_losses(dtype, dataset, tmp_path):
+def test_every_dtype_follows_the_same_losses(dtype, recipe, dataset, tmp_path):
     """Losses of ~4 stay within 2 %: bfloat16 keeps 8 bits, float16 11 and skips its first updates while it finds a scale."""
-    options = dict(max_iters=50, eval_interval=50, n_embd=64, log_interval=50)
+    options = dict(max_iters=50, eval_interval=50, n_embd=64, log_interval=50) | recipe
     run_here(dataset, tmp_path / "exact", device="cuda", dtype="float32", tf32=False, **options)
     run_here(dataset, tmp_path / "lower", device="cuda", dtype=dtype, max_skips=50, **options)
     exact, lower = (records(tmp_path / run, "eval")[-1]["val_loss"] for run in ("exact", "lower"))

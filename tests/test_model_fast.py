@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same_state, flags, load, records, run_here
+from conftest import FAST, assert_same_state, flags, load, records, run_here
 from torch.func import functional_call
 
 import convert
@@ -17,7 +17,6 @@ from model_fast import FastGPT, rotary_tables, rotate
 from recipe import count_parameters, flops_per_token
 
 SMALL = GPTConfig(model="fast", block_size=24, vocab_size=64, n_layer=2, n_head=2, n_embd=32, bias=False, tie_weights=False)
-FAST = dict(model="fast", optimizer="muon", tie_weights=False, warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
 
 
 def perturbed(config: GPTConfig = SMALL) -> FastGPT:
@@ -40,13 +39,13 @@ def test_rotary_is_multiplication_by_complex_numbers():
     w = torch.tensor([1024 ** (-i / 3) for i in range(4)] + [0.0] * 4, dtype=torch.float64)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * w
     expected = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), -angle)
-    turned = rotate(x, *(table.double() for table in rotary_tables(T, hs)))
+    turned = rotate(x, *(table.double() for table in rotary_tables(torch.arange(T), hs)))
     torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), atol=1e-5, rtol=0)  # float32 tables
 
 
 def test_rotary_makes_scores_depend_on_distance_alone():
     q, k = torch.randn(1, 1, 1, 16).expand(1, 1, 12, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 12, 16)
-    tables = rotary_tables(12, 16)
+    tables = rotary_tables(torch.arange(12), 16)
     scores = (rotate(q, *tables) @ rotate(k, *tables).mT)[0, 0]
     for distance in range(12):
         diagonal = scores.diagonal(distance)
