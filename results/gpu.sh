@@ -19,7 +19,7 @@ run() { # seconds, name, command...
   tail -n 15 "$out/$name.log"
 }
 
-# An eighth of an iteration's tokens, so that the timed windows are short
+# A quarter of an iteration's tokens, so that the timed windows are short
 run 80 tests python -m pytest -q -m gpu
 run 60 step python bench.py step "$config" "${flags[@]}" --batch_size=64 --gradient_accumulation_steps=2 --json="$out/step.json"
 run 110 sweep python bench.py sweep "$config" "${flags[@]}" --batch_size=64 --gradient_accumulation_steps=2 \
