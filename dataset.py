@@ -11,16 +11,13 @@ import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from configurator import Config
 from errors import RunError, UserError
 from tokenizer import GPT2_VOCAB, read_meta
-
-if TYPE_CHECKING:
-    from streaming import Stream
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
@@ -126,7 +123,7 @@ class Dataset:
     vocab: int  # before padding
     tokenizer: dict  # what Tokenizer needs to encode and decode; travels in checkpoints
     fingerprint: str  # changes when the tokens do
-    stream: "Stream | None" = None  # where training reads instead of `train`
+    stream: Any = None  # the streaming.Stream that training reads in place of `train`
 
 
 # -----------------------------------------------------------------------------
@@ -135,15 +132,6 @@ class Dataset:
 
 def dataset_folder(name: str) -> Path:
     return Path("data", name) if Path("data", name).is_dir() or not Path(name).is_dir() else Path(name)
-
-
-def open_data(config: Config, position: dict | None = None) -> Dataset:
-    """The configured dataset: a folder, or a stream, from the `position` that a checkpoint holds of it. Raises UserError."""
-    if not config.stream:
-        return open_dataset(config.dataset)
-    from streaming import open_stream  # which training from shards does not need
-
-    return open_stream(config, position)
 
 
 def open_dataset(name: str) -> Dataset:
@@ -200,10 +188,6 @@ def is_made_on_demand(config: Config) -> bool:
 
 def check_dataset(config: Config) -> list[str]:
     """What is wrong with the dataset for this configuration, one line each (for load_config)."""
-    if config.stream:
-        from streaming import check_source
-
-        return check_source(config)
     if is_made_on_demand(config):
         return []
     try:

@@ -1,5 +1,5 @@
 """
-Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere.
+Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere; and on which data.
 """
 
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoint import holds_run, load_newest
 from configurator import Config, config_values
-from dataset import check_dataset, dataset_folder, is_made_on_demand
+from dataset import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from errors import UserError
 from ranks import Ranks
 
@@ -111,3 +111,21 @@ def prepare_on_demand(config: Config) -> None:
         raise UserError(f"dataset: {script} failed; see its message above")
     if problems := check_dataset(config):
         raise UserError(*problems)
+
+
+def check_data(config: Config) -> list[str]:
+    """What is wrong with the dataset or the stream's source for this configuration, one line each (for load_config)."""
+    if not config.stream:
+        return check_dataset(config)
+    from streaming import check_source  # which training from shards does not need
+
+    return check_source(config)
+
+
+def open_data(config: Config, position: dict | None = None) -> Dataset:
+    """The configured dataset: a folder, or a stream, from the `position` that a checkpoint holds of it. Raises UserError."""
+    if not config.stream:
+        return open_dataset(config.dataset)
+    from streaming import open_stream
+
+    return open_stream(config, position)

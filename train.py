@@ -38,14 +38,14 @@ import hardware
 from compare import draw_run
 from configurator import Config, config_values, load_config
 from dataloader import TrainBatches, eval_batches, move, split_block
-from dataset import HeldTokens, TokenStream, check_dataset, open_data
+from dataset import HeldTokens, TokenStream
 from errors import RunError, UserError, run_main
 from generate import generate
 from gpus import out_of_memory_advice
 from ranks import Interrupted, Ranks, Signals
 from recipe import build_model, build_optimizer, loss_chunk, model_config
 from runlog import IterationResult, Ledger, RunLog, say
-from start import Start, prepare_on_demand
+from start import Start, check_data, open_data, prepare_on_demand
 from tokenizer import Tokenizer
 
 # -----------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def main(argv: list[str]) -> int:
     if not ranks.first:
         sys.stdout = open(os.devnull, "w")  # one voice
     start = Start(ranks)
-    config = load_config(argv, checks=(ranks.check_config, start.find, hardware.check_device, check_dataset))
+    config = load_config(argv, checks=(ranks.check_config, start.find, hardware.check_device, check_data))
     if start.finished(config):
         return 0
     start.say_what_changed(config)

@@ -23,8 +23,8 @@ import train
 from configurator import Config
 from data import prepare_fineweb
 from dataloader import TrainBatches
-from dataset import open_data
 from errors import UserError
+from start import open_data
 
 CPU = torch.device("cpu")
 TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]  # with nulls and empty ones
@@ -224,7 +224,7 @@ def test_workers_end_with_a_killed_run(folder, tmp_path):
 def test_the_hub_and_local_files_give_the_same_stream(hub, source, tmp_path):  # noqa: F811
     script = BYTES + (
         "import sys, hashlib, torch\n"
-        "from configurator import Config\nfrom dataloader import TrainBatches\nfrom dataset import open_data\n"
+        "from configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
         "if __name__ == '__main__':\n"
         "    for name in sys.argv[1:]:\n"
         "        config = Config(stream=True, dataset=name, block_size=64, batch_size=64, eval_tokens=9000, data_workers=1)\n"
