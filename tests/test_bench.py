@@ -197,7 +197,7 @@ def test_bad_input_is_one_line(arguments, message):
         ("sweep --write=train.py", "write: train.py exists; remove it or choose another name"),
         ("peer", "nanogpt: not given"),
         ("peer --nanogpt=config", "nanogpt: config; --nanogpt= needs a checkout of karpathy/nanoGPT"),
-        ("peer --nanogpt=. --tie_weights=False", "nanoGPT always has both"),
+        ("peer --nanogpt=. --tie_weights=False", "the work is not the same"),
         ("peer --gpu=4070", "--gpu: unknown key"),
     ],
 )
