@@ -6,6 +6,7 @@ is a pure function of (seed, number of sequences consumed), so that number is al
 accumulation and the number of processes only cut the same sequence of windows differently.
 """
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -93,6 +94,7 @@ class TrainBatches:
         # A daemon, so that a source that no longer answers cannot keep the process from ending
         self.reader = threading.Thread(target=self.read_ahead, args=(consumed + rank * config.batch_size,), daemon=True)
         self.reader.start()
+        atexit.register(self.close)  # a thread that still reads while Python shuts down can abort the process
 
     def read_ahead(self, first: int) -> None:
         try:
@@ -130,6 +132,7 @@ class TrainBatches:
         return move(batch, self.device)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self.closed = True
         self.room.put(None)  # the reader may be waiting for it
         self.reader.join(timeout=1)  # longer only where no data comes

@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import write_dataset
+from conftest import flags, run_process, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -220,3 +220,20 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path):
     for folder in (tmp_path, tmp_path / "fineweb_edu"):
         with pytest.raises(UserError, match="prepare"):
             open_dataset(str(folder))
+
+
+def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, tmp_path):
+    """Python, shutting down under a thread inside of torch's C++, calls terminate(): SIGABRT in place of the exit code."""
+    code = (
+        "import sys, torch, train, errors, dataloader\n"
+        "load = dataloader.TrainBatches.load\n"
+        "def slow(self, first):\n"
+        "    for _ in range(4):\n"
+        "        torch.randn(1500, 1500) @ torch.randn(1500, 1500)\n"
+        "    return load(self, first)\n"
+        "dataloader.TrainBatches.load = slow\n"
+        "errors.run_main(train.main)\n"
+    )
+    (tmp_path / "file").touch()
+    code, _, err = run_process("-c", code, *flags(dataset, tmp_path / "file/out"))
+    assert code == 2 and err.splitlines()[-1].startswith(f"error: out_dir: {tmp_path / 'file/out'}: ")
