@@ -33,7 +33,8 @@ from prepare_speed import tiktoken_alone
 from configurator import Config
 from data.shards import write_shard
 from dataloader import TrainBatches
-from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, open_data
+from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION
+from start import open_data
 
 RESULT = Path(__file__).parent / "cpu" / "loader.json"
 CPU = torch.device("cpu")
