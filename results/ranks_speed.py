@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 from configurator import load_config
-from dataloader import write_shard
+from data.shards import write_shard
 from ranks import Ranks
 from start import Start
 from train import Run, train_step
