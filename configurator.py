@@ -69,7 +69,7 @@ class Config:
     optimizer: str = key("adamw", "muon: Muon for hidden matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the four rates below instead", low=0.0)
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
-    embed_lr: float = key(0.7, "the same of embeddings", low=0.0)
+    embed_lr: float = key(0.004, "the same of embeddings; the fast model's, of size 1, stand 0.7", low=0.0)
     head_lr: float = key(0.004, "the same of the output head, tied or not", low=0.0)
     vector_lr: float = key(0.015, "the same of biases and norms", low=0.0)
     muon_momentum: float = key(0.95, "muon's decay of the mean gradient", low=0.0, high=0.9999999)

@@ -21,7 +21,9 @@ TINY = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
     warmup_iters=2, max_iters=8, eval_interval=4, eval_tokens=256, log_interval=1, device="cpu", dtype="float32", compile=False,
 )  # fmt: skip
-FAST = dict(model="fast", optimizer="muon", tie_weights=False, warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
+FAST = dict(
+    model="fast", optimizer="muon", tie_weights=False, embed_lr=0.7, warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8,
+)  # fmt: skip
 
 
 def write_dataset(folder: Path, shard_tokens: list[int], vocab: int = 64, val_tokens: int = 700) -> Path:
