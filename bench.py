@@ -193,12 +193,16 @@ def readable_errors(config: Config):
 
 def attempt(config: Config, **arguments) -> dict:
     """measure() in a new process, so that neither memory nor compiled code is left from what ran before."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with new_process() as pool:
         try:
             return pool.submit(measure, config, **arguments).result()
         except (OutOfMemory, BrokenProcessPool):  # broken: the system killed it, most likely for its memory
             return dict(batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
                         tokens_per_sec=None, out_of_memory=True)  # fmt: skip
+
+
+def new_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def with_batch(config: Config, batch_size: int) -> Config:
@@ -479,53 +483,79 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
 
 def peer(config: Config, options: dict) -> dict:
     """
-    This model and nanoGPT's in turn, in one process and through the same train_step: same weights, batches, dtype, compile
-    setting and fused AdamW; as_shipped, nanoGPT in float32 without a fused update, which is what it does on a CPU. Raises
-    UserError where the work is not the same.
+    This model and nanoGPT's in turn, each in a process of its own, through the same train_step: same weights, batches,
+    dtype, compile setting and fused AdamW; as_shipped, nanoGPT in float32 without a fused update, which is what it does on
+    a CPU. Raises UserError where the work is not the same.
     """
-    shipped = options["as_shipped"]
-    folder = Path(options["nanogpt"] or "")
+    shipped, folder = options["as_shipped"], Path(options["nanogpt"] or "")
     if not options["nanogpt"] or not (folder / "model.py").is_file():
         raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
-    if not (config.flash and config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
-        raise UserError("flash, tie_weights, model, optimizer: nanoGPT has fused attention, tied weights, GPT-2, AdamW; "
-                        "with anything else the work is not the same")  # fmt: skip
+    if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
+        raise UserError("tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2, AdamW; with anything else the work "
+                        "is not the same")  # fmt: skip
     hw = hardware.set_up(config)
     if shipped not in (None, "eager", "compiled") or shipped and hw.device.type != "cpu":
         raise UserError(f"as_shipped: {shipped!r} is none of eager, compiled; for a CPU")
     theirs = replace(config, compile=shipped == "compiled") if shipped else config
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tokens, readable_errors(config):
-        data = open_data(config, Path(tokens))
-        ours = build(config, hw, data)
-        their_hw = replace(hw, dtype=torch.float32) if shipped else hw
-        sides = {"ours": ours, "nanoGPT": nanogpt_trainee(build(theirs, their_hw, data), folder, fused=not shipped)}
-        params = {side: sum(p.numel() for p in t.model.parameters()) for side, t in sides.items()}
-        losses = {side: t.step()[0].item() for side, t in sides.items()}
-        for what, (a, b), tolerance in (("parameters", params.values(), 0), ("first loss", losses.values(), SAME_LOSS)):
+    their_hw = replace(hw, dtype=torch.float32) if shipped else hw
+    with contextlib.ExitStack() as stack:
+        sides = {side: stack.enter_context(new_process()) for side in ("ours", "nanoGPT")}
+        folders = {side: Path(stack.enter_context(tempfile.TemporaryDirectory())) for side in sides}
+        starts = dict(ours=sides["ours"].submit(start_side, config, hw, folders["ours"]),
+                      nanoGPT=sides["nanoGPT"].submit(start_side, theirs, their_hw, folders["nanoGPT"], folder,
+                                                      fused=not shipped))  # fmt: skip
+        first = {side: start.result() for side, start in starts.items()}
+        for what, tolerance in (("parameters", 0), ("first_loss", SAME_LOSS)):
+            a, b = (first[side][what] for side in sides)
             if abs(a - b) > tolerance:
-                raise UserError(f"nanogpt: other work: {what} {a:.10g} here, {b:.10g} there")
-        iters = min(math.ceil(WINDOW_SECONDS / max(t.timed(1) for t in sides.values())), 100)
+                raise UserError(f"nanogpt: other work: {what.replace('_', ' ')} {a:.10g} here, {b:.10g} there")
+        iters = min(math.ceil(WINDOW_SECONDS / max(side.submit(time_side, 1).result()[0] for side in sides.values())), 100)
         seconds, memory = {side: [] for side in sides}, dict.fromkeys(sides)
         for trial in tqdm(range(trials_of(options, 5)), desc="peer", disable=None):
             for side in list(sides)[:: 1 if trial % 2 else -1]:
-                others = sum(resident_bytes(t) for name, t in sides.items() if name != side)
-                if hw.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                seconds[side].append(sides[side].timed(iters))
-                if hw.device.type == "cuda":  # one process: on a CPU the two cannot be told apart
-                    memory[side] = hw.peak_memory_gib() - others / hardware.GIB
+                taken, memory[side] = sides[side].submit(time_side, iters).result()
+                seconds[side].append(taken)
     ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
     speed, spread = statistics.median(ratios), [min(ratios), max(ratios)]
-    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
+    memory_ratio = memory["ours"] / memory["nanoGPT"]
     for side in sides:
         rate = plan.tokens_per_iter(config) / statistics.median(seconds[side])
-        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}"
-            + (f", memory {memory[side]:.2f} GiB" if memory[side] else ""))  # fmt: skip
-    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows)"
-        + (f", {memory_ratio:.3f} x the memory" if memory_ratio else ""))  # fmt: skip
+        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}, memory {memory[side]:.2f} GiB")
+    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
+        f"{memory_ratio:.3f} x the memory")  # fmt: skip
     return dict(as_shipped=shipped, speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds,
                 memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=plan.tokens_per_iter(config),
-                params=params["ours"], first_loss=losses, machine=machine(hw))  # fmt: skip
+                first={side: first[side] for side in sides}, machine=machine(hw))  # fmt: skip
+
+
+started: tuple[Trainee, float]  # in a process of a side: what start_side built, and the memory in use before
+
+
+def start_side(config: Config, hw: hardware.Hardware, tokens: Path, nanogpt: Path | None = None, fused: bool = True) -> dict:
+    """Build a side of `peer` in this process and run its first iteration. nanoGPT's keeps the system's handling of memory."""
+    global started
+    if nanogpt:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    else:
+        hardware.set_up(config)
+    before = 0 if hw.device.type == "cuda" else hw.peak_memory_gib() or math.nan
+    with readable_errors(config):
+        side = build(config, hw, open_data(config, tokens))
+        side = nanogpt_trainee(side, nanogpt, fused) if nanogpt else side
+        started = side, before
+        return dict(parameters=sum(p.numel() for p in side.model.parameters()), first_loss=side.step()[0].item())
+
+
+def time_side(iters: int) -> tuple[float, float]:
+    """Seconds per iteration of the side in this process, and its peak memory so far, GiB."""
+    side, before = started
+    with readable_errors(side.config):
+        if side.hw.device.type == "cuda":
+            side.timed(1)  # takes from the card what the last call gave back
+        seconds, memory = side.timed(iters), (side.hw.peak_memory_gib() or math.nan) - before
+        if side.hw.device.type == "cuda":
+            torch.cuda.empty_cache()  # the other side's turn
+        return seconds, memory
 
 
 def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:
@@ -546,12 +576,6 @@ def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:
     optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=fused)
     compiled = torch.compile(model) if c.compile else model
     return replace(ours, model=model, step_model=like(model, lambda x, y: compiled(x, y)[1]), optimizer=optimizer)
-
-
-def resident_bytes(trainee: Trainee) -> int:
-    """What a trainee holds on the device between iterations: weights and optimizer state."""
-    moments = (v for state in trainee.optimizer.state.values() for v in state.values())
-    return sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
 
 
 # -----------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from configurator import Config
 from gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors on 2 MB pages: touching 4 KB ones took half of a step
 if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name is the user's choice
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
 
@@ -114,6 +113,8 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     if device.type == "cuda":
         torch.cuda.set_device(device if device.index is not None else torch.device("cuda", local_rank))
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        keep_freed_memory()
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
     # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -126,6 +127,17 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         print("warning: this GPU only emulates bfloat16, many times slower; --dtype=float16", file=sys.stderr)
     peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
     return Hardware(device, dtype, device_name(device), peak)
+
+
+def keep_freed_memory() -> None:
+    """
+    glibc's malloc gives freed blocks above 32 MB back to the system, and touching new pages takes up to half of a CPU step;
+    after this it keeps them (mallopt(3); the constants are those of malloc.h).
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def best_device() -> str:

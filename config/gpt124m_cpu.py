@@ -15,4 +15,5 @@ log_interval = 1
 
 device = 'cpu'
 dtype = 'auto' # bfloat16 where the processor computes in it, else float32
+flash = False # at 256 tokens plain products are faster on a CPU, backward most of all
 compile = True # takes a minute or two, then saves a third of each iteration
