@@ -65,6 +65,7 @@ class Config:
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: the four plain lines")
     loss_chunk: str = key("auto", "tokens whose logits exist at once in training; auto: 1024 with compile=False, else off")
+    recompute: bool = key(False, "compute each block's activations again in the backward pass: less memory, more time")
     pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: Muon for hidden matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the four rates below instead", low=0.0)

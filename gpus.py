@@ -87,7 +87,9 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
     formula keeps its T x T weights too. A logit takes three float32 numbers in eager mode, when the loss's backward pass
     turns the gradient of its log-softmax into its own; compiled code writes the gradient over the logit itself, and then
-    makes that of the head's weights. With loss_chunk there are logits of so many tokens only. On the CPU all this equals the
+    makes that of the head's weights. With loss_chunk there are logits of so many tokens only. With recompute only the stream
+    at each block's entry is kept; once the logits are gone, one block's part is there again, with the gradients in its MLP and
+    of its matrices (compiled code hands over those of all matrices at the end). On the CPU all this equals the
     tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later and is higher, when the
     gradients of a tied table are summed. The fast model's numbers, with Muon, are measured there: its rotations and norms
     run in float32, and so does its logits' cap, in four steps.
@@ -102,12 +104,18 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     tokens, element = batch_size * T, 2 if half else 4
     at_once = min(tokens, model.loss_chunk or tokens)
     head_gradient = element * C if compiled or at_once < tokens else 0  # while logits are alive
+    logits = ((element if compiled else 28 if fast else 12) * at_once + head_gradient) * model.vocab_size
+    activations = tokens * (model.n_layer * (4 * C if model.recompute else block) + (6 if half else 8) * C)  # and the last norm
+    if model.recompute:
+        in_products -= (model.n_layer - 1) * 12 * C**2  # autocast's copies for the other blocks are gone
+        one_block = tokens * (block + (10 if half else 16) * C) + (4 * n if compiled else 4 * element * C**2)
+        activations = max(activations, tokens * model.n_layer * 4 * C + one_block - logits)
     return dict(
         weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
         gradients=4 * n,
         optimizer=8 * n - (4 * 12 * model.n_layer * C**2 if fast else 0),  # Adam's two moments, Muon's one
-        activations=tokens * (model.n_layer * block + (6 if half else 8) * C),  # the last norm's input and output
-        logits=((element if compiled else 28 if fast else 12) * at_once + head_gradient) * model.vocab_size,
+        activations=activations,
+        logits=logits,
         workspace=WORKSPACE_BYTES,
     )
 
@@ -123,7 +131,8 @@ def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, c
     sequences = config.batch_size * config.gradient_accumulation_steps // world_size  # of one process
     smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:
-        return "out of memory with batch_size=1; a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        recompute = "" if model.recompute else "--recompute=True, "
+        return f"out of memory with batch_size=1; {recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
     b = min(fitting_batch(model, sequences, capacity, dtype, config.compile) or 1, smaller[-1])
     needed = sum(memory_bytes(model, b, dtype, config.compile).values())
     return (f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "

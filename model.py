@@ -30,6 +30,7 @@ class GPTConfig:
     flash: bool = True  # fused attention kernel; False: the plain formula
     model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
+    recompute: bool = False  # keep only the stream at each block's entry; the backward pass runs the block again
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:
@@ -182,8 +183,9 @@ class GPT(nn.Module):
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
+        recompute = self.config.recompute and self.training and not caches
         for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
-            x = block(x, cache)
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.transformer.ln_f(x)
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from model import GPTConfig, KVCache, mean_loss
 
@@ -121,8 +122,9 @@ class FastGPT(nn.Module):
         x = norm(self.transformer.wte(idx))
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
+        recompute = self.config.recompute and self.training and not caches
         for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
-            x = block(x, cos, sin, cache)
+            x = checkpoint(block, x, cos, sin, use_reentrant=False) if recompute else block(x, cos, sin, cache)
         return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

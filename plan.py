@@ -226,7 +226,7 @@ def memory_lines(p: dict) -> list[str]:
     usable, best = USABLE_MEMORY * p["gpu_memory_gib"], p["batch_size_that_fits"]
     verdict = f"fits into {usable:.1f} of {p['gpu_memory_gib']:.0f} GiB" if p["fits"] else f"DOES NOT FIT into {usable:.1f} GiB"
     if best is None:
-        return lines + [f"         {verdict}, nor does batch_size 1; a smaller model or block_size would"]
+        return lines + [f"         {verdict}, nor does batch_size 1; --recompute=True, a smaller model or block_size may"]
     accum = p["batch_size"] * p["gradient_accumulation_steps"] // best
     return lines + [f"         {verdict}; the largest that does: --batch_size={best} --gradient_accumulation_steps={accum}"]
 

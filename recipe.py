@@ -17,7 +17,8 @@ EAGER_LOSS_CHUNK = 1024  # compiled code keeps 2 bytes of a bfloat16 logit, eage
 
 def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
     """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
-    names = ("model", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash")
+    names = ("model", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash",
+             "recompute")  # fmt: skip
     vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
     return GPTConfig(vocab_size=vocab_size, loss_chunk=loss_chunk(config), **{name: getattr(config, name) for name in names})
 

@@ -13,7 +13,8 @@ from errors import UserError
 from ranks import Ranks
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
-ROUNDING = ("device", "dtype", "compile", "flash", "loss_chunk", "tf32", "batch_size", "gradient_accumulation_steps")
+ROUNDING = ("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32", "batch_size",
+            "gradient_accumulation_steps")  # fmt: skip
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")  # with these a checkpoint stands
 
 

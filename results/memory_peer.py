@@ -23,9 +23,10 @@ from configurator import load_config
 
 
 def peak_bytes(trainee: bench.Trainee) -> int:
-    """After a first iteration, which makes the optimizer's state."""
-    trainee.step()
-    resident = bench.resident_bytes(trainee)
+    """Weights, optimizer state and the most that lives beside them in an iteration, as the allocator counted it."""
+    trainee.step()  # makes the optimizer's state
+    moments = (v for state in trainee.optimizer.state.values() for v in state.values())
+    resident = sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainee.step()
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -40,6 +41,7 @@ def main(nanogpt: str, out: str, *flags: str) -> None:
         rows["nanoGPT"] = peak_bytes(bench.nanogpt_trainee(bench.build(config, hw, data), Path(nanogpt), fused=True))
         for chunk in ("off", "auto", "512"):
             rows[f"loss_chunk={chunk}"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk), hw, data))
+            rows[f"{chunk}, recompute"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk, recompute=True), hw, data))
     for name, size in rows.items():
         print(f"{name:<16} {size / 2**20:8.1f} MiB  {size / rows['nanoGPT']:.3f}", flush=True)
     command = f"python results/memory_peer.py {nanogpt} {out} {' '.join(flags)}"

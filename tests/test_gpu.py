@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(), dict(compile=True), dict(dtype="float32"), FAST | dict(dropout=0.0)],
-    ids=["bf16", "compiled", "fp32", "fast"],
+    [dict(recompute=True), dict(compile=True), dict(dtype="float32"), FAST | dict(dropout=0.0)],
+    ids=["bf16 recomputed", "compiled", "fp32", "fast"],
 )
 def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, dataset, tmp_path):
     options = dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
@@ -25,8 +25,8 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, da
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(loss_chunk="16"), dict(compile=True), FAST | dict(dropout=0.0)],
-    ids=["eager", "chunks", "compiled", "fast"],
+    "changes", [dict(), dict(loss_chunk="16"), dict(recompute=True), dict(compile=True), FAST | dict(dropout=0.0)],
+    ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
 def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, monkeypatch):
     """CUDA itself complains of every synchronisation inside train_step."""

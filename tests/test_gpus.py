@@ -1,7 +1,5 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from configurator import Config, load_config
 from errors import UserError
 from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 from model import GPTConfig
+from results.memory_peer import peak_bytes
 
 BF16 = torch.bfloat16
 GPT124M = GPTConfig(bias=False)
@@ -56,6 +55,7 @@ def test_out_of_memory_names_the_pair_that_fits():
 
     assert advice(32, 16).endswith("in about 10.1 GB: --batch_size=16 --gradient_accumulation_steps=32")
     assert advice(32, 16, world_size=2).endswith("--batch_size=16 --gradient_accumulation_steps=32")
+    assert "--recompute=True" in advice(1, 64)
     # the model thinks that 8 fits, and it did not: the next below
     assert "--batch_size=4 --gradient_accumulation_steps=128" in advice(8, 64)
     assert "batch_size=0" not in advice(1, 64, 1e9)
@@ -81,14 +81,6 @@ def trainee(folder, **changes) -> bench.Trainee:
     return bench.build(config, hardware.set_up(config), bench.open_data(config, folder))
 
 
-def live_peak_bytes(step) -> int:
-    """The most bytes of tensors, beyond those from before, that lived at once during step(), as the allocator counted."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -98,16 +90,20 @@ def live_peak_bytes(step) -> int:
         dict(n_layer=4, n_embd=128, dtype="bfloat16"),
         dict(n_layer=2, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False),
         dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, loss_chunk="256"),
+        dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True),
+        dict(n_layer=4, n_embd=256, dtype="float32", recompute=True, dataset="tiny"),  # few logits: the peak is in a block
+        dict(n_layer=8, n_embd=128, dtype="bfloat16", recompute=True, dataset="tiny"),
+        dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, recompute=True),
         pytest.param(dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow),
         pytest.param(dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow),
+        pytest.param(dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True, compile=True), marks=pytest.mark.slow),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_memory_model_counts_the_tensors_alive(changes, tmp_path):
+def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
     """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
-    t = trainee(tmp_path, **changes)
-    t.step()
-    measured = bench.resident_bytes(t) + live_peak_bytes(t.step)
+    t = trainee(tmp_path, **changes | (dict(dataset=dataset) if "dataset" in changes else {}))
+    measured = peak_bytes(t)
     modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile).values()) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 

@@ -39,7 +39,7 @@ def torchrun(n, *arguments):
 def test_two_ranks_train_as_one(recipe, dataset, tmp_path):
     options = OPTIONS | recipe
     run_here(dataset, tmp_path / "1", **options)
-    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
+    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options, recompute=True))
     assert code == 0, err
     assert out.count("step 50:") == 1 and out.count("\niter 49:") == 1  # one voice
     one, two = (records(tmp_path / n, "step") for n in "12")
@@ -71,7 +71,7 @@ def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(data
 def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
     run_here(dataset, tmp_path / "1", max_iters=8)
     for max_iters in (4, 8):
-        options = dict(init_from="auto", compile=True, max_iters=max_iters, lr_decay_iters=8)
+        options = dict(init_from="auto", compile=True, recompute=True, max_iters=max_iters, lr_decay_iters=8)
         code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
         assert code == 0 and out.count("compile: ") == 1, err
     one, two = (records(tmp_path / n, "step") for n in "12")

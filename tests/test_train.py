@@ -4,11 +4,12 @@ import functools
 import math
 import re
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
+from conftest import FAST, ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
 
 import train
 from configurator import Config
@@ -17,7 +18,7 @@ from dataset import open_dataset
 from errors import UserError
 from hardware import set_up
 from model import GPT
-from recipe import build_optimizer, model_config
+from recipe import build_model, build_optimizer, model_config
 
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
@@ -44,7 +45,7 @@ def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
     "name, changes",
     [
         ("fp32 with dropout and accumulation", dict(dropout=0.1, gradient_accumulation_steps=3)),
-        ("bf16", dict(dtype="bfloat16", dropout=0.1, gradient_accumulation_steps=3)),
+        ("bf16, recomputed", dict(dtype="bfloat16", dropout=0.1, gradient_accumulation_steps=3, recompute=True)),
         ("across epochs", dict(max_iters=32, batch_size=8)),
         ("untied, wsd", dict(tie_weights=False, lr_schedule="wsd")),
     ],
@@ -61,6 +62,52 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit(name, changes, dataset, tmp_pa
     assert losses[0] == losses[1]
     if name == "across epochs":
         assert total * 8 * 2 > 5 * 95
+
+
+PLAIN = dict(flash=False, loss_chunk="off", pad_vocab_multiple=1, tf32=False, n_embd=64, max_iters=20, eval_interval=20)
+RECIPES = dict(classic=PLAIN, fast=PLAIN | FAST | dict(flash=True, muon_lr=0.01))  # whose attention is the fused one anyway
+PATHS = dict(  # each path's changes, and the most by which a loss may differ, in nats
+    recompute=(dict(recompute=True), 0.0),  # the same operations on the same numbers
+    fused=(dict(fused=True), 1e-5),  # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
+    flash=(dict(flash=True), 1e-5),  # the same, as for the next two
+    loss_chunk=(dict(loss_chunk="24"), 1e-5),
+    compile=(dict(compile=True), 1e-5),
+    bfloat16=(dict(dtype="bfloat16"), 0.03),  # 8 bits: 0.4 % of a product
+    padding=(dict(pad_vocab_multiple=65), 0.05),  # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
+    together=(dict(fused=True, flash=True, compile=True, recompute=True, dtype="bfloat16"), 0.03),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("path", [pytest.param(p, marks=[pytest.mark.slow] if p == "together" else []) for p in PATHS])
+def test_every_fast_path_follows_the_plain_one(path, recipe, device, dataset, tmp_path, monkeypatch):
+    """float32, eager, the plain formulas, an optimizer of single operations; and one change to that."""
+
+    def with_weights_of_unpadded(config):
+        """Random weights depend on the vocabulary's size."""
+        plain, model = build_model(replace(config, vocab_size=64)), build_model(config)
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                model.get_parameter(name)[: len(p)] = p
+        return model
+
+    def without_fusing(*arguments):
+        optimizer = build_optimizer(*arguments)
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["fused"] = False
+        return optimizer
+
+    def losses(name, fused=False, **changes):
+        monkeypatch.setattr(train, "build_optimizer", build_optimizer if fused else without_fusing)
+        assert run_here(dataset, tmp_path / name, device=device, **RECIPES[recipe] | changes) == 0
+        return [r["loss"] for r in records(tmp_path / name, "step")]
+
+    monkeypatch.setattr(train, "build_model", with_weights_of_unpadded)
+    changes, tolerance = PATHS[path]
+    plain, other = losses("plain"), losses("other", **changes)
+    assert len(plain) == len(other) == 20 and plain[-1] < plain[0] - 0.5
+    assert max(abs(a - b) for a, b in zip(plain, other)) <= tolerance
 
 
 def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(dataset, tmp_path, capsys):
