@@ -94,6 +94,8 @@ def trainee(folder, **changes) -> bench.Trainee:
         dict(n_layer=4, n_embd=256, dtype="float32", recompute=True, dataset="tiny"),  # few logits: the peak is in a block
         dict(n_layer=8, n_embd=128, dtype="bfloat16", recompute=True, dataset="tiny"),
         dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, recompute=True),
+        dict(n_layer=4, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False, recompute=True,
+             dataset="tiny"),  # fmt: skip
         pytest.param(dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow),
         pytest.param(dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow),
         pytest.param(dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True, compile=True), marks=pytest.mark.slow),
