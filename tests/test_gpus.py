@@ -1,5 +1,7 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,6 +36,13 @@ def test_parts_of_gpt124m_by_hand():
     assert parts["optimizer"] == 8 * 124_373_760
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
+
+
+def test_recompute_keeps_the_stream_at_each_blocks_entry():
+    """By hand: 6.5 GB less 8 * 1024 * 12 * (32 * 768 + 64) = 2.42 and autocast's copies of 11 blocks, 2 * 11 * 12 * 768^2."""
+    parts = memory_bytes(replace(GPT124M, recompute=True), 8, BF16, compiled=True)
+    assert parts["activations"] == 8 * 1024 * (12 * 4 * 768 + 6 * 768)  # the logits outweigh one block's
+    assert sum(parts.values()) / 1e9 == pytest.approx(3.9, abs=0.06)
 
 
 def test_plain_attention_keeps_its_square_of_weights():
