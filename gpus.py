@@ -108,7 +108,7 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     activations = tokens * (model.n_layer * (4 * C if model.recompute else block) + (6 if half else 8) * C)  # and the last norm
     if model.recompute:
         in_products -= (model.n_layer - 1) * 12 * C**2  # autocast's copies for the other blocks are gone
-        passing = ((28 if half else 52) if fast else (10 if half else 16)) * C  # gradients in the MLP
+        passing = ((28 if half else 47) if fast else (10 if half else 16)) * C  # gradients in the MLP
         one_block = tokens * (block + passing) + (4 * n if compiled else 4 * element * C**2)
         activations = max(activations, tokens * model.n_layer * 4 * C + one_block - logits)
     return dict(
