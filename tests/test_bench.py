@@ -4,6 +4,8 @@ import json
 import math
 import re
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -419,3 +421,8 @@ def test_peer_refuses_other_work(change, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
+
+
+def test_readmes_table_is_what_was_measured():
+    done = subprocess.run([sys.executable, ROOT / "results/peer_table.py"], check=True, capture_output=True, text=True)
+    assert done.stdout in (ROOT / "README.md").read_text()
