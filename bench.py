@@ -162,14 +162,14 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
         iters = min(math.ceil(WINDOW_SECONDS / trainee.timed(1)), 100)
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds, model = statistics.median(windows), trainee.model.config
-        rate, flops = plan.tokens_per_iter(config) / seconds, flops_per_token(model)
+        rate, flops = config.iter_tokens / seconds, flops_per_token(model)
         modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile)
         on_cuda = hw.device.type == "cuda"
         grown = torch.cuda.max_memory_reserved() / hardware.GIB if on_cuda else (hw.peak_memory_gib() or 0) - memory_before
         return dict(
             batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
             step_ms=1000 * seconds, step_ms_range=[1000 * min(windows), 1000 * max(windows)], trials=trials,
-            iters_per_trial=iters, tokens_per_iter=plan.tokens_per_iter(config), tokens_per_sec=rate,
+            iters_per_trial=iters, tokens_per_iter=config.iter_tokens, tokens_per_sec=rate,
             mfu=hw.mfu(flops, rate), flops_per_token=flops, mem_gib=hw.peak_memory_gib(),
             mem_training_gib=grown, mem_model_gib=sum(modelled.values()) / hardware.GIB,
             compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
@@ -207,8 +207,7 @@ def new_process() -> ProcessPoolExecutor:
 
 def with_batch(config: Config, batch_size: int) -> Config:
     """The same tokens per iteration in other micro-batches."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size)
+    return replace(config, batch_size=batch_size, gradient_accumulation_steps=config.iter_sequences // batch_size)
 
 
 def machine(hw: hardware.Hardware) -> dict:
@@ -284,7 +283,7 @@ def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
 def step(config: Config, options: dict) -> dict:
     def examine(trainee: Trainee, seconds: float) -> dict:
         rate = matmul_tflops(trainee.hw)
-        achieved = flops_per_token(trainee.model.config) * plan.tokens_per_iter(config) / seconds / 1e12
+        achieved = flops_per_token(trainee.model.config) * config.iter_tokens / seconds / 1e12
         found = dict(matmul_tflops=rate, mfu_of_matmul=achieved / rate, split_ms=split_ms(trainee))
         if options["profile"]:
             found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
@@ -327,7 +326,7 @@ def sweep(config: Config, options: dict) -> dict:
     if not measured:
         raise UserError(f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones")
     best = max(measured, key=lambda r: r["tokens_per_sec"])
-    say(f"{plan.tokens_per_iter(config):,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
+    say(f"{config.iter_tokens:,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
     for r in rows:
         notes = [note for note, row in (("fastest", best), ("largest that fits", measured[-1])) if row is r]
         what = describe(r) + ("  <- " + ", ".join(notes) if notes else "") if r["tokens_per_sec"] else "out of memory"
@@ -342,7 +341,7 @@ def sweep(config: Config, options: dict) -> dict:
 
 def sweep_sizes(config: Config, given: str | None) -> list[int]:
     """Micro-batches that divide an iteration's sequences, ascending: those given, else around the config's."""
-    sequences, b = config.batch_size * config.gradient_accumulation_steps, config.batch_size
+    sequences, b = config.iter_sequences, config.batch_size
     fits = [n for n in range(1, sequences + 1) if sequences % n == 0]
     if given is None:
         return [n for n in fits if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
@@ -434,7 +433,7 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
 
 def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
     """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
+    sequences = config.iter_sequences
     model, dtype = model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
     b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
@@ -519,12 +518,12 @@ def peer(config: Config, options: dict) -> dict:
     speed, spread = statistics.median(ratios), [min(ratios), max(ratios)]
     memory_ratio = memory["ours"] / memory["nanoGPT"]
     for side in sides:
-        rate = plan.tokens_per_iter(config) / statistics.median(seconds[side])
+        rate = config.iter_tokens / statistics.median(seconds[side])
         say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}, memory {memory[side]:.2f} GiB")
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
         f"{memory_ratio:.3f} x the memory")  # fmt: skip
     return dict(as_shipped=shipped, speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds,
-                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=plan.tokens_per_iter(config),
+                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=config.iter_tokens,
                 first={side: first[side] for side in sides}, machine=machine(hw))  # fmt: skip
 
 

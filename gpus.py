@@ -120,7 +120,7 @@ def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torc
 
 def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1) -> str:
     """What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
-    sequences = config.batch_size * config.gradient_accumulation_steps // world_size  # of one process
+    sequences = config.iter_sequences // world_size  # of one process
     smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:
         return "out of memory with batch_size=1; a smaller --block_size or model, or --dtype=bfloat16, needs less"

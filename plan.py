@@ -81,14 +81,9 @@ def card_here(config: Config) -> Card:
 # The pace
 
 
-def eval_size(config) -> int:
-    """Tokens of one evaluation: both splits."""
-    return 2 * config.eval_size
-
-
 def given_pace(config: Config, iter_seconds: float, params: int, source: str = "given") -> Pace:
     """An evaluation is forward passes alone, a third of training's work per token; a checkpoint is weights and moments."""
-    eval_seconds = iter_seconds * eval_size(config) / tokens_per_iter(config) / 3
+    eval_seconds = iter_seconds * 2 * config.eval_size / config.iter_tokens / 3  # two splits
     return Pace(iter_seconds, iter_seconds, iter_seconds, eval_seconds, 12 * params / CHECKPOINT_BYTES_PER_SEC, source)
 
 
@@ -96,7 +91,7 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
     params, _ = count_parameters(model)
     if not card.peak_tflops:
         return Pace(None, None, None, None, 12 * params / CHECKPOINT_BYTES_PER_SEC, "unknown peak: give --iter_seconds")
-    at_peak = flops_per_token(model) * tokens_per_iter(config) / (card.peak_tflops * 1e12 * gpus)
+    at_peak = flops_per_token(model) * config.iter_tokens / (card.peak_tflops * 1e12 * gpus)
     low, likely, high = ASSUMED_MFU["GeForce" in card.name]
     pace = given_pace(config, at_peak / likely, params, f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}")
     pace.low, pace.high = at_peak / high, at_peak / low
@@ -115,18 +110,14 @@ def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tup
                         f"{flops_per_token(model) / 1e6:.1f}; give the run's own config file")  # fmt: skip
     fewer = start.get("world_size", 1) / gpus
     seconds = fewer * statistics.median(r["step_ms"] for r in found["step"]) / 1000
-    pace = given_pace(config, seconds * tokens_per_iter(config) / start["tokens_per_iter"], start["parameters"],
+    pace = given_pace(config, seconds * config.iter_tokens / start["tokens_per_iter"], start["parameters"],
                       f"measured in {run}")  # fmt: skip
     if found["eval"]:
         ran = Config(**{k: v for k, v in start["config"].items() if k in Config.__dataclass_fields__})
-        pace.eval_seconds = fewer * statistics.median(r["seconds"] for r in found["eval"]) * eval_size(config) / eval_size(ran)
+        pace.eval_seconds = fewer * statistics.median(r["seconds"] for r in found["eval"]) * config.eval_size / ran.eval_size
     if found["checkpoint"]:
         pace.checkpoint_seconds = statistics.median(r["seconds"] for r in found["checkpoint"])
     return pace, Card(start["device"], getattr(torch, start["dtype"]), start["peak_tflops"], None)
-
-
-def tokens_per_iter(config: Config) -> int:
-    return config.batch_size * config.block_size * config.gradient_accumulation_steps
 
 
 def count_pauses(config: Config) -> tuple[int, int]:
@@ -149,15 +140,16 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
     Several GPUs share the work evenly; what averaging their gradients costs stands apart, as exchange_gb and link_gb_per_sec.
     """
     (params, n), flops = count_parameters(model), flops_per_token(model)
-    tokens, sequences = tokens_per_iter(config) * config.max_iters, config.batch_size * config.gradient_accumulation_steps
+    tokens = config.iter_tokens * config.max_iters
     parts = memory_bytes(model, config.batch_size, card.dtype, config.compile)
     needed, usable = sum(parts.values()), card.usable_bytes()
+    best = card.memory_bytes and fitting_batch(model, config.iter_sequences // gpus, usable, card.dtype, config.compile)
     evaluations, checkpoints = count_pauses(config)
     exchanged = 2 * (gpus - 1) / gpus * 4 * params / 1e9  # a ring all-reduce of float32 gradients: each GPU sends that much
     p = dict(
         gpu=card.name, gpus=gpus, dtype=str(card.dtype).removeprefix("torch."), peak_tflops=card.peak_tflops,
         batch_size=config.batch_size, block_size=config.block_size, max_iters=config.max_iters,
-        gradient_accumulation_steps=config.gradient_accumulation_steps, tokens_per_iter=tokens_per_iter(config),
+        gradient_accumulation_steps=config.gradient_accumulation_steps, tokens_per_iter=config.iter_tokens,
         total_tokens=tokens, dataset_tokens=dataset_tokens, epochs=tokens / dataset_tokens if dataset_tokens else None,
         params=params, params_in_products=n, flops_per_token=flops, flops_6nd=6 * n * tokens,
         total_flops=flops * tokens, iter_seconds=pace.iter_seconds, pace=pace.source,
@@ -166,8 +158,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
         vram_parts_gib={part: size / hardware.GIB for part, size in parts.items()},
         gpu_memory_gib=card.memory_bytes and card.memory_bytes / hardware.GIB,
         fits=needed <= usable if card.memory_bytes else None,
-        batch_size_that_fits=card.memory_bytes and fitting_batch(model, sequences // gpus, usable, card.dtype, config.compile),
-        watts=watts, price_kwh=price_kwh, exchange_gb=exchanged,
+        batch_size_that_fits=best, watts=watts, price_kwh=price_kwh, exchange_gb=exchanged,
         link_gb_per_sec=9 * exchanged / pace.iter_seconds if pace.iter_seconds else None,  # 90 %: a ninth on top, unhidden
     )  # fmt: skip
     known = dict.fromkeys(("hours", "hours_range", "hours_total", "tokens_per_sec", "mfu", "kwh", "kwh_total", "cost"))

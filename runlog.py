@@ -98,7 +98,6 @@ class RunLog:
         self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
         after = resumed_at[0] + 1 if resumed_at else 0  # the evaluation before the resumed iteration stands
         self.tracker = Tracker(config, wanted=ranks.first, purge_from=after)
-        self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
         self.kwh_before = hw.energy_kwh()
@@ -133,14 +132,14 @@ class RunLog:
             f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)")  # fmt: skip
         say(f"device: {hw.name}, {dtype}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        say(f"tokens per iteration will be: {self.tokens_per_iter:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
+        say(f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         for hint in tensor_core_hints(c, model.vocab_size) if self.ranks.first else []:
             print(hint, file=sys.stderr, flush=True)
         self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
-                    peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
+                    peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=c.iter_tokens,
                     world_size=self.ranks.world_size, torch=torch.__version__)  # fmt: skip
 
     def steps(self, windows: ShuffledWindows) -> None:
@@ -159,7 +158,7 @@ class RunLog:
         elapsed, waited, mem_gib = self.ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
         timed = sum(result.timed for result in self.results) or 1
         loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / timed, mem_gib or None
-        tokens_per_sec = self.tokens_per_iter / step_seconds
+        tokens_per_sec = self.config.iter_tokens / step_seconds
         epoch = f"{last.tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
         values = dict(iter=last.iter_num, tokens=last.tokens, loss=loss, lr=last.lr,

@@ -242,8 +242,8 @@ class Run:
             self.log.warn(p.iter_num, f"iter {p.iter_num}: compiled again, {seconds:.1f}s booked as compile")
         self.log.results.append(IterationResult(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm, not recompiled))
         p.iter_num += 1
-        p.sequences += c.batch_size * c.gradient_accumulation_steps
-        p.tokens += c.batch_size * c.gradient_accumulation_steps * c.block_size
+        p.sequences += c.iter_sequences
+        p.tokens += c.iter_tokens
         self.rng = hardware.get_rng_state(self.hw.device)
 
     def data_ready(self) -> bool:
