@@ -44,13 +44,13 @@ import hardware
 import plan
 import train
 from configurator import FIELDS, Config, load_config
+from console import say
 from data.shards import write_shard
 from dataloader import TrainBatches, move
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import Parser, RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
 from recipe import build_model, build_optimizer, flops_per_token, model_config
-from runlog import say
 from tokenizer import GPT2_VOCAB
 
 WINDOW_SECONDS = 1.0  # a timed window holds as many whole iterations as this takes, at least one

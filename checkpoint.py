@@ -10,13 +10,13 @@ import hashlib
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from console import warn
 from errors import UserError
 
 TRAILER = b"\nsha256 of all bytes before this line: "
@@ -124,7 +124,7 @@ def load_newest(out_dir: Path) -> dict | None:
         try:
             return load(path)
         except UserError as error:
-            print(f"warning: {error}; trying the one before", file=sys.stderr, flush=True)
+            warn(f"{error}; trying the one before")
     if paths:
         raise UserError(f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere")
     return None

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from configurator import Config
+from console import warn
 from gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
@@ -122,9 +123,9 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with fixed workspaces
         torch.use_deterministic_algorithms(True)
     if dtype == torch.float16 and device.type == "cpu":
-        print("warning: float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16", file=sys.stderr)
+        warn("float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16")
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
-        print("warning: this GPU only emulates bfloat16, many times slower; --dtype=float16", file=sys.stderr)
+        warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
     peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
     return Hardware(device, dtype, device_name(device), peak)
 

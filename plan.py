@@ -16,13 +16,13 @@ import torch
 
 import hardware
 from configurator import Config
+from console import count, say
 from dataset import dataset_folder, open_dataset
 from errors import UserError
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
 from model import GPTConfig
 from recipe import count_parameters, flops_per_token, model_config
-from records import parse_line
-from runlog import count, read_lines, say
+from records import read_records
 from tokenizer import GPT2_VOCAB
 
 # What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %; A100 PCIe 32 %,
@@ -100,10 +100,11 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
 
 def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tuple[Pace, Card]:
     """The median iteration of a run and its evaluations and checkpoints, scaled by tokens and GPUs; and the card it ran on."""
-    records = [r for line in read_lines(run / "metrics.jsonl") for r in parse_line(line) if isinstance(r, dict)]
+    file = run / "metrics.jsonl"
+    records = read_records(file.read_text(encoding="utf-8", errors="replace").splitlines()) if file.exists() else []
     found = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "step", "eval", "checkpoint")}
     if not found["start"] or not found["step"]:
-        raise UserError(f"from_run: {run / 'metrics.jsonl'} holds no iteration; give the out_dir of a run")
+        raise UserError(f"from_run: {file} holds no iteration; give the out_dir of a run")
     start = found["start"][-1]
     if start["flops_per_token"] != flops_per_token(model):
         raise UserError(f"from_run: {run} trained {start['flops_per_token'] / 1e6:.1f} MFLOP/token, this configuration is "

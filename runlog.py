@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config, config_values
+from console import count, duration, say, warn
 from dataloader import ShuffledWindows
 from dataset import Dataset
 from errors import RunError, UserError
@@ -115,7 +116,7 @@ class RunLog:
             try:
                 self.file.write(json.dumps(record).encode() + b"\n")
             except OSError as error:  # a full disk: the run is worth more than its record
-                print(f"warning: metrics.jsonl: {error.strerror}; going on", file=sys.stderr, flush=True)
+                warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
@@ -227,7 +228,7 @@ class RunLog:
 
     def warn(self, iter_num: int, message: str) -> None:
         if self.ranks.first:
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            warn(message)
         self.record("event", iter=iter_num, message=message)
 
     def end(self, reason: str, iters: int, tokens: int) -> None:
@@ -284,27 +285,3 @@ def read_lines(path: Path) -> Iterable[str]:
     if not path.exists():
         return []
     return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if line[-1] == "\n"]
-
-
-def say(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except OSError:  # the console has gone, or its disk is full: the run is worth more, and metrics.jsonl goes on
-        sys.stdout = open(os.devnull, "w")
-
-
-def count(number: float) -> str:
-    """52428800 -> 52.4M"""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}" if number < 100 * size else f"{number / size:.0f}{unit}"
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """11520 -> 3h12m"""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    minutes, hours = seconds // 60, seconds // 3600
-    return f"{minutes}m{seconds % 60:02}s" if hours == 0 else f"{hours}h{minutes % 60:02}m"

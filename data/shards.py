@@ -307,7 +307,7 @@ def open_folder(plan: Plan) -> dict:
 
 def read_manifest(folder: Path) -> dict:
     manifest = read_json(folder / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT:
         raise UserError(f"{folder / 'manifest.json'}: not a manifest of this program's; choose another folder")
     return manifest
 
