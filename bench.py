@@ -13,7 +13,7 @@ dataset. Their own flags, beside --json=PATH:
     step    --trials=5  --profile=TRACE.json (top kernels, and a trace for chrome://tracing)
     ladder  --trials=3  --png=PATH
     sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (default: a quarter to four times batch_size)
-    plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=N  --watts=W  --price_kwh=P
+    plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=10B  --watts=W  --price_kwh=P
     peer    --trials=5  --nanogpt=FOLDER  --as_shipped=eager|compiled (nanoGPT in float32, as it trains on a CPU)
 """
 
@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -44,7 +45,7 @@ import hardware
 import plan
 import train
 from configurator import FIELDS, Config, load_config
-from console import say
+from console import parse_count, say
 from data.shards import write_shard
 from dataloader import TrainBatches, move
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
@@ -580,7 +581,15 @@ def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:
 # -----------------------------------------------------------------------------
 # The command line
 
-NUMBERS = {"trials", "gpus", "iter_seconds", "dataset_tokens", "watts", "price_kwh"}
+
+def above_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ArgumentTypeError(f"needs a number above 0, got {text!r}")
+
+
+NUMBERS = dict.fromkeys(("trials", "gpus", "iter_seconds", "watts", "price_kwh"), above_zero) | dict(dataset_tokens=parse_count)
 MODES = {
     "step": (step, ("trials", "profile")),
     "ladder": (ladder, ("trials", "png")),
@@ -597,14 +606,11 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
         parser.add_argument(f"--{name}")
     known, rest = parser.parse_known_args(argv)
     options, problems = vars(known), []
-    for name in sorted(NUMBERS & options.keys()):
-        text = options[name]
+    for name in sorted(name for name in NUMBERS if options.get(name) is not None):
         try:
-            options[name] = None if text is None else float(text.replace("_", ""))
-        except ValueError:
-            options[name] = -1
-        if text is not None and not 0 < options[name] < math.inf:
-            problems.append(f"{name}: needs a number above 0, got {text!r}")
+            options[name] = NUMBERS[name](options[name])
+        except ArgumentTypeError as error:
+            problems.append(f"{name}: {error}")
     if problems:
         raise UserError(*problems)
     return options, rest
