@@ -23,9 +23,10 @@ from configurator import load_config
 
 
 def peak_bytes(trainee: bench.Trainee) -> int:
-    """After a first iteration, which makes the optimizer's state."""
-    trainee.step()
-    resident = bench.resident_bytes(trainee)
+    """Weights, optimizer state and the most that lives beside them in an iteration, as the allocator counted it."""
+    trainee.step()  # makes the optimizer's state
+    moments = (v for state in trainee.optimizer.state.values() for v in state.values())
+    resident = sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainee.step()
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -1,7 +1,5 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from configurator import Config, load_config
 from errors import UserError
 from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 from model import GPTConfig
+from results.memory_peer import peak_bytes
 
 BF16 = torch.bfloat16
 GPT124M = GPTConfig(bias=False)
@@ -81,14 +80,6 @@ def trainee(folder, **changes) -> bench.Trainee:
     return bench.build(config, hardware.set_up(config), bench.open_data(config, folder))
 
 
-def live_peak_bytes(step) -> int:
-    """The most bytes of tensors, beyond those from before, that lived at once during step(), as the allocator counted."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -106,8 +97,7 @@ def live_peak_bytes(step) -> int:
 def test_memory_model_counts_the_tensors_alive(changes, tmp_path):
     """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
     t = trainee(tmp_path, **changes)
-    t.step()
-    measured = bench.resident_bytes(t) + live_peak_bytes(t.step)
+    measured = peak_bytes(t)
     modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile).values()) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
