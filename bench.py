@@ -164,7 +164,7 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds, model = statistics.median(windows), trainee.model.config
         rate, flops = config.iter_tokens / seconds, flops_per_token(model)
-        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile)
+        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile, config.optimizer)
         on_cuda = hw.device.type == "cuda"
         grown = torch.cuda.max_memory_reserved() / hardware.GIB if on_cuda else (hw.peak_memory_gib() or 0) - memory_before
         return dict(
@@ -437,7 +437,7 @@ def attempt_largest(config: Config, arguments: dict, device: torch.device) -> di
     sequences = config.iter_sequences
     model, dtype = model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
-    b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
+    b = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1
     while not (result := attempt(with_batch(config, b), **arguments))["tokens_per_sec"] and b > 1:
         b = max(n for n in range(1, b) if sequences % n == 0)
     return result

@@ -142,9 +142,10 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
     """
     (params, n), flops = count_parameters(model), flops_per_token(model)
     tokens = config.iter_tokens * config.max_iters
-    parts = memory_bytes(model, config.batch_size, card.dtype, config.compile)
+    parts = memory_bytes(model, config.batch_size, card.dtype, config.compile, config.optimizer)
     needed, usable = sum(parts.values()), card.usable_bytes()
-    best = card.memory_bytes and fitting_batch(model, config.iter_sequences // gpus, usable, card.dtype, config.compile)
+    best = card.memory_bytes and fitting_batch(model, config.iter_sequences // gpus, usable, card.dtype, config.compile,
+                                               config.optimizer)  # fmt: skip
     evaluations, checkpoints = count_pauses(config)
     exchanged = 2 * (gpus - 1) / gpus * 4 * params / 1e9  # a ring all-reduce of float32 gradients: each GPU sends that much
     p = dict(
