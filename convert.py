@@ -188,7 +188,9 @@ def read_checkpoint(path: Path) -> dict:
     except Exception:  # damaged files raise anything
         raise UserError(f"{path}: damaged, cut short, or more than tensors and plain values in it; give another") from None
     if isinstance(state, dict) and "model_config" in state:
-        return checkpoint.load(path)  # once more: it checks the checksum
+        if damage := checkpoint.find_damage(path):
+            raise UserError(f"{path}: {damage}")
+        return state
     if isinstance(state, dict) and {"model", "model_args"} <= state.keys():
         return convert_nanogpt(state, path)
     raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
