@@ -210,8 +210,10 @@ class RunLog:
             what = f"micro-batch {int(first)} reads" if first < math.inf else "all losses are finite; the iteration begins at"
             self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
             if self.skips_in_a_row >= self.config.max_skips:
-                raise RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
-                               f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
+                error = RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
+                                 f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
+                error.agreed = True  # all ranks have the same gradients
+                raise error
 
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float, seconds: float) -> None:
         say(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, time {seconds:.1f}s")
