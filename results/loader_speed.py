@@ -9,7 +9,6 @@ What the data costs a run: reading shards, opening them, and tokenising a stream
   stream     TrainBatches with stream=True, two workers, against tiktoken alone on two threads, in turn; ratios are medians
 """
 
-import argparse
 import json
 import os
 import platform
@@ -34,6 +33,7 @@ from configurator import Config
 from data.shards import write_shard
 from dataloader import TrainBatches
 from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION
+from errors import Parser, run_main
 from start import open_data
 
 RESULT = Path(__file__).parent / "cpu" / "loader.json"
@@ -141,12 +141,12 @@ def stream(parquet: Path, texts: list[str], rounds: int) -> dict:
                 rounds=measured)  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--documents", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary, name) for name in ("shards", "sparse")}
         for folder in folders.values():
@@ -172,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

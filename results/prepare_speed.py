@@ -9,7 +9,6 @@ The same documents, on all cores, in turn, several rounds in one run; the ratios
   nanogpt   Dataset.map(encode_ordinary + end-of-text, num_proc=cores) of an Arrow file, then np.concatenate into a memmap
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -33,6 +32,7 @@ import tiktoken
 
 from data.prepare_fineweb import files_source
 from data.shards import Plan, prepare
+from errors import Parser, run_main
 from tokenizer import Tokenizer
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -95,12 +95,12 @@ def ratio(rounds: list[dict], other: str, unit: str) -> float:
     return round(statistics.median(r["ours"][unit] / r[other][unit] for r in rounds), 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--documents", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as temporary:
         parquet = Path(temporary, "documents.parquet")
@@ -134,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -8,7 +8,6 @@ comparisons are counted in processor seconds. Medians and extremes over the turn
 Random weights of the 124M model: speed does not depend on what they are.
 """
 
-import argparse
 import io
 import json
 import os
@@ -31,6 +30,7 @@ import transformers
 import compare
 import hardware
 from configurator import Config, config_values
+from errors import Parser, run_main
 from generate import store_by_columns, stream
 from model import GPT, GPTConfig, KVCache
 from ranks import Ranks
@@ -169,10 +169,10 @@ def machine() -> dict:
                 transformers=transformers.__version__)  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of sampling, metrics, pictures and comparisons.")
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
     parser.add_argument("--turns", type=int, default=3, help="how often each contestant runs")
-    turns = parser.parse_args().turns
+    turns = parser.parse_args(argv).turns
     torch.manual_seed(0)
     results = dict(command=f"python results/sample_speed.py --turns={turns}", date=date.today().isoformat(), machine=machine())
     results["comparison_of_two_runs_of_100000_records"] = comparison(turns)
@@ -187,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)
