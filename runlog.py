@@ -8,16 +8,16 @@ is booked in the Ledger under one category, so evaluation, checkpoints and compi
 import contextlib
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from checkpoint import replacing
 from configurator import Config, config_values
 from console import count, duration, say, warn
 from dataloader import ShuffledWindows
@@ -262,15 +262,14 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
     # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before that
     last = dict(step=iter_num - 1, event=iter_num - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=iter_num)
     kept = []
-    for line in read_lines(path):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill can leave half a line at the end
             record = json.loads(line)
             if record["kind"] != "end" and record["iter"] <= last.get(record["kind"], math.inf):
-                kept.append(line)
-    temporary = path.with_suffix(".tmp")
+                kept.append(line + b"\n")
     try:
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.writelines(kept)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; make room, then the same command goes on") from None
 
@@ -280,10 +279,3 @@ def plain(value):
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def read_lines(path: Path) -> Iterable[str]:
-    """The whole lines of metrics.jsonl; a kill can leave half a line at the end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if line[-1] == "\n"]
