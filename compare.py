@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS
+from configurator import FIELDS, Config
 from console import count, warn
 from errors import Parser, UserError, run_main
 from records import RunRecords, median, read_metrics, read_run
@@ -158,17 +158,13 @@ def find_warnings(runs: list[RunRecords]) -> list[str]:
     warnings = [warning for run in runs for warning in run.warnings]
     for what, value, consequence in (
         ("datasets", lambda c: c.get("dataset"), "losses are not comparable"),
-        ("evaluation tokens", evaluation_tokens, "small differences in val loss say little"),
+        ("evaluation tokens", lambda c: Config(**c).eval_size, "small differences in val loss say little"),
     ):
         values = {run.name: value(run.config) for run in runs if run.config}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{name}: {value}" for name, value in values.items())
             warnings.append(f"unequal {what} ({listed}), so {consequence}")
     return warnings
-
-
-def evaluation_tokens(config: dict) -> int:
-    return config.get("eval_tokens") or math.prod(config.get(name, 0) for name in ("eval_iters", "batch_size", "block_size"))
 
 
 def print_table(rows: list[Row], runs: list[RunRecords]) -> None:

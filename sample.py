@@ -136,7 +136,6 @@ def main(argv: list[str]) -> int:
         model.next_logits = torch.compile(model.next_logits, dynamic=True)
     if len(ids) > model.config.block_size:
         print(f"start: {len(ids):,} tokens, of which the model sees the last {model.config.block_size:,}", file=sys.stderr)
-    sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character
     idx = torch.tensor([ids] * args.num_samples, device=hw.device)
     try:
         samples = stream_samples(model, idx, text, vocab, args)
