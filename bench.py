@@ -603,17 +603,9 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
     """(the mode's own flags, None where not given; what is left for load_config). Raises UserError."""
     parser = Parser(add_help=False)
     for name in (*MODES[mode][1], "json"):
-        parser.add_argument(f"--{name}")
+        parser.add_argument(f"--{name}", type=NUMBERS.get(name, str))
     known, rest = parser.parse_known_args(argv)
-    options, problems = vars(known), []
-    for name in sorted(name for name in NUMBERS if options.get(name) is not None):
-        try:
-            options[name] = NUMBERS[name](options[name])
-        except ArgumentTypeError as error:
-            problems.append(f"{name}: {error}")
-    if problems:
-        raise UserError(*problems)
-    return options, rest
+    return vars(known), rest
 
 
 def make_folder(name: str, path: Path) -> None:

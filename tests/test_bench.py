@@ -210,7 +210,7 @@ def test_bad_input_to_measurements_is_one_line(arguments, message, monkeypatch):
 
 def test_bad_input_exits_with_2_and_no_traceback():
     code, out, err = run_process("bench.py", "plan", "--gpu=4071", "--watts=-1")
-    assert code == 2 and out == "" and err == "error: watts: needs a number above 0, got '-1'\n"
+    assert code == 2 and out == "" and err == "error: --watts: needs a number above 0, got '-1'\n"
 
 
 # -----------------------------------------------------------------------------
