@@ -38,9 +38,6 @@ class Card:
     peak_tflops: float | None  # dense, for `dtype`; None: unknown
     memory_bytes: float | None
 
-    def usable_bytes(self) -> float:
-        return USABLE_MEMORY * self.memory_bytes if self.memory_bytes else math.inf
-
 
 @dataclass
 class Pace:
@@ -70,11 +67,9 @@ def card_here(config: Config) -> Card:
         raise UserError(*problems)
     device = torch.device(config.device if config.device != "auto" else hardware.best_device())
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else hardware.best_dtype(device)
-    if device.type != "cuda":
-        return Card(hardware.device_name(device), dtype, config.peak_tflops or None, None)
-    properties = torch.cuda.get_device_properties(device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
-    return Card(properties.name, dtype, peak, properties.total_memory)
+    return Card(hardware.device_name(device), dtype, peak, memory)
 
 
 # -----------------------------------------------------------------------------
@@ -143,7 +138,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
     (params, n), flops = count_parameters(model), flops_per_token(model)
     tokens = config.iter_tokens * config.max_iters
     parts = memory_bytes(model, config.batch_size, card.dtype, config.compile, config.optimizer)
-    needed, usable = sum(parts.values()), card.usable_bytes()
+    needed, usable = sum(parts.values()), USABLE_MEMORY * (card.memory_bytes or math.inf)
     best = card.memory_bytes and fitting_batch(model, config.iter_sequences // gpus, usable, card.dtype, config.compile,
                                                config.optimizer)  # fmt: skip
     evaluations, checkpoints = count_pauses(config)

@@ -122,10 +122,8 @@ class RunLog:
     def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
         """The first lines: what is trained, on what, with what."""
         c, hw = self.config, self.hw
-        self.train_tokens, self.flops_per_token = len(data.train), flops_per_token(model)
-        train = count(self.train_tokens)
-        if data.stream:
-            self.train_tokens, train = None, "streamed"  # nobody has counted them
+        self.train_tokens = None if data.stream else len(data.train)  # a stream's nobody has counted
+        self.flops_per_token, train = flops_per_token(model), count(self.train_tokens) if self.train_tokens else "streamed"
         parameters, _ = count_parameters(model)
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, so mfu n/a (--peak_tflops sets it)"
         dtype = str(hw.dtype).removeprefix("torch.")
