@@ -305,7 +305,7 @@ def step(config: Config, options: dict) -> dict:
 
 
 def trials_of(options: dict, default: int) -> int:
-    return math.ceil(options["trials"] or default)
+    return options["trials"] or default
 
 
 def describe(r: dict) -> str:
@@ -589,7 +589,8 @@ def above_zero(text: str) -> float:
     raise ArgumentTypeError(f"needs a number above 0, got {text!r}")
 
 
-NUMBERS = dict.fromkeys(("trials", "gpus", "iter_seconds", "watts", "price_kwh"), above_zero) | dict(dataset_tokens=parse_count)
+NUMBERS = dict.fromkeys(("trials", "gpus", "dataset_tokens"), parse_count)
+NUMBERS |= dict.fromkeys(("iter_seconds", "watts", "price_kwh"), above_zero)
 MODES = {
     "step": (step, ("trials", "profile")),
     "ladder": (ladder, ("trials", "png")),

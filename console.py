@@ -26,7 +26,7 @@ def count(number: float, digits: int = 3) -> str:
 
 
 def parse_count(text: str) -> int:
-    """A number of tokens: 10000000, 10_000_000, 10M or 1e7. Raises what argparse makes an error line of."""
+    """A whole number above 0: 8, 10_000_000, 10M or 1e7. Raises what argparse makes an error line of."""
     factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if factor > 1 else text) * factor
@@ -34,7 +34,7 @@ def parse_count(text: str) -> int:
             return int(number)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"needs a number of tokens such as 10M or 1e9, got {text!r}")
+    raise argparse.ArgumentTypeError(f"needs a whole number above 0, such as 8 or 10M, got {text!r}")
 
 
 def duration(seconds: float) -> str:

@@ -206,13 +206,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--val_tokens", type=parse_count, default="10M", help="tokens for validation, at least (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens in a shard (default: 100M)")
     add("--out", type=Path, default=Path("data", "fineweb_edu"), help="the folder to fill (default: %(default)s)")
-    add("--workers", type=int, default=os.cpu_count(), help="threads that tokenise (default: one per core)")
+    add("--workers", type=parse_count, default=os.cpu_count(), help="threads that tokenise (default: one per core)")
     add("--check", metavar="DIR", help="verify a data folder, and print what it holds")
     add("--tokens_per_iter", type=parse_count, default="524288", help="with --check: for the epochs (default: 524288)")
     add("--max_iters", type=parse_count, help="with --check: for the epochs")
     arguments = parser.parse_args(argv)
-    if arguments.workers < 1:
-        parser.error(f"--workers: {arguments.workers} is less than 1")
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         parser.error(f"--shard_tokens: at most {MAX_SHARD_TOKENS:,}, which the format can count")
     return arguments

@@ -166,7 +166,7 @@ def test_end_of_a_run_gives_planned_and_actual_hours(dataset, tmp_path, capsys):
         ("plan --iter_seconds=0", "iter_seconds: needs a number above 0, got '0'"),
         ("plan --watts=-5", "watts: needs a number above 0, got '-5'"),
         ("plan --price_kwh=cheap", "price_kwh: needs a number above 0, got 'cheap'"),
-        ("plan --dataset_tokens=inf", "dataset_tokens: needs a number of tokens such as 10M or 1e9, got 'inf'"),
+        ("plan --dataset_tokens=inf", "dataset_tokens: needs a whole number above 0, such as 8 or 10M, got 'inf'"),
         ("plan --gpus=1.5", "gpus: needs a whole number"),
         ("plan --gpus=3", "gpus: 3 do not divide gradient_accumulation_steps 40"),
         ("plan --max_iters=0", "max_iters: 0 iterations are no run to plan"),
@@ -189,7 +189,7 @@ def test_bad_input_is_one_line(arguments, message):
     "arguments, message",
     [
         ("step --batch_size=0", "--batch_size: 0 is outside 1 to 1048576"),
-        ("step --trials=0", "trials: needs a number above 0, got '0'"),
+        ("step --trials=0", "trials: needs a whole number above 0"),
         ("step --device=cuda:99", "device: "),
         ("sweep --batch_sizes=7", "batch_sizes: 7 do not divide the 480 sequences of an iteration; these do: 1, 2, 3"),
         ("sweep --batch_sizes=4,x", "batch_sizes: needs whole numbers such as 4,8,16, got '4,x'"),

@@ -504,10 +504,10 @@ def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, me
 
 
 @pytest.mark.parametrize("flag, message", [
-    ("--tokens=ten", "--tokens: needs a number of tokens such as 10M or 1e9, got 'ten'"),
+    ("--tokens=ten", "--tokens: needs a whole number above 0, such as 8 or 10M, got 'ten'"),
     ("--tokens=0", "got '0'"),
     ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
-    ("--workers=0", "--workers: 0 is less than 1"),
+    ("--workers=0", "--workers: needs a whole number above 0, such as 8 or 10M, got '0'"),
     ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
     ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
     ("--tokens=1e15", "needs 2,000,000.05 GB of disk"),
