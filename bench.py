@@ -148,7 +148,7 @@ def open_data(config: Config, folder: Path) -> Dataset:
 
 
 def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bool = True,
-            examine: Callable[[Trainee, float], dict] = lambda trainee, seconds: {}) -> dict:
+            examine: Callable[[Trainee], dict] = lambda trainee: {}) -> dict:
     """
     Train with random weights for a few seconds: compilation apart, then `trials` timed windows. `examine` may look
     further at the trainee, and adds to the result. Raises OutOfMemory.
@@ -174,7 +174,7 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
             mfu=hw.mfu(flops, rate), flops_per_token=flops, mem_gib=hw.peak_memory_gib(),
             mem_training_gib=grown, mem_model_gib=sum(modelled.values()) / hardware.GIB,
             compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
-            **examine(trainee, seconds),
+            **examine(trainee),
         )  # fmt: skip
 
 
@@ -282,22 +282,29 @@ def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
 
 
 def step(config: Config, options: dict) -> dict:
-    def examine(trainee: Trainee, seconds: float) -> dict:
-        rate = matmul_tflops(trainee.hw)
-        achieved = flops_per_token(trainee.model.config) * config.iter_tokens / seconds / 1e12
-        found = dict(matmul_tflops=rate, mfu_of_matmul=achieved / rate, split_ms=split_ms(trainee))
+    trials = trials_of(options, 5)
+
+    def examine(trainee: Trainee) -> dict:
+        flops = flops_per_token(trainee.model.config) * config.iter_tokens
+        shares = []
+        for _ in range(trials):  # a large product and an iteration in turn: a busy machine slows both
+            rate = matmul_tflops(trainee.hw)
+            shares.append(flops / trainee.timed(1) / 1e12 / rate)
+        found = dict(matmul_tflops=rate, mfu_of_matmul=statistics.median(shares),
+                     mfu_of_matmul_range=[min(shares), max(shares)], split_ms=split_ms(trainee))  # fmt: skip
         if options["profile"]:
             found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
         return found
 
-    r = measure(config, trials_of(options, 5), examine=examine)
+    r = measure(config, trials, examine=examine)
     m, split = r["machine"], r["split_ms"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {describe(r)}")
     say(f"         median of {r['trials']} windows of {r['iters_per_trial']} iterations, {r['step_ms_range'][0]:.1f} to "
         f"{r['step_ms_range'][1]:.1f} ms")  # fmt: skip
     say(f"compile  {r['compile_seconds']:.1f} s")
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that")
+    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that "
+        f"({r['mfu_of_matmul_range'][0]:.1%} to {r['mfu_of_matmul_range'][1]:.1%}, in turn)")  # fmt: skip
     say("split    " + ", ".join(f"{part} {ms:.1f} ms ({ms / sum(split.values()):.0%})" for part, ms in split.items()))
     for kernel in r.get("top_kernels", []):
         say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")

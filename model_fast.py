@@ -25,16 +25,16 @@ def norm(x: Tensor) -> Tensor:
 
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
-    Cosine and sine of each position's angles, (T, hs / 2) each (RoFormer, arXiv:2104.09864). Half of the channel
+    Cosine and sine of each position's angles, (T, 1, hs / 2) each (RoFormer, arXiv:2104.09864). Half of the channel
     pairs do not turn: they carry what does not depend on distance (records).
     """
     turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
-    angles = torch.outer(positions.float(), F.pad(turning, (0, head_size // 2 - len(turning))))
+    angles = positions[:, None, None] * F.pad(turning, (0, head_size // 2 - len(turning)))
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + hs / 2) of x (B, nh, T, hs) by their position's angles: q k^T then depends on distance."""
+    """Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by their position's angles: q k^T then depends on distance."""
     real, imaginary = x.chunk(2, dim=-1)
     return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
 
@@ -49,9 +49,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).transpose(1, 2).chunk(3, dim=1)
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # QK-norm: scores cannot explode (arXiv:2010.04245)
-        q, k = q.type_as(v), k.type_as(v)  # angles were in float32
+        qk, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).split((2 * self.n_head, self.n_head), dim=2)
+        qk = rotate(norm(qk), cos, sin).type_as(v)  # QK-norm: scores cannot explode (arXiv:2010.04245); angles were in float32
+        (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
