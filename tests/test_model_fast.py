@@ -35,18 +35,18 @@ def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:
 def test_rotary_is_multiplication_by_complex_numbers():
     """RoFormer's definition: pair i of the channels at position t times exp(-i t w_i), w from 1 to 1/1024, half of them 0."""
     T, hs = 10, 16
-    x = torch.randn(2, 3, T, hs, dtype=torch.float64)
+    x = torch.randn(2, T, 3, hs, dtype=torch.float64)
     w = torch.tensor([1024 ** (-i / 3) for i in range(4)] + [0.0] * 4, dtype=torch.float64)
-    angle = torch.arange(T, dtype=torch.float64)[:, None] * w
+    angle = torch.arange(T, dtype=torch.float64)[:, None, None] * w
     expected = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), -angle)
     turned = rotate(x, *(table.double() for table in rotary_tables(torch.arange(T), hs)))
     torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), atol=1e-5, rtol=0)  # float32 tables
 
 
 def test_rotary_makes_scores_depend_on_distance_alone():
-    q, k = torch.randn(1, 1, 1, 16).expand(1, 1, 12, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 12, 16)
+    q, k = torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16), torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16)
     tables = rotary_tables(torch.arange(12), 16)
-    scores = (rotate(q, *tables) @ rotate(k, *tables).mT)[0, 0]
+    scores = rotate(q, *tables).squeeze() @ rotate(k, *tables).squeeze().mT
     for distance in range(12):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
