@@ -1,7 +1,5 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from configurator import Config, load_config
 from errors import UserError
 from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 from model import GPTConfig
+from results.memory_peer import peak_bytes
 
 BF16 = torch.bfloat16
 GPT124M = GPTConfig(bias=False)
@@ -33,6 +32,8 @@ def test_parts_of_gpt124m_by_hand():
     assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768  # positions are looked up in float32
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
+    with_muon = memory_bytes(GPT124M, 8, BF16, compiled=True, optimizer="muon")  # one momentum of 12 * 12 * 768^2 weights
+    assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
 
@@ -81,14 +82,6 @@ def trainee(folder, **changes) -> bench.Trainee:
     return bench.build(config, hardware.set_up(config), bench.open_data(config, folder))
 
 
-def live_peak_bytes(step) -> int:
-    """The most bytes of tensors, beyond those from before, that lived at once during step(), as the allocator counted."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -96,7 +89,9 @@ def live_peak_bytes(step) -> int:
         dict(n_layer=2, n_embd=256, dtype="float32", loss_chunk="off", tie_weights=False),
         dict(n_layer=2, n_embd=128, dtype="float32", loss_chunk=256),
         dict(n_layer=4, n_embd=128, dtype="bfloat16"),
+        dict(n_layer=2, n_embd=128, dtype="float32", optimizer="muon"),
         dict(n_layer=2, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False),
+        dict(n_layer=2, n_embd=128, dtype="float32", model="fast", tie_weights=False),
         dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, loss_chunk="256"),
         pytest.param(dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow),
         pytest.param(dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow),
@@ -106,9 +101,8 @@ def live_peak_bytes(step) -> int:
 def test_memory_model_counts_the_tensors_alive(changes, tmp_path):
     """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
     t = trainee(tmp_path, **changes)
-    t.step()
-    measured = bench.resident_bytes(t) + live_peak_bytes(t.step)
-    modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile).values()) - WORKSPACE_BYTES
+    measured = peak_bytes(t)
+    modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile, t.config.optimizer).values()) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
