@@ -1,7 +1,7 @@
 """
 How an iteration's time and memory grow with batch, context, width and depth, against the FLOP formula and the memory model.
 
-    python results/scaling.py FOLDER [CONFIG] [--key=value ...]      writes FOLDER/scaling.json
+    python results/scaling.py FOLDER [CONFIG] [--key=value ...]      writes scaling.json and scaling.png to FOLDER
 
 Each point changes one size of the first and runs in a process of its own.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import bench
@@ -47,6 +48,24 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     result = dict(command=f"python results/scaling.py {' '.join(argv)}", rows=rows)
     (folder / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(rows, folder / "scaling.png")
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Time against FLOPs, memory against the model, a marker for each size that was changed."""
+    figure = Figure(figsize=(9, 4), facecolor="white", layout="constrained")
+    time, memory = figure.subplots(1, 2)
+    for axes, x, y, labels in ((time, "gflop", "step_ms", ("GFLOP an iteration by the formula", "ms an iteration")),
+                               (memory, "mem_model_gib", "mem_gib", ("GiB by the memory model", "GiB measured"))):  # fmt: skip
+        for name in GRID:
+            axes.plot([r[x] for r in rows if r["size"] == name], [r[y] for r in rows if r["size"] == name], "o", label=name)
+        most = max(r[x] for r in rows)
+        slope = rows[0][y] / rows[0][x] if y == "step_ms" else 1
+        line = "in proportion to the first" if y == "step_ms" else "equal"
+        axes.plot([0, most], [0, slope * most], "--", color="grey", label=line)
+        axes.set(xlabel=labels[0], ylabel=labels[1])
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
