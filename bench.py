@@ -13,7 +13,7 @@ dataset. Their own flags, beside --json=PATH:
     step    --trials=5  --profile=TRACE.json (top kernels, and a trace for chrome://tracing)
     ladder  --trials=3  --png=PATH
     sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (default: a quarter to four times batch_size)
-    plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=N  --watts=W  --price_kwh=P
+    plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=10B  --watts=W  --price_kwh=P
     peer    --trials=5  --nanogpt=FOLDER  --as_shipped=eager|compiled (nanoGPT in float32, as it trains on a CPU)
 """
 
@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -44,13 +45,13 @@ import hardware
 import plan
 import train
 from configurator import FIELDS, Config, load_config
+from console import parse_count, say
 from data.shards import write_shard
 from dataloader import TrainBatches, move
 from dataset import Dataset, check_dataset, dataset_folder, open_dataset
 from errors import Parser, RunError, UserError, did_you_mean, run_main
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
 from recipe import build_model, build_optimizer, flops_per_token, model_config
-from runlog import say
 from tokenizer import GPT2_VOCAB
 
 WINDOW_SECONDS = 1.0  # a timed window holds as many whole iterations as this takes, at least one
@@ -162,14 +163,14 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
         iters = min(math.ceil(WINDOW_SECONDS / trainee.timed(1)), 100)
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds, model = statistics.median(windows), trainee.model.config
-        rate, flops = plan.tokens_per_iter(config) / seconds, flops_per_token(model)
-        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile)
+        rate, flops = config.iter_tokens / seconds, flops_per_token(model)
+        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile, config.optimizer)
         on_cuda = hw.device.type == "cuda"
         grown = torch.cuda.max_memory_reserved() / hardware.GIB if on_cuda else (hw.peak_memory_gib() or 0) - memory_before
         return dict(
             batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
             step_ms=1000 * seconds, step_ms_range=[1000 * min(windows), 1000 * max(windows)], trials=trials,
-            iters_per_trial=iters, tokens_per_iter=plan.tokens_per_iter(config), tokens_per_sec=rate,
+            iters_per_trial=iters, tokens_per_iter=config.iter_tokens, tokens_per_sec=rate,
             mfu=hw.mfu(flops, rate), flops_per_token=flops, mem_gib=hw.peak_memory_gib(),
             mem_training_gib=grown, mem_model_gib=sum(modelled.values()) / hardware.GIB,
             compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
@@ -207,8 +208,7 @@ def new_process() -> ProcessPoolExecutor:
 
 def with_batch(config: Config, batch_size: int) -> Config:
     """The same tokens per iteration in other micro-batches."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size)
+    return replace(config, batch_size=batch_size, gradient_accumulation_steps=config.iter_sequences // batch_size)
 
 
 def machine(hw: hardware.Hardware) -> dict:
@@ -285,7 +285,7 @@ def step(config: Config, options: dict) -> dict:
     trials = trials_of(options, 5)
 
     def examine(trainee: Trainee) -> dict:
-        flops = flops_per_token(trainee.model.config) * plan.tokens_per_iter(config)
+        flops = flops_per_token(trainee.model.config) * config.iter_tokens
         shares = []
         for _ in range(trials):  # a large product and an iteration in turn: a busy machine slows both
             rate = matmul_tflops(trainee.hw)
@@ -312,7 +312,7 @@ def step(config: Config, options: dict) -> dict:
 
 
 def trials_of(options: dict, default: int) -> int:
-    return math.ceil(options["trials"] or default)
+    return options["trials"] or default
 
 
 def describe(r: dict) -> str:
@@ -334,7 +334,7 @@ def sweep(config: Config, options: dict) -> dict:
     if not measured:
         raise UserError(f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones")
     best = max(measured, key=lambda r: r["tokens_per_sec"])
-    say(f"{plan.tokens_per_iter(config):,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
+    say(f"{config.iter_tokens:,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
     for r in rows:
         notes = [note for note, row in (("fastest", best), ("largest that fits", measured[-1])) if row is r]
         what = describe(r) + ("  <- " + ", ".join(notes) if notes else "") if r["tokens_per_sec"] else "out of memory"
@@ -349,7 +349,7 @@ def sweep(config: Config, options: dict) -> dict:
 
 def sweep_sizes(config: Config, given: str | None) -> list[int]:
     """Micro-batches that divide an iteration's sequences, ascending: those given, else around the config's."""
-    sequences, b = config.batch_size * config.gradient_accumulation_steps, config.batch_size
+    sequences, b = config.iter_sequences, config.batch_size
     fits = [n for n in range(1, sequences + 1) if sequences % n == 0]
     if given is None:
         return [n for n in fits if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
@@ -441,10 +441,10 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
 
 def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
     """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
+    sequences = config.iter_sequences
     model, dtype = model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
-    b = fitting_batch(model, sequences, capacity, dtype, config.compile) or 1
+    b = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1
     while not (result := attempt(with_batch(config, b), **arguments))["tokens_per_sec"] and b > 1:
         b = max(n for n in range(1, b) if sequences % n == 0)
     return result
@@ -526,12 +526,12 @@ def peer(config: Config, options: dict) -> dict:
     speed, spread = statistics.median(ratios), [min(ratios), max(ratios)]
     memory_ratio = memory["ours"] / memory["nanoGPT"]
     for side in sides:
-        rate = plan.tokens_per_iter(config) / statistics.median(seconds[side])
+        rate = config.iter_tokens / statistics.median(seconds[side])
         say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}, memory {memory[side]:.2f} GiB")
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
         f"{memory_ratio:.3f} x the memory")  # fmt: skip
     return dict(as_shipped=shipped, speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds,
-                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=plan.tokens_per_iter(config),
+                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=config.iter_tokens,
                 first={side: first[side] for side in sides}, machine=machine(hw))  # fmt: skip
 
 
@@ -588,7 +588,16 @@ def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:
 # -----------------------------------------------------------------------------
 # The command line
 
-NUMBERS = {"trials", "gpus", "iter_seconds", "dataset_tokens", "watts", "price_kwh"}
+
+def above_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ArgumentTypeError(f"needs a number above 0, got {text!r}")
+
+
+NUMBERS = dict.fromkeys(("trials", "gpus", "dataset_tokens"), parse_count)
+NUMBERS |= dict.fromkeys(("iter_seconds", "watts", "price_kwh"), above_zero)
 MODES = {
     "step": (step, ("trials", "profile")),
     "ladder": (ladder, ("trials", "png")),
@@ -602,20 +611,9 @@ def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
     """(the mode's own flags, None where not given; what is left for load_config). Raises UserError."""
     parser = Parser(add_help=False)
     for name in (*MODES[mode][1], "json"):
-        parser.add_argument(f"--{name}")
+        parser.add_argument(f"--{name}", type=NUMBERS.get(name, str))
     known, rest = parser.parse_known_args(argv)
-    options, problems = vars(known), []
-    for name in sorted(NUMBERS & options.keys()):
-        text = options[name]
-        try:
-            options[name] = None if text is None else float(text.replace("_", ""))
-        except ValueError:
-            options[name] = -1
-        if text is not None and not 0 < options[name] < math.inf:
-            problems.append(f"{name}: needs a number above 0, got {text!r}")
-    if problems:
-        raise UserError(*problems)
-    return options, rest
+    return vars(known), rest
 
 
 def make_folder(name: str, path: Path) -> None:

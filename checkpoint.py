@@ -1,22 +1,24 @@
 """
 Checkpoints that survive a kill, a full disk and a flipped bit.
 
-out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name, flushed to the disk,
-read back, and only then renamed, so a file under a checkpoint's name is whole. Its last bytes are a sha256 of all
+out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name, read back, flushed
+to the disk, and only then renamed, so a file under a checkpoint's name is whole. Its last bytes are a sha256 of all
 bytes before them; torch.load ignores such a trailer, so `torch.load(path, weights_only=True)` reads the file alone.
 """
 
+import contextlib
 import hashlib
 import os
 import pickle
 import shutil
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from console import warn
 from errors import UserError
 
 TRAILER = b"\nsha256 of all bytes before this line: "
@@ -41,27 +43,35 @@ class HashingWriter:
 
 def save(state: dict, path: Path) -> int:
     """Write `state` to `path`, all or nothing; returns the file's size in bytes. Raises OSError, leaving `path` as it was."""
-    temporary = path.with_suffix(".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it under the run
+    check_space(state, path.parent)
+    with replacing(path) as file:
+        writer = HashingWriter(file)
+        try:
+            torch.save(state, writer)
+        except RuntimeError as error:  # torch's archive writer, closing after a failed write, complains in its place
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        file.write(TRAILER + writer.sha256.hexdigest().encode())
+        file.flush()
+        if damage := find_damage(Path(file.name)):
+            raise OSError(f"{file.name} reads back wrong: {damage}")
+    fsync_folder(path.parent)  # the rename itself must reach the disk
+    return writer.bytes + TRAILER_BYTES
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is whole and on the disk, or, where writing fails, not at all."""
+    temporary = path.with_suffix(".tmp")
     try:
-        check_space(state, path.parent)
         with open(temporary, "wb") as file:
-            writer = HashingWriter(file)
-            try:
-                torch.save(state, writer)
-            except RuntimeError as error:  # torch's archive writer, closing after a failed write, complains in its place
-                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-            file.write(TRAILER + writer.sha256.hexdigest().encode())
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        if damage := find_damage(temporary):
-            raise OSError(f"{temporary} reads back wrong: {damage}")
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)  # the rename itself must reach the disk
-    return writer.bytes + TRAILER_BYTES
 
 
 def check_space(state: dict, folder: Path) -> None:
@@ -124,7 +134,7 @@ def load_newest(out_dir: Path) -> dict | None:
         try:
             return load(path)
         except UserError as error:
-            print(f"warning: {error}; trying the one before", file=sys.stderr, flush=True)
+            warn(f"{error}; trying the one before")
     if paths:
         raise UserError(f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere")
     return None

@@ -12,14 +12,14 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS
+from configurator import FIELDS, Config
+from console import count, warn
 from errors import Parser, UserError, run_main
 from records import RunRecords, median, read_metrics, read_run
 
@@ -62,9 +62,9 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     rows += [Row(key, label, [of_run[key] for of_run in figures], form, judge) for key, label, form, judge in (
         ("device", "device", str, None),
         ("dtype", "dtype", str, None),
-        ("parameters", "parameters", count, ratio("larger")),
+        ("parameters", "parameters", count4, ratio("larger")),
         ("iterations", "iterations", "{:,.0f}".format, ratio("more")),
-        ("tokens", "tokens", count, ratio("more")),
+        ("tokens", "tokens", count4, ratio("more")),
         ("hours", "hours", "{:.3g}".format, ratio("longer")),
         ("tokens_per_sec", "tok/s", "{:,.0f}".format, ratio("faster")),
         ("mfu", "MFU", "{:.1%}".format, difference("{:.1%} of the peak higher", noise=5e-4)),
@@ -90,7 +90,7 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
             rows.append(Row(f"val_loss_at_equal_{axis}", f"val loss at {form.format(x)}", losses, loss, lower))
         target_loss = max(best) if target_loss is None else target_loss
     if target_loss is not None:
-        for axis, form in dict(tokens=count, hours="{:.3g}".format).items():
+        for axis, form in dict(tokens=count4, hours="{:.3g}".format).items():
             reached = [reach(run.eval[axis], run.eval["val_loss"], target_loss) for run in runs]
             rows.append(Row(f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}", reached, form, less))
     return rows
@@ -148,10 +148,9 @@ def difference(form: str, lower: bool = False, noise: float = 0.0) -> Callable:
     return judge
 
 
-def count(number: float, _position: int = 0) -> str:
+def count4(number: float, _position: int = 0) -> str:
     """40560000 -> 40.56M; also matplotlib's form of a tick."""
-    unit, size = next(((u, s) for u, s in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= s), ("", 1))
-    return f"{number / size:.4g}{unit}"
+    return count(number, digits=4)
 
 
 def find_warnings(runs: list[RunRecords]) -> list[str]:
@@ -159,17 +158,13 @@ def find_warnings(runs: list[RunRecords]) -> list[str]:
     warnings = [warning for run in runs for warning in run.warnings]
     for what, value, consequence in (
         ("datasets", lambda c: c.get("dataset"), "losses are not comparable"),
-        ("evaluation tokens", evaluation_tokens, "small differences in val loss say little"),
+        ("evaluation tokens", lambda c: Config(**c).eval_size, "small differences in val loss say little"),
     ):
         values = {run.name: value(run.config) for run in runs if run.config}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{name}: {value}" for name, value in values.items())
             warnings.append(f"unequal {what} ({listed}), so {consequence}")
     return warnings
-
-
-def evaluation_tokens(config: dict) -> int:
-    return config.get("eval_tokens") or math.prod(config.get(name, 0) for name in ("eval_iters", "batch_size", "block_size"))
 
 
 def print_table(rows: list[Row], runs: list[RunRecords]) -> None:
@@ -194,7 +189,7 @@ def draw_run(out_dir: Path) -> Path:
     except ImportError:  # matplotlib is not needed to train
         pass
     except Exception as error:  # whatever a record holds or the disk does, the run is worth more than its picture
-        print(f"warning: {path}: not drawn ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+        warn(f"{path}: not drawn ({type(error).__name__}: {error})")
     return path
 
 
@@ -229,7 +224,7 @@ def draw_one(figure, run: RunRecords) -> None:
     if mfu.any():  # proportional to tok/s, so one line serves two axes
         percent = 100 * median(step["mfu"][mfu] / step["tokens_per_sec"][mfu])
         speed.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent)).set_ylabel("MFU, %")
-    parts = [run.name, run.parameters > 0 and f"{count(run.parameters)} parameters", run.device, run.dtype]
+    parts = [run.name, run.parameters > 0 and f"{count4(run.parameters)} parameters", run.device, run.dtype]
     parts += [f"val loss {loss:.4f} at iter {it:.0f}" for loss, it in zip(evals["val_loss"][-1:], evals["iter"][-1:])]
     figure.suptitle("   |   ".join(filter(None, parts)), fontsize=10, x=0.01, ha="left")
 
@@ -287,10 +282,10 @@ def finish(axes, x_label: str, y_label: str, title: str = "", from_zero: bool = 
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(left=0)
     if x_label == "tokens":
-        axes.xaxis.set_major_formatter(count)
+        axes.xaxis.set_major_formatter(count4)
     if from_zero:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        axes.yaxis.set_major_formatter(count)
+        axes.yaxis.set_major_formatter(count4)
 
 
 def limit_to_settled(axes, runs: list[RunRecords]) -> None:
@@ -343,7 +338,7 @@ def main(argv: list[str]) -> None:
     rows, warnings = build_table(runs, args.loss), find_warnings(runs)
     print_table(rows, runs)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     if len(runs) == 1 and not png:
         png = paths[0] / "loss.png" if paths[0].is_dir() else paths[0].with_suffix(".png")
     values = {run.name: {row.key: row.values[i] for row in rows} for i, run in enumerate(runs)}

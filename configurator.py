@@ -99,6 +99,16 @@ class Config:
     given: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
+    def iter_sequences(self) -> int:
+        """Sequences of one iteration, all processes together."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def iter_tokens(self) -> int:
+        """Tokens of one iteration, whichever of the keys it follows from."""
+        return self.iter_sequences * self.block_size
+
+    @property
     def eval_size(self) -> int:
         """Tokens of each split that an evaluation reads."""
         return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size

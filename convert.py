@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import checkpoint
-from dataset import dataset_folder
+from dataset import dataset_folder, read_json
 from errors import Parser, UserError, run_main
 from model import GPTConfig
 from recipe import build_model, count_parameters
@@ -134,7 +134,7 @@ def fetch(name: str) -> Path:
 
 def read_hf(folder: Path) -> dict:
     """A Hugging Face GPT-2: config.json and model.safetensors, whole or in shards."""
-    hf = read_json(folder / "config.json")
+    hf = read_json(folder / "config.json", mend="get it again")
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}; only gpt2 can be converted")
     sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
@@ -167,7 +167,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
-        files = sorted({Path(file).name for file in read_json(index).get("weight_map", {}).values()})
+        files = sorted({Path(file).name for file in read_json(index, mend="get it again").get("weight_map", {}).values()})
         if not files:
             raise UserError(f"{index}: names no files; get it again")
     weights = {}
@@ -188,7 +188,9 @@ def read_checkpoint(path: Path) -> dict:
     except Exception:  # damaged files raise anything
         raise UserError(f"{path}: damaged, cut short, or more than tensors and plain values in it; give another") from None
     if isinstance(state, dict) and "model_config" in state:
-        return checkpoint.load(path)  # once more: it checks the checksum
+        if damage := checkpoint.find_damage(path):
+            raise UserError(f"{path}: {damage}")
+        return state
     if isinstance(state, dict) and {"model", "model_args"} <= state.keys():
         return convert_nanogpt(state, path)
     raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
@@ -212,13 +214,6 @@ def convert_nanogpt(state: dict, path: Path) -> dict:
 def gpt2_vocabulary(vocab_size: int) -> tuple[int, dict] | None:
     """GPT-2's vocabulary and tokenizer, where a table of this size means them: 50257, or that padded to 50304."""
     return (GPT2_VOCAB, dict(kind="gpt2")) if vocab_size in (GPT2_VOCAB, 50304) else None
-
-
-def read_json(path: Path) -> dict:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); get it again") from None
 
 
 # -----------------------------------------------------------------------------

@@ -202,8 +202,8 @@ def check_dataset(config: Config) -> list[str]:
     ]
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, mend: str = "prepare the dataset again") -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); prepare the dataset again") from None
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); {mend}") from None

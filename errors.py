@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False, **kwargs)
 
     def error(self, message: str):
-        raise UserError(message)
+        raise UserError(message.removeprefix("argument "))  # which stands before the name of a flag
 
 
 def did_you_mean(name: str, known) -> str:

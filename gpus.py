@@ -79,7 +79,8 @@ def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | Non
 # Memory
 
 
-def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
+def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool,
+                 optimizer: str = "adamw") -> dict[str, float]:
     """
     Memory that training with accumulated gradients takes, bytes by part: a model, counted from what autograd
     keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
@@ -91,7 +92,7 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     at each block's entry is kept; once the logits are gone, one block's part is there again, with the gradients in its MLP and
     of its matrices (compiled code hands over those of all matrices at the end). On the CPU all this equals the
     tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later and is higher, when the
-    gradients of a tied table are summed. The fast model's numbers, with Muon, are measured there: its rotations and norms
+    gradients of a tied table are summed. The fast model's numbers are measured there: its rotations and norms
     run in float32, and so does its logits' cap, in four steps.
     """
     n, in_products = count_parameters(model)
@@ -114,27 +115,29 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     return dict(
         weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
         gradients=4 * n,
-        optimizer=8 * n - (4 * 12 * model.n_layer * C**2 if fast else 0),  # Adam's two moments, Muon's one
+        optimizer=8 * n - (4 * 12 * model.n_layer * C**2 if optimizer == "muon" else 0),  # Adam's two moments, Muon's one
         activations=activations,
         logits=logits,
         workspace=WORKSPACE_BYTES,
     )
 
 
-def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torch.dtype, compiled: bool) -> int | None:
+def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torch.dtype, compiled: bool,
+                  optimizer: str = "adamw") -> int | None:
     """The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not even 1 does."""
-    needed = {b: sum(memory_bytes(model, b, dtype, compiled).values()) for b in range(1, sequences + 1) if sequences % b == 0}
+    sizes = [b for b in range(1, sequences + 1) if sequences % b == 0]
+    needed = {b: sum(memory_bytes(model, b, dtype, compiled, optimizer).values()) for b in sizes}
     return max((b for b in needed if needed[b] <= capacity), default=None)
 
 
 def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1) -> str:
     """What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
-    sequences = config.batch_size * config.gradient_accumulation_steps // world_size  # of one process
+    sequences = config.iter_sequences // world_size  # of one process
     smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:
         recompute = "" if model.recompute else "--recompute=True, "
         return f"out of memory with batch_size=1; {recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
-    b = min(fitting_batch(model, sequences, capacity, dtype, config.compile) or 1, smaller[-1])
-    needed = sum(memory_bytes(model, b, dtype, config.compile).values())
+    b = min(fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1, smaller[-1])
+    needed = sum(memory_bytes(model, b, dtype, config.compile, config.optimizer).values())
     return (f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "
             f"--batch_size={b} --gradient_accumulation_steps={sequences // b * world_size}")  # fmt: skip

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from configurator import Config
+from console import warn
 from gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
@@ -94,7 +95,10 @@ def check_device(config: Config) -> list[str]:
     """What is wrong with config.device and config.dtype on this machine (for load_config)."""
     try:
         device = torch.device("cpu" if config.device == "auto" else config.device)
+        known = device.type in ("cuda", "mps", "cpu")
     except RuntimeError:
+        known = False
+    if not known:
         return [f"device: {config.device!r} is none of auto, cuda, cuda:N, mps, cpu"]
     if device.type == "cuda" and not torch.cuda.is_available():
         return [f"device: {config.device} asked for, but torch {torch.__version__} sees no CUDA GPU; --device=cpu"]
@@ -102,8 +106,6 @@ def check_device(config: Config) -> list[str]:
         return [f"device: there is no {config.device}; the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}"]
     if device.type == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but this is no Mac with Metal; --device=cpu"]
-    if device.type not in ("cuda", "mps", "cpu"):
-        return [f"device: {config.device!r} is none of auto, cuda, cuda:N, mps, cpu"]
     return []
 
 
@@ -122,9 +124,9 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with fixed workspaces
         torch.use_deterministic_algorithms(True)
     if dtype == torch.float16 and device.type == "cpu":
-        print("warning: float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16", file=sys.stderr)
+        warn("float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16")
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
-        print("warning: this GPU only emulates bfloat16, many times slower; --dtype=float16", file=sys.stderr)
+        warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
     peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
     return Hardware(device, dtype, device_name(device), peak)
 
@@ -185,12 +187,10 @@ def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | N
 
 def tensor_core_hints(config: Config, vocab_size: int) -> list[str]:
     """Sizes that keep matrix products off full tensor-core tiles (NVIDIA's matrix multiplication guide), one line each."""
-    hints = []
-    for what, size, multiple in (
+    sizes = (
         ("n_embd", config.n_embd, 64),
         ("n_embd / n_head, the head size,", config.n_embd // config.n_head, 8),
         ("the padded vocabulary", vocab_size, 64),
-    ):
-        if size % multiple:
-            hints.append(f"hint: {what} is {size}, no multiple of {multiple}; tensor cores run it slower")
-    return hints
+    )
+    return [f"hint: {what} is {size}, no multiple of {multiple}; tensor cores run it slower"
+            for what, size, multiple in sizes if size % multiple]  # fmt: skip

@@ -16,13 +16,13 @@ import torch
 
 import hardware
 from configurator import Config
+from console import count, say
 from dataset import dataset_folder, open_dataset
 from errors import UserError
 from gpus import USABLE_MEMORY, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
 from model import GPTConfig
 from recipe import count_parameters, flops_per_token, model_config
-from records import parse_line
-from runlog import count, read_lines, say
+from records import read_records
 from tokenizer import GPT2_VOCAB
 
 # What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %; A100 PCIe 32 %,
@@ -37,9 +37,6 @@ class Card:
     dtype: torch.dtype
     peak_tflops: float | None  # dense, for `dtype`; None: unknown
     memory_bytes: float | None
-
-    def usable_bytes(self) -> float:
-        return USABLE_MEMORY * self.memory_bytes if self.memory_bytes else math.inf
 
 
 @dataclass
@@ -70,25 +67,18 @@ def card_here(config: Config) -> Card:
         raise UserError(*problems)
     device = torch.device(config.device if config.device != "auto" else hardware.best_device())
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else hardware.best_dtype(device)
-    if device.type != "cuda":
-        return Card(hardware.device_name(device), dtype, config.peak_tflops or None, None)
-    properties = torch.cuda.get_device_properties(device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
-    return Card(properties.name, dtype, peak, properties.total_memory)
+    return Card(hardware.device_name(device), dtype, peak, memory)
 
 
 # -----------------------------------------------------------------------------
 # The pace
 
 
-def eval_size(config) -> int:
-    """Tokens of one evaluation: both splits."""
-    return 2 * config.eval_size
-
-
 def given_pace(config: Config, iter_seconds: float, params: int, source: str = "given") -> Pace:
     """An evaluation is forward passes alone, a third of training's work per token; a checkpoint is weights and moments."""
-    eval_seconds = iter_seconds * eval_size(config) / tokens_per_iter(config) / 3
+    eval_seconds = iter_seconds * 2 * config.eval_size / config.iter_tokens / 3  # two splits
     return Pace(iter_seconds, iter_seconds, iter_seconds, eval_seconds, 12 * params / CHECKPOINT_BYTES_PER_SEC, source)
 
 
@@ -96,7 +86,7 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
     params, _ = count_parameters(model)
     if not card.peak_tflops:
         return Pace(None, None, None, None, 12 * params / CHECKPOINT_BYTES_PER_SEC, "unknown peak: give --iter_seconds")
-    at_peak = flops_per_token(model) * tokens_per_iter(config) / (card.peak_tflops * 1e12 * gpus)
+    at_peak = flops_per_token(model) * config.iter_tokens / (card.peak_tflops * 1e12 * gpus)
     low, likely, high = ASSUMED_MFU["GeForce" in card.name]
     pace = given_pace(config, at_peak / likely, params, f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}")
     pace.low, pace.high = at_peak / high, at_peak / low
@@ -105,28 +95,25 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
 
 def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tuple[Pace, Card]:
     """The median iteration of a run and its evaluations and checkpoints, scaled by tokens and GPUs; and the card it ran on."""
-    records = [r for line in read_lines(run / "metrics.jsonl") for r in parse_line(line) if isinstance(r, dict)]
+    file = run / "metrics.jsonl"
+    records = read_records(file.read_text(encoding="utf-8", errors="replace").splitlines()) if file.exists() else []
     found = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "step", "eval", "checkpoint")}
     if not found["start"] or not found["step"]:
-        raise UserError(f"from_run: {run / 'metrics.jsonl'} holds no iteration; give the out_dir of a run")
+        raise UserError(f"from_run: {file} holds no iteration; give the out_dir of a run")
     start = found["start"][-1]
     if start["flops_per_token"] != flops_per_token(model):
         raise UserError(f"from_run: {run} trained {start['flops_per_token'] / 1e6:.1f} MFLOP/token, this configuration is "
                         f"{flops_per_token(model) / 1e6:.1f}; give the run's own config file")  # fmt: skip
     fewer = start.get("world_size", 1) / gpus
     seconds = fewer * statistics.median(r["step_ms"] for r in found["step"]) / 1000
-    pace = given_pace(config, seconds * tokens_per_iter(config) / start["tokens_per_iter"], start["parameters"],
+    pace = given_pace(config, seconds * config.iter_tokens / start["tokens_per_iter"], start["parameters"],
                       f"measured in {run}")  # fmt: skip
     if found["eval"]:
         ran = Config(**{k: v for k, v in start["config"].items() if k in Config.__dataclass_fields__})
-        pace.eval_seconds = fewer * statistics.median(r["seconds"] for r in found["eval"]) * eval_size(config) / eval_size(ran)
+        pace.eval_seconds = fewer * statistics.median(r["seconds"] for r in found["eval"]) * config.eval_size / ran.eval_size
     if found["checkpoint"]:
         pace.checkpoint_seconds = statistics.median(r["seconds"] for r in found["checkpoint"])
     return pace, Card(start["device"], getattr(torch, start["dtype"]), start["peak_tflops"], None)
-
-
-def tokens_per_iter(config: Config) -> int:
-    return config.batch_size * config.block_size * config.gradient_accumulation_steps
 
 
 def count_pauses(config: Config) -> tuple[int, int]:
@@ -149,15 +136,17 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
     Several GPUs share the work evenly; what averaging their gradients costs stands apart, as exchange_gb and link_gb_per_sec.
     """
     (params, n), flops = count_parameters(model), flops_per_token(model)
-    tokens, sequences = tokens_per_iter(config) * config.max_iters, config.batch_size * config.gradient_accumulation_steps
-    parts = memory_bytes(model, config.batch_size, card.dtype, config.compile)
-    needed, usable = sum(parts.values()), card.usable_bytes()
+    tokens = config.iter_tokens * config.max_iters
+    parts = memory_bytes(model, config.batch_size, card.dtype, config.compile, config.optimizer)
+    needed, usable = sum(parts.values()), USABLE_MEMORY * (card.memory_bytes or math.inf)
+    best = card.memory_bytes and fitting_batch(model, config.iter_sequences // gpus, usable, card.dtype, config.compile,
+                                               config.optimizer)  # fmt: skip
     evaluations, checkpoints = count_pauses(config)
     exchanged = 2 * (gpus - 1) / gpus * 4 * params / 1e9  # a ring all-reduce of float32 gradients: each GPU sends that much
     p = dict(
         gpu=card.name, gpus=gpus, dtype=str(card.dtype).removeprefix("torch."), peak_tflops=card.peak_tflops,
         batch_size=config.batch_size, block_size=config.block_size, max_iters=config.max_iters,
-        gradient_accumulation_steps=config.gradient_accumulation_steps, tokens_per_iter=tokens_per_iter(config),
+        gradient_accumulation_steps=config.gradient_accumulation_steps, tokens_per_iter=config.iter_tokens,
         total_tokens=tokens, dataset_tokens=dataset_tokens, epochs=tokens / dataset_tokens if dataset_tokens else None,
         params=params, params_in_products=n, flops_per_token=flops, flops_6nd=6 * n * tokens,
         total_flops=flops * tokens, iter_seconds=pace.iter_seconds, pace=pace.source,
@@ -166,8 +155,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, gpus: in
         vram_parts_gib={part: size / hardware.GIB for part, size in parts.items()},
         gpu_memory_gib=card.memory_bytes and card.memory_bytes / hardware.GIB,
         fits=needed <= usable if card.memory_bytes else None,
-        batch_size_that_fits=card.memory_bytes and fitting_batch(model, sequences // gpus, usable, card.dtype, config.compile),
-        watts=watts, price_kwh=price_kwh, exchange_gb=exchanged,
+        batch_size_that_fits=best, watts=watts, price_kwh=price_kwh, exchange_gb=exchanged,
         link_gb_per_sec=9 * exchanged / pace.iter_seconds if pace.iter_seconds else None,  # 90 %: a ninth on top, unhidden
     )  # fmt: skip
     known = dict.fromkeys(("hours", "hours_range", "hours_total", "tokens_per_sec", "mfu", "kwh", "kwh_total", "cost"))
@@ -246,7 +234,7 @@ def table_lines(plans: list[dict]) -> list[str]:
 
 def main(config: Config, options: dict) -> dict:
     """`bench.py plan`: print the plan and return it for --json. `options` are its flags, None where not given."""
-    folder, gpus = dataset_folder(config.dataset), int(options["gpus"] or 1)
+    folder, gpus = dataset_folder(config.dataset), options["gpus"] or 1
     data = open_dataset(config.dataset) if folder.is_dir() and not config.stream else None
     vocab = data.vocab if data else GPT2_VOCAB
     model = model_config(config, vocab)
@@ -280,9 +268,7 @@ def check_inputs(config: Config, options: dict, gpus: int) -> None:
     problems = []
     if config.max_iters == 0:
         problems.append("max_iters: 0 iterations are no run to plan; --max_iters=20000")
-    if gpus != (options["gpus"] or 1):
-        problems.append(f"gpus: needs a whole number, got {options['gpus']}")
-    elif config.gradient_accumulation_steps % gpus:
+    if config.gradient_accumulation_steps % gpus:
         problems.append(f"gpus: {gpus} do not divide gradient_accumulation_steps {config.gradient_accumulation_steps}")
     if options["iter_seconds"] and options["from_run"]:
         problems.append("iter_seconds: from_run measures it; drop one of the two")

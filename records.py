@@ -2,6 +2,7 @@
 What a run left behind, read for comparing: this program's metrics.jsonl, or what nanoGPT printed.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -74,21 +75,22 @@ def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     if most_steps and len(lines) > most_steps:
         steps = [line for line in lines if line.startswith(STEP_LINE)]
         lines = [line for line in lines if not line.startswith(STEP_LINE)] + steps[:: -(-len(steps) // most_steps)]
-    try:
-        records = json.loads(f"[{','.join(lines)}]")  # at once: three times as fast as line by line
-    except (ValueError, RecursionError):
-        records = [record for line in lines for record in parse_line(line)]
-    run = tabulate(path.resolve().parent.name, [record for record in records if isinstance(record, dict)])
+    run = tabulate(path.resolve().parent.name, read_records(lines))
     if text and not text.endswith("\n"):
         run.warnings.append(f"{path}: its last line is cut short (the run was killed); read without it")
     return run
 
 
-def parse_line(line: str) -> list:
+def read_records(lines: list[str]) -> list[dict]:
+    """The records of metrics.jsonl's lines, without what is none."""
     try:
-        return [json.loads(line)]
+        records = json.loads(f"[{','.join(lines)}]")  # at once: three times as fast as line by line
     except (ValueError, RecursionError):
-        return []
+        records = []
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def tabulate(name: str, records: list[dict]) -> RunRecords:

@@ -8,17 +8,18 @@ is booked in the Ledger under one category, so evaluation, checkpoints and compi
 import contextlib
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from checkpoint import replacing
 from configurator import Config, config_values
+from console import count, duration, say, warn
 from dataloader import ShuffledWindows
 from dataset import Dataset
 from errors import RunError, UserError
@@ -98,7 +99,6 @@ class RunLog:
         self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
         after = resumed_at[0] + 1 if resumed_at else 0  # the evaluation before the resumed iteration stands
         self.tracker = Tracker(config, wanted=ranks.first, purge_from=after)
-        self.tokens_per_iter = config.batch_size * config.block_size * config.gradient_accumulation_steps
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
         self.kwh_before = hw.energy_kwh()
@@ -116,16 +116,14 @@ class RunLog:
             try:
                 self.file.write(json.dumps(record).encode() + b"\n")
             except OSError as error:  # a full disk: the run is worth more than its record
-                print(f"warning: metrics.jsonl: {error.strerror}; going on", file=sys.stderr, flush=True)
+                warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
         """The first lines: what is trained, on what, with what."""
         c, hw = self.config, self.hw
-        self.train_tokens, self.flops_per_token = len(data.train), flops_per_token(model)
-        train = count(self.train_tokens)
-        if data.stream:
-            self.train_tokens, train = None, "streamed"  # nobody has counted them
+        self.train_tokens = None if data.stream else len(data.train)  # a stream's nobody has counted
+        self.flops_per_token, train = flops_per_token(model), count(self.train_tokens) if self.train_tokens else "streamed"
         parameters, _ = count_parameters(model)
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, so mfu n/a (--peak_tflops sets it)"
         dtype = str(hw.dtype).removeprefix("torch.")
@@ -133,14 +131,14 @@ class RunLog:
             f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)")  # fmt: skip
         say(f"device: {hw.name}, {dtype}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        say(f"tokens per iteration will be: {self.tokens_per_iter:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
+        say(f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         for hint in tensor_core_hints(c, model.vocab_size) if self.ranks.first else []:
             print(hint, file=sys.stderr, flush=True)
         self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
-                    peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=self.tokens_per_iter,
+                    peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=c.iter_tokens,
                     world_size=self.ranks.world_size, torch=torch.__version__)  # fmt: skip
 
     def steps(self, windows: ShuffledWindows) -> None:
@@ -159,7 +157,7 @@ class RunLog:
         elapsed, waited, mem_gib = self.ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
         timed = sum(result.timed for result in self.results) or 1
         loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / timed, mem_gib or None
-        tokens_per_sec = self.tokens_per_iter / step_seconds
+        tokens_per_sec = self.config.iter_tokens / step_seconds
         epoch = f"{last.tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
         values = dict(iter=last.iter_num, tokens=last.tokens, loss=loss, lr=last.lr,
@@ -210,8 +208,10 @@ class RunLog:
             what = f"micro-batch {int(first)} reads" if first < math.inf else "all losses are finite; the iteration begins at"
             self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
             if self.skips_in_a_row >= self.config.max_skips:
-                raise RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
-                               f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
+                error = RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
+                                 f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
+                error.agreed = True  # all ranks have the same gradients
+                raise error
 
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float, seconds: float) -> None:
         say(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, time {seconds:.1f}s")
@@ -228,7 +228,7 @@ class RunLog:
 
     def warn(self, iter_num: int, message: str) -> None:
         if self.ranks.first:
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            warn(message)
         self.record("event", iter=iter_num, message=message)
 
     def end(self, reason: str, iters: int, tokens: int) -> None:
@@ -260,15 +260,14 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
     # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before that
     last = dict(step=iter_num - 1, event=iter_num - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=iter_num)
     kept = []
-    for line in read_lines(path):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill can leave half a line at the end
             record = json.loads(line)
             if record["kind"] != "end" and record["iter"] <= last.get(record["kind"], math.inf):
-                kept.append(line)
-    temporary = path.with_suffix(".tmp")
+                kept.append(line + b"\n")
     try:
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.writelines(kept)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; make room, then the same command goes on") from None
 
@@ -278,34 +277,3 @@ def plain(value):
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def read_lines(path: Path) -> Iterable[str]:
-    """The whole lines of metrics.jsonl; a kill can leave half a line at the end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if line[-1] == "\n"]
-
-
-def say(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except OSError:  # the console has gone, or its disk is full: the run is worth more, and metrics.jsonl goes on
-        sys.stdout = open(os.devnull, "w")
-
-
-def count(number: float) -> str:
-    """52428800 -> 52.4M"""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}" if number < 100 * size else f"{number / size:.0f}{unit}"
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """11520 -> 3h12m"""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    minutes, hours = seconds // 60, seconds // 3600
-    return f"{minutes}m{seconds % 60:02}s" if hours == 0 else f"{hours}h{minutes % 60:02}m"

@@ -19,6 +19,7 @@ import torch
 
 import hardware
 from configurator import BOOLEANS, DTYPES, Config
+from console import warn
 from convert import read_weights
 from errors import Parser, RunError, UserError, run_main
 from generate import store_by_columns, stream
@@ -76,7 +77,7 @@ def read_prompt(start: str) -> str:
 def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
     """The prompt's tokens. Raises UserError where there are none, or one that the model has not."""
     if text.kind == "char" and (unknown := sorted(set(prompt) - set(text.decode(range(text.vocab))))):
-        print(f"warning: start: the model has no {''.join(unknown)!r}; left out", file=sys.stderr)
+        warn(f"start: the model has no {''.join(unknown)!r}; left out")
     ids = []
     for i, part in enumerate(prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]):
         ids += [text.eot] * (i > 0) + [int(token) for token in text.encode(part)]
@@ -135,7 +136,6 @@ def main(argv: list[str]) -> int:
         model.next_logits = torch.compile(model.next_logits, dynamic=True)
     if len(ids) > model.config.block_size:
         print(f"start: {len(ids):,} tokens, of which the model sees the last {model.config.block_size:,}", file=sys.stderr)
-    sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character
     idx = torch.tensor([ids] * args.num_samples, device=hw.device)
     try:
         samples = stream_samples(model, idx, text, vocab, args)

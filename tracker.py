@@ -2,11 +2,11 @@
 wandb and tensorboard, beside metrics.jsonl.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from configurator import Config, config_values
+from console import warn
 
 
 class Tracker:
@@ -34,7 +34,7 @@ class Tracker:
             yield
         except Exception as error:  # whatever a tracker does, the run is worth more
             reason = " ".join(str(error).splitlines())
-            print(f"warning: tracker {self.kind}: {reason}; going on without it", file=sys.stderr, flush=True)
+            warn(f"tracker {self.kind}: {reason}; going on without it")
             self.writer = None
 
     def log(self, record: dict) -> None:

@@ -37,6 +37,7 @@ import checkpoint
 import hardware
 from compare import draw_run
 from configurator import Config, config_values, load_config
+from console import say, warn
 from dataloader import TrainBatches, eval_batches, move, split_block
 from dataset import HeldTokens, TokenStream
 from errors import RunError, UserError, run_main
@@ -44,7 +45,7 @@ from generate import generate
 from gpus import out_of_memory_advice
 from ranks import Interrupted, Ranks, Signals
 from recipe import build_model, build_optimizer, loss_chunk, model_config
-from runlog import IterationResult, Ledger, RunLog, say
+from runlog import IterationResult, Ledger, RunLog
 from start import Start, check_data, open_data, prepare_on_demand
 from tokenizer import Tokenizer
 
@@ -242,8 +243,8 @@ class Run:
             self.log.warn(p.iter_num, f"iter {p.iter_num}: compiled again, {seconds:.1f}s booked as compile")
         self.log.results.append(IterationResult(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm, not recompiled))
         p.iter_num += 1
-        p.sequences += c.batch_size * c.gradient_accumulation_steps
-        p.tokens += c.batch_size * c.gradient_accumulation_steps * c.block_size
+        p.sequences += c.iter_sequences
+        p.tokens += c.iter_tokens
         self.rng = hardware.get_rng_state(self.hw.device)
 
     def data_ready(self) -> bool:
@@ -267,7 +268,7 @@ class Run:
                 raise
             except Exception as error:  # no compiler, or a platform without one: every backend fails in its own way
                 reason = str(error).strip().partition("\n")[0]
-                print(f"warning: torch.compile does not work here ({reason}); going on without", file=sys.stderr, flush=True)
+                warn(f"torch.compile does not work here ({reason}); going on without")
                 self.compiled, self.config.compile = self.model, False
                 self.model_config = self.model.config = replace(self.model_config, loss_chunk=loss_chunk(self.config))
             self.rewind()

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
+from console import parse_count
 from data.shards import MAX_SHARD_TOKENS, Batch, Plan, Rows, Source, check_folder, prepare, read_manifest
 from errors import Parser, UserError, run_main
 from tokenizer import Tokenizer
@@ -195,35 +196,21 @@ def reason(error: Exception) -> str:
 # Command line
 
 
-def count(text: str) -> int:
-    """A number of tokens: 10000000, 10_000_000, 10M or 1e7."""
-    factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
-    try:
-        number = float(text[:-1] if factor > 1 else text) * factor
-        if number.is_integer() and number >= 1:
-            return int(number)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"needs a number of tokens such as 10M or 1e9, got {text!r}")
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--dataset", default="HuggingFaceFW/fineweb-edu", help="dataset on the hub (default: %(default)s)")
     add("--name", default="sample-10BT", help="its configuration (default: %(default)s)")
     add("--source", help="local files in place of the hub: a .parquet or .jsonl file, a folder, or a pattern in quotes")
-    add("--tokens", type=count, default=count("1B"), help="tokens for training, fewer where the source ends (default: 1B)")
-    add("--val_tokens", type=count, default=count("10M"), help="tokens for validation, at least (default: 10M)")
-    add("--shard_tokens", type=count, default=count("100M"), help="tokens in a shard (default: 100M)")
+    add("--tokens", type=parse_count, default="1B", help="tokens for training, fewer where the source ends (default: 1B)")
+    add("--val_tokens", type=parse_count, default="10M", help="tokens for validation, at least (default: 10M)")
+    add("--shard_tokens", type=parse_count, default="100M", help="tokens in a shard (default: 100M)")
     add("--out", type=Path, default=Path("data", "fineweb_edu"), help="the folder to fill (default: %(default)s)")
-    add("--workers", type=int, default=os.cpu_count(), help="threads that tokenise (default: one per core)")
+    add("--workers", type=parse_count, default=os.cpu_count(), help="threads that tokenise (default: one per core)")
     add("--check", metavar="DIR", help="verify a data folder, and print what it holds")
-    add("--tokens_per_iter", type=count, default=count("524288"), help="with --check: for the epochs (default: 524288)")
-    add("--max_iters", type=count, help="with --check: for the epochs")
+    add("--tokens_per_iter", type=parse_count, default="524288", help="with --check: for the epochs (default: 524288)")
+    add("--max_iters", type=parse_count, help="with --check: for the epochs")
     arguments = parser.parse_args(argv)
-    if arguments.workers < 1:
-        parser.error(f"--workers: {arguments.workers} is less than 1")
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         parser.error(f"--shard_tokens: at most {MAX_SHARD_TOKENS:,}, which the format can count")
     return arguments

@@ -23,6 +23,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of data/, whose files could hide others
 
+from console import parse_count
 from data.shards import Batch, Plan, Source, prepare
 from errors import Parser, UserError, run_main
 from tokenizer import Tokenizer
@@ -129,12 +130,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="gpt2 needs 50,257 ids, byte 256")
     parser.add_argument("--out", type=Path, help="the folder to make (default: data/ and the first argument's name)")
     parser.add_argument("--val_fraction", type=float, default=0.05, help="validation's share of the text (default: 0.05)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads (default: one per core)")
+    parser.add_argument("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one per core)")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction < 1:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 1")
-    if arguments.workers < 1:
-        parser.error(f"--workers: {arguments.workers} is less than 1")
     return arguments
 
 

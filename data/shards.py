@@ -9,7 +9,6 @@ shard, and its files come out the same, byte for byte, however often it was inte
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections import deque
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from checkpoint import fsync_folder
+from checkpoint import fsync_folder, replacing
 from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, Shard, dataset_folder, open_shard, read_json
 from errors import RunError, UserError
 from tokenizer import Tokenizer
@@ -99,9 +98,7 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
 
 
 def describe(folder: Path, manifest: dict) -> str:
-    totals = dict(train=0, val=0)
-    for shard in manifest["shards"]:
-        totals[split_of(shard)] += shard["tokens"]
+    totals = tokens_of(manifest)
     return (
         f"{folder}: {manifest['documents']:,} documents, {totals['train']:,} tokens for training and {totals['val']:,} for "
         f"validation in {len(manifest['shards'])} shards, {2 * sum(totals.values()) / 1e6:,.1f} MB"
@@ -166,9 +163,7 @@ class ShardWriter:
     def __init__(self, plan: Plan):
         self.plan, self.folder = plan, plan.folder
         self.manifest = open_folder(plan)
-        self.totals = dict(val=0, train=0)  # tokens taken, those of the shard in the making included
-        for shard in self.manifest["shards"]:
-            self.totals[split_of(shard)] += shard["tokens"]
+        self.totals = tokens_of(self.manifest)  # tokens taken, those of the shard in the making included
         self.split = "train" if self.totals["train"] else "val"
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
         self.filled = self.documents = 0  # tokens and first tokens of documents in the buffer
@@ -242,42 +237,33 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     body = np.ascontiguousarray(tokens, dtype="<u2")
     sha256 = hashlib.sha256(header)
     sha256.update(body)  # no copies: a shard of 100M tokens is 200 MB
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
+    with replacing(path) as file:
         file.write(header)
         file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
     return sha256.hexdigest()
 
 
-def split_of(shard: dict) -> str:
-    return shard["name"].partition("_")[0]
+def tokens_of(manifest: dict) -> dict[str, int]:
+    """The tokens that are in finished shards, by split."""
+    shards = manifest["shards"]
+    return {split: sum(s["tokens"] for s in shards if s["name"].startswith(split)) for split in ("train", "val")}
 
 
 @contextmanager
 def clean_errors(path: Path) -> Iterator[None]:
-    """Where writing `path` fails, leave no part of it behind and say how to go on. Raises RunError."""
+    """Where writing `path` fails, say how to go on. Raises RunError."""
     try:
         yield
-    except BaseException as error:
-        path.with_suffix(".tmp").unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
-        raise
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replace manifest.json in one step, after what it names is safe on the disk. "next" is kept only while unfinished."""
     content = {key: value for key, value in manifest.items() if key != "next" or not manifest["complete"]}
-    temporary = folder / "manifest.tmp"
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_folder(folder)  # the names of the shards
-    os.replace(temporary, folder / "manifest.json")
+    with replacing(folder / "manifest.json") as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
+        fsync_folder(folder)  # the names of the shards
     fsync_folder(folder)
 
 
@@ -296,7 +282,7 @@ def open_folder(plan: Plan) -> dict:
     elif any(folder.glob("*.bin")):
         raise UserError(f"{folder}: holds shards that were not made by this program; choose another --out")
     if not manifest["complete"]:
-        check_space(plan, sum(shard["tokens"] for shard in manifest["shards"]))
+        check_space(plan, sum(tokens_of(manifest).values()))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_manifest(folder, manifest)
@@ -307,7 +293,7 @@ def open_folder(plan: Plan) -> dict:
 
 def read_manifest(folder: Path) -> dict:
     manifest = read_json(folder / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT:
         raise UserError(f"{folder / 'manifest.json'}: not a manifest of this program's; choose another folder")
     return manifest
 
@@ -336,7 +322,7 @@ def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None
         raise UserError(f"{folder}: has no manifest.json to check it against")
     manifest = read_manifest(folder)
     problems = []
-    with tqdm(total=sum(shard["tokens"] for shard in manifest["shards"]), unit="tok", unit_scale=True, disable=None) as bar:
+    with tqdm(total=sum(tokens_of(manifest).values()), unit="tok", unit_scale=True, disable=None) as bar:
         for listed in manifest["shards"]:
             try:
                 problems += check_shard(open_shard(folder / listed["name"]), listed, manifest, bar)
@@ -348,15 +334,15 @@ def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None
     print(f"source: {manifest['source']} ({manifest['revision']}), tokenizer {manifest['tokenizer']}")
     if not manifest["complete"]:
         print("unfinished: the command that began it goes on")
-    train = [shard for shard in manifest["shards"] if split_of(shard) == "train"]
-    tokens = sum(shard["tokens"] for shard in train)
+    train = [shard["name"] for shard in manifest["shards"] if shard["name"].startswith("train")]
+    tokens = tokens_of(manifest)["train"]
     if train and max_iters:
         seen = max_iters * tokens_per_iter
         print(f"{max_iters:,} iterations of {tokens_per_iter:,} tokens: {seen / 1e9:,.3f}B tokens, {seen / tokens:.2f} epochs")
     elif train:
         print(f"one epoch: {tokens / tokens_per_iter:,.1f} iterations of {tokens_per_iter:,} tokens")
     if train:
-        print(f"the first training tokens: {excerpt(folder / train[0]['name'], manifest)}")
+        print(f"the first training tokens: {excerpt(folder / train[0], manifest)}")
 
 
 def check_shard(shard: Shard, listed: dict, manifest: dict, bar: tqdm) -> list[str]:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from errors import Parser, run_main
 from generate import store_by_columns
 from model import GPT, GPTConfig, KVCache
 
@@ -40,10 +41,15 @@ def measure(dtype: torch.dtype) -> dict:
     return {name: dict(least=min(values), median=statistics.median(values)) for name, values in milliseconds.items()}
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
+    Parser(__doc__).parse_args(argv)
     torch.manual_seed(0)
     results = {str(dtype).removeprefix("torch."): measure(dtype) for dtype in (torch.float32, torch.bfloat16)}
     results |= dict(unit="ms a token", threads=torch.get_num_threads(), torch=torch.__version__)
     text = json.dumps(results, indent=1)
     Path(__file__).with_suffix(".json").write_text(text + "\n")
     print(text)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -9,7 +9,6 @@ What the data costs a run: reading shards, opening them, and tokenising a stream
   stream     TrainBatches with stream=True, two workers, against tiktoken alone on two threads, in turn; ratios are medians
 """
 
-import argparse
 import json
 import os
 import platform
@@ -26,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import psutil
-import pyarrow.parquet as pq
 import torch
-from prepare_speed import tiktoken_alone
+from prepare_speed import read_arguments, take_documents, tiktoken_alone
 
 from configurator import Config
 from data.shards import write_shard
 from dataloader import TrainBatches
 from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION
+from errors import run_main
 from start import open_data
 
 RESULT = Path(__file__).parent / "cpu" / "loader.json"
@@ -141,19 +140,13 @@ def stream(parquet: Path, texts: list[str], rounds: int) -> dict:
                 rounds=measured)  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--documents", type=int, default=3000)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+def main(argv: list[str]) -> None:
+    arguments = read_arguments(argv, __doc__, documents=3000)
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary, name) for name in ("shards", "sparse")}
         for folder in folders.values():
             folder.mkdir()
-        parquet = Path(temporary, "documents.parquet")
-        table = pq.read_table(arguments.source, columns=["text"]).slice(0, arguments.documents)
-        pq.write_table(table, parquet, compression="zstd", row_group_size=1000)
+        parquet, texts = take_documents(arguments, temporary)
         result = dict(
             command=f"python results/loader_speed.py {arguments.source.name} --documents={arguments.documents} "
                     f"--rounds={arguments.rounds}",
@@ -164,7 +157,7 @@ def main() -> None:
             start_up=start_up(folders["sparse"]),
             shards=read_shards(folders["shards"]),
             data_wait=data_wait(folders["shards"]),
-            stream=stream(parquet, table.column("text").to_pylist(), arguments.rounds),
+            stream=stream(parquet, texts, arguments.rounds),
         )  # fmt: skip
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     del result["stream"]["rounds"]
@@ -172,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -20,6 +20,7 @@ import torch
 import bench
 import hardware
 from configurator import load_config
+from errors import Parser, run_main
 
 
 def peak_bytes(trainee: bench.Trainee) -> int:
@@ -33,20 +34,26 @@ def peak_bytes(trainee: bench.Trainee) -> int:
     return resident + max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
 
 
-def main(nanogpt: str, out: str, *flags: str) -> None:
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("nanogpt", type=Path, metavar="NANOGPT_CHECKOUT")
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    args, flags = parser.parse_known_args(argv)
+    if not (args.nanogpt / "model.py").is_file():
+        parser.error(f"{args.nanogpt}: no checkout of karpathy/nanoGPT; give another")
     config = load_config([*flags, "--device=cpu", "--dataset=random"])
     hw, rows = hardware.set_up(config), {}
     with tempfile.TemporaryDirectory() as folder:
         data = bench.open_data(config, Path(folder))
-        rows["nanoGPT"] = peak_bytes(bench.nanogpt_trainee(bench.build(config, hw, data), Path(nanogpt), fused=True))
+        rows["nanoGPT"] = peak_bytes(bench.nanogpt_trainee(bench.build(config, hw, data), args.nanogpt, fused=True))
         for chunk in ("off", "auto", "512"):
             rows[f"loss_chunk={chunk}"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk), hw, data))
             rows[f"{chunk}, recompute"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk, recompute=True), hw, data))
     for name, size in rows.items():
         print(f"{name:<16} {size / 2**20:8.1f} MiB  {size / rows['nanoGPT']:.3f}", flush=True)
-    command = f"python results/memory_peer.py {nanogpt} {out} {' '.join(flags)}"
-    Path(out).write_text(json.dumps(dict(command=command, bytes=rows, machine=bench.machine(hw)), indent=1) + "\n")
+    command = f"python results/memory_peer.py {' '.join(argv)}"
+    args.out.write_text(json.dumps(dict(command=command, bytes=rows, machine=bench.machine(hw)), indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_main(main)

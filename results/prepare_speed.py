@@ -33,6 +33,7 @@ import tiktoken
 
 from data.prepare_fineweb import files_source
 from data.shards import Plan, prepare
+from errors import Parser, run_main
 from tokenizer import Tokenizer
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -95,18 +96,27 @@ def ratio(rounds: list[dict], other: str, unit: str) -> float:
     return round(statistics.median(r["ours"][unit] / r[other][unit] for r in rounds), 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_arguments(argv: list[str], usage: str, documents: int) -> argparse.Namespace:
+    parser = Parser(usage)
     parser.add_argument("source", type=Path)
-    parser.add_argument("--documents", type=int, default=6000)
+    parser.add_argument("--documents", type=int, default=documents)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def take_documents(arguments: argparse.Namespace, folder: str) -> tuple[Path, list[str]]:
+    """A parquet file with the first documents of the source, and their texts."""
+    parquet = Path(folder, "documents.parquet")
+    table = pq.read_table(arguments.source, columns=["text"]).slice(0, arguments.documents)
+    pq.write_table(table, parquet, compression="zstd", row_group_size=1000)
+    return parquet, table.column("text").to_pylist()
+
+
+def main(argv: list[str]) -> None:
+    arguments = read_arguments(argv, __doc__, documents=6000)
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as temporary:
-        parquet = Path(temporary, "documents.parquet")
-        table = pq.read_table(arguments.source, columns=["text"]).slice(0, arguments.documents)
-        pq.write_table(table, parquet, compression="zstd", row_group_size=1000)
-        texts = table.column("text").to_pylist()
+        parquet, texts = take_documents(arguments, temporary)
         rows = datasets.load_dataset("parquet", data_files=str(parquet), cache_dir=temporary)["train"]
         tokens = tiktoken_alone(texts)
         routes = [
@@ -134,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -17,6 +17,7 @@ import numpy as np
 
 from configurator import load_config
 from data.shards import write_shard
+from errors import Parser, run_main
 from ranks import Ranks
 from start import Start
 from train import Run, train_step
@@ -25,7 +26,10 @@ FLAGS = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=128", "--bat
          "--device=cpu", "--dtype=float32", "--compile=False"]  # fmt: skip
 
 
-def main(pairs: int) -> None:
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("pairs", nargs="?", type=int, default=100, help="of iterations (default: 100)")
+    pairs = parser.parse_args(argv).pairs
     with tempfile.TemporaryDirectory() as folder:
         for name in ("train_000001.bin", "val_000000.bin"):
             write_shard(Path(folder, name), np.random.default_rng(0).integers(0, 256, 1_000_000))
@@ -52,4 +56,4 @@ def main(pairs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    run_main(main)

@@ -8,18 +8,15 @@ comparisons are counted in processor seconds. Medians and extremes over the turn
 Random weights of the 124M model: speed does not depend on what they are.
 """
 
-import argparse
 import io
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,9 +25,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 import transformers
 
+import bench
 import compare
 import hardware
 from configurator import Config, config_values
+from errors import Parser, run_main
 from generate import store_by_columns, stream
 from model import GPT, GPTConfig, KVCache
 from ranks import Ranks
@@ -161,20 +160,13 @@ def comparison(turns: int) -> dict:
     return dict(table_seconds=summary(table), table_and_picture_seconds=summary(picture))
 
 
-def machine() -> dict:
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        cpu = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
-    return dict(cpu=cpu, threads=torch.get_num_threads(), python=platform.python_version(), torch=torch.__version__,
-                transformers=transformers.__version__)  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of sampling, metrics, pictures and comparisons.")
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
     parser.add_argument("--turns", type=int, default=3, help="how often each contestant runs")
-    turns = parser.parse_args().turns
+    turns = parser.parse_args(argv).turns
     torch.manual_seed(0)
-    results = dict(command=f"python results/sample_speed.py --turns={turns}", date=date.today().isoformat(), machine=machine())
+    machine = bench.machine(hardware.set_up(Config(device="cpu"))) | dict(transformers=transformers.__version__)
+    results = dict(command=f"python results/sample_speed.py --turns={turns}", machine=machine)
     results["comparison_of_two_runs_of_100000_records"] = comparison(turns)
     results["metrics_and_pictures"] = metrics_and_pictures(turns)
     results["prompt_tokens"], results["new_tokens"] = PROMPT_TOKENS, NEW_TOKENS
@@ -187,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -19,13 +19,17 @@ from tqdm import tqdm
 import bench
 import hardware
 from configurator import load_config
+from errors import Parser, run_main
 from gpus import WORKSPACE_BYTES
 
 GRID = dict(batch_size=(1, 2, 4, 8), block_size=(1, 2, 4, 8), n_embd=(1, 2, 3, 4), n_layer=(1, 2, 3, 4))  # factors
 
 
 def main(argv: list[str]) -> None:
-    folder, first = Path(argv[0]), load_config(argv[1:])
+    parser = Parser(__doc__)
+    parser.add_argument("folder", type=Path)
+    known, rest = parser.parse_known_args(argv)
+    folder, first = known.folder, load_config(rest)
     on_cuda = hardware.set_up(first).device.type == "cuda"
     rows, workspace = [], 0 if on_cuda else WORKSPACE_BYTES / hardware.GIB
     points = [(name, factor) for name, factors in GRID.items() for factor in factors if factor > 1 or name == "batch_size"]
@@ -65,4 +69,4 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_main(main)

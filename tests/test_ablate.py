@@ -1,10 +1,19 @@
-"""results/ablate.py: bad studies, and a small one that is stopped and goes on."""
+"""results/*.py say how they are used; results/ablate.py: bad studies, and a small one that is stopped and goes on."""
 
 import json
+import re
 import shlex
 
 import pytest
-from conftest import flags, records, run_process
+from conftest import ROOT, flags, records, run_process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "results").glob("*.py")))
+def test_help_is_the_docstring(name):
+    code, out, err = run_process(f"results/{name}", "--help")
+    usage = re.search(rf"python results/{name}.*", (ROOT / "results" / name).read_text())[0]
+    assert code == 0 and usage in out and not err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -35,7 +37,7 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     """16 * 1024 * 32 = 524,288; times 20,000 = 10,485,760,000; / 3.68e9 = 2.849; 20,000 * 3.9 s = 21.67 h;
     N = 50304 * 384 + 12 * (12 * 384^2 + 2 * 384) + 384 = 40,560,000; 6 N + 12 * 12 * 384 * 1024 = 299,983,104 per token;
     524,288 / 3.9 * 299,983,104 / 58.3e12 = 69.2 %; 21.67 h * 200 W = 4.33 kWh."""
-    p = run(tmp_path, "plan", GPT40M, "--gpu=4070", "--iter_seconds=3.9", "--dataset_tokens=3.68e9", "--watts=200",
+    p = run(tmp_path, "plan", GPT40M, "--gpu=4070", "--iter_seconds=3.9", "--dataset_tokens=3.68B", "--watts=200",
             "--price_kwh=0.30")  # fmt: skip
     assert (p["tokens_per_iter"], p["total_tokens"]) == (524_288, 10_485_760_000)
     assert p["epochs"] == pytest.approx(2.849, abs=1e-3) and p["dataset_tokens"] == 3.68e9
@@ -166,7 +168,7 @@ def test_end_of_a_run_gives_planned_and_actual_hours(dataset, tmp_path, capsys):
         ("plan --iter_seconds=0", "iter_seconds: needs a number above 0, got '0'"),
         ("plan --watts=-5", "watts: needs a number above 0, got '-5'"),
         ("plan --price_kwh=cheap", "price_kwh: needs a number above 0, got 'cheap'"),
-        ("plan --dataset_tokens=inf", "dataset_tokens: needs a number above 0, got 'inf'"),
+        ("plan --dataset_tokens=inf", "dataset_tokens: needs a whole number above 0, such as 8 or 10M, got 'inf'"),
         ("plan --gpus=1.5", "gpus: needs a whole number"),
         ("plan --gpus=3", "gpus: 3 do not divide gradient_accumulation_steps 40"),
         ("plan --max_iters=0", "max_iters: 0 iterations are no run to plan"),
@@ -189,7 +191,7 @@ def test_bad_input_is_one_line(arguments, message):
     "arguments, message",
     [
         ("step --batch_size=0", "--batch_size: 0 is outside 1 to 1048576"),
-        ("step --trials=0", "trials: needs a number above 0, got '0'"),
+        ("step --trials=0", "trials: needs a whole number above 0"),
         ("step --device=cuda:99", "device: "),
         ("sweep --batch_sizes=7", "batch_sizes: 7 do not divide the 480 sequences of an iteration; these do: 1, 2, 3"),
         ("sweep --batch_sizes=4,x", "batch_sizes: needs whole numbers such as 4,8,16, got '4,x'"),
@@ -210,7 +212,7 @@ def test_bad_input_to_measurements_is_one_line(arguments, message, monkeypatch):
 
 def test_bad_input_exits_with_2_and_no_traceback():
     code, out, err = run_process("bench.py", "plan", "--gpu=4071", "--watts=-1")
-    assert code == 2 and out == "" and err == "error: watts: needs a number above 0, got '-1'\n"
+    assert code == 2 and out == "" and err == "error: --watts: needs a number above 0, got '-1'\n"
 
 
 # -----------------------------------------------------------------------------
@@ -419,3 +421,8 @@ def test_peer_refuses_other_work(change, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
+
+
+def test_readmes_table_is_what_was_measured():
+    done = subprocess.run([sys.executable, ROOT / "results/peer_table.py"], check=True, capture_output=True, text=True)
+    assert done.stdout in (ROOT / "README.md").read_text()

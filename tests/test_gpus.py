@@ -34,6 +34,8 @@ def test_parts_of_gpt124m_by_hand():
     assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768  # positions are looked up in float32
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
+    with_muon = memory_bytes(GPT124M, 8, BF16, compiled=True, optimizer="muon")  # one momentum of 12 * 12 * 768^2 weights
+    assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
 
@@ -97,7 +99,9 @@ def trainee(folder, **changes) -> bench.Trainee:
         dict(n_layer=2, n_embd=256, dtype="float32", loss_chunk="off", tie_weights=False),
         dict(n_layer=2, n_embd=128, dtype="float32", loss_chunk=256),
         dict(n_layer=4, n_embd=128, dtype="bfloat16"),
+        dict(n_layer=2, n_embd=128, dtype="float32", optimizer="muon"),
         dict(n_layer=2, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False),
+        dict(n_layer=2, n_embd=128, dtype="float32", model="fast", tie_weights=False),
         dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, loss_chunk="256"),
         dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True),
         dict(n_layer=4, n_embd=256, dtype="float32", recompute=True, dataset="tiny"),  # few logits: the peak is in a block
@@ -115,7 +119,7 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
     """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
     t = trainee(tmp_path, **changes | (dict(dataset=dataset) if "dataset" in changes else {}))
     measured = peak_bytes(t)
-    modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile).values()) - WORKSPACE_BYTES
+    modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile, t.config.optimizer).values()) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 

@@ -1,11 +1,14 @@
 """Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs."""
 
 import ctypes
+import platform
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 import hardware
 from configurator import Config
@@ -168,3 +171,21 @@ def test_energy_is_what_nvml_counts(tmp_path, monkeypatch):
 def test_energy_grows_on_a_gpu():
     gpu = hardware.Hardware(torch.device("cuda"), torch.bfloat16, "a GPU", None)
     assert gpu.energy_kwh() is None or gpu.energy_kwh() > 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's malloc")
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_freed_by_a_tensor_stays_for_the_next(keep):
+    """Without it glibc unmaps a block of 256 MB at once; touching new pages is what costs."""
+    code = f"""
+import re, torch, hardware
+from configurator import Config
+def resident(): return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+if {keep}: hardware.set_up(Config(device="cpu", dtype="float32"))
+before = resident()
+torch.ones(2**26)
+print(resident() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    grown = float(done.stdout)
+    assert grown > 200 if keep else grown < 100

@@ -24,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console import parse_count
 from data import prepare_fineweb, prepare_text
 from data.shards import Plan, check_folder, prepare
 from dataset import open_dataset
@@ -246,6 +247,7 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 SLOW = """
 import sys, time
 from errors import run_main
+from console import parse_count
 from data import prepare_fineweb, shards
 shards.CHARS_PER_TASK = 2000
 encode_rows = shards.encode_rows
@@ -321,6 +323,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, 
 def test_a_read_only_folder_is_one_line():
     script = """
 import os, sys
+from console import parse_count
 from data import prepare_fineweb
 from errors import run_main
 from tokenizer import Tokenizer
@@ -501,10 +504,10 @@ def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, me
 
 
 @pytest.mark.parametrize("flag, message", [
-    ("--tokens=ten", "--tokens: needs a number of tokens such as 10M or 1e9, got 'ten'"),
+    ("--tokens=ten", "--tokens: needs a whole number above 0, such as 8 or 10M, got 'ten'"),
     ("--tokens=0", "got '0'"),
     ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
-    ("--workers=0", "--workers: 0 is less than 1"),
+    ("--workers=0", "--workers: needs a whole number above 0, such as 8 or 10M, got '0'"),
     ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
     ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
     ("--tokens=1e15", "needs 2,000,000.05 GB of disk"),
@@ -522,7 +525,7 @@ def test_a_command_that_cannot_work(bytes_for_tokens, tmp_path, monkeypatch, fla
 
 @pytest.mark.parametrize("text, number", [("1B", 10**9), ("10M", 10**7), ("1.5k", 1500), ("1e9", 10**9), ("1_000", 1000)])
 def test_numbers_of_tokens(text, number):
-    assert prepare_fineweb.count(text) == number
+    assert parse_count(text) == number
 
 
 def test_errors_are_lines_and_not_tracebacks(tmp_path):

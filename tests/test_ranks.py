@@ -58,6 +58,12 @@ def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
     assert all(torch.allclose(one[k], two[k], atol=1e-6, rtol=0) for k in one)
 
 
+def test_a_run_that_diverges_says_so_once_for_all_ranks(dataset, tmp_path):
+    options = OPTIONS | dict(learning_rate=1e30, max_skips=2)
+    code, _, err = torchrun(2, "train.py", *flags(dataset, tmp_path, **options))
+    assert code != 0 and err.count("error: 2 updates in a row skipped") == 1
+
+
 @pytest.mark.slow
 def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(dataset, tmp_path):
     run_here(dataset, tmp_path / "1", **OPTIONS)

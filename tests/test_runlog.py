@@ -7,10 +7,11 @@ import torch
 
 import runlog
 from configurator import Config
+from console import count, duration
 from errors import RunError
 from hardware import Hardware
 from ranks import Ranks
-from runlog import IterationResult, Ledger, RunLog, count, drop_records, duration
+from runlog import IterationResult, Ledger, RunLog, drop_records
 
 
 class Clock:
