@@ -180,12 +180,12 @@ def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bo
 
 @contextlib.contextmanager
 def readable_errors(config: Config):
-    """Out of memory, in any of its forms, and a torch.compile that does not work, as one line."""
+    """Out of memory, in any of its forms (a killed process too), and a torch.compile that does not work, as one line."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         text = str(error).strip().partition("\n")[0]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError, BrokenProcessPool)) or "can't allocate memory" in text:
             raise OutOfMemory(f"out of memory with batch_size={config.batch_size}; a smaller --batch_size") from None
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             raise RunError(f"torch.compile does not work here ({text}); --compile=False") from None
@@ -214,10 +214,10 @@ def with_batch(config: Config, batch_size: int) -> Config:
 def machine(hw: hardware.Hardware) -> dict:
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     names = [line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")]
-    return dict(device=hw.name, dtype=str(hw.dtype).removeprefix("torch."), peak_tflops=hw.peak_tflops,
-                cpu=names[0] if names else platform.processor(), cpu_cores=os.cpu_count(), threads=torch.get_num_threads(),
-                torch=torch.__version__, python=platform.python_version(), system=platform.system(),
-                date=time.strftime("%Y-%m-%d"))  # fmt: skip
+    return dict(device=hw.name, device_type=hw.device.type, dtype=str(hw.dtype).removeprefix("torch."),
+                peak_tflops=hw.peak_tflops, cpu=names[0] if names else platform.processor(), cpu_cores=os.cpu_count(),
+                threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
+                system=platform.system(), date=time.strftime("%Y-%m-%d"))  # fmt: skip
 
 
 def matmul_tflops(hw: hardware.Hardware) -> float:
@@ -286,11 +286,9 @@ def step(config: Config, options: dict) -> dict:
 
     def examine(trainee: Trainee) -> dict:
         flops = flops_per_token(trainee.model.config) * config.iter_tokens
-        shares = []
-        for _ in range(trials):  # a large product and an iteration in turn: a busy machine slows both
-            rate = matmul_tflops(trainee.hw)
-            shares.append(flops / trainee.timed(1) / 1e12 / rate)
-        found = dict(matmul_tflops=rate, mfu_of_matmul=statistics.median(shares),
+        pairs = [(matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)]  # a busy machine slows both
+        shares = [flops / seconds / 1e12 / rate for rate, seconds in pairs]
+        found = dict(matmul_tflops=statistics.median(rate for rate, _ in pairs), mfu_of_matmul=statistics.median(shares),
                      mfu_of_matmul_range=[min(shares), max(shares)], split_ms=split_ms(trainee))  # fmt: skip
         if options["profile"]:
             found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
@@ -503,66 +501,64 @@ def peer(config: Config, options: dict) -> dict:
     hw = hardware.set_up(config)
     if shipped not in (None, "eager", "compiled") or shipped and hw.device.type != "cpu":
         raise UserError(f"as_shipped: {shipped!r} is none of eager, compiled; for a CPU")
-    theirs = replace(config, compile=shipped == "compiled") if shipped else config
-    their_hw = replace(hw, dtype=torch.float32) if shipped else hw
-    with contextlib.ExitStack() as stack:
-        sides = {side: stack.enter_context(new_process()) for side in ("ours", "nanoGPT")}
-        folders = {side: Path(stack.enter_context(tempfile.TemporaryDirectory())) for side in sides}
-        starts = dict(ours=sides["ours"].submit(start_side, config, hw, folders["ours"]),
-                      nanoGPT=sides["nanoGPT"].submit(start_side, theirs, their_hw, folders["nanoGPT"], folder,
-                                                      fused=not shipped))  # fmt: skip
-        first = {side: start.result() for side, start in starts.items()}
+    theirs = replace(config, compile=shipped == "compiled", dtype="float32") if shipped else config
+    with contextlib.ExitStack() as stack, readable_errors(config):
+        names = ("ours", "nanoGPT")
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) for _ in names]
+        sides = {side: stack.enter_context(new_process()) for side in names}
+        starts = [sides["ours"].submit(start_side, config, folders[0]),
+                  sides["nanoGPT"].submit(start_side, theirs, folders[1], folder, fused=not shipped)]  # fmt: skip
+        first = {side: start.result() for side, start in zip(sides, starts)}
         for what, tolerance in (("parameters", 0), ("first_loss", SAME_LOSS)):
             a, b = (first[side][what] for side in sides)
             if abs(a - b) > tolerance:
                 raise UserError(f"nanogpt: other work: {what.replace('_', ' ')} {a:.10g} here, {b:.10g} there")
         iters = min(math.ceil(WINDOW_SECONDS / max(side.submit(time_side, 1).result()[0] for side in sides.values())), 100)
-        seconds, memory = {side: [] for side in sides}, dict.fromkeys(sides)
+        seconds, memory = {side: [] for side in sides}, {}
         for trial in tqdm(range(trials_of(options, 5)), desc="peer", disable=None):
-            for side in list(sides)[:: 1 if trial % 2 else -1]:
+            for side in names[:: 1 if trial % 2 else -1]:
                 taken, memory[side] = sides[side].submit(time_side, iters).result()
                 seconds[side].append(taken)
     ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
     speed, spread = statistics.median(ratios), [min(ratios), max(ratios)]
-    memory_ratio = memory["ours"] / memory["nanoGPT"]
+    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
     for side in sides:
         rate = config.iter_tokens / statistics.median(seconds[side])
-        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}, memory {memory[side]:.2f} GiB")
-    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows), "
-        f"{memory_ratio:.3f} x the memory")  # fmt: skip
+        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}"
+            + (f", memory {memory[side]:.2f} GiB" if memory[side] else ""))  # fmt: skip
+    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows)"
+        + (f", {memory_ratio:.3f} x the memory" if memory_ratio else ""))  # fmt: skip
     return dict(as_shipped=shipped, speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds,
-                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=config.iter_tokens,
-                first={side: first[side] for side in sides}, machine=machine(hw))  # fmt: skip
+                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=config.iter_tokens, first=first,
+                machine=machine(hw))  # fmt: skip
 
 
 started: tuple[Trainee, float]  # in a process of a side: what start_side built, and the memory in use before
 
 
-def start_side(config: Config, hw: hardware.Hardware, tokens: Path, nanogpt: Path | None = None, fused: bool = True) -> dict:
+def start_side(config: Config, tokens: Path, nanogpt: Path | None = None, fused: bool = True) -> dict:
     """Build a side of `peer` in this process and run its first iteration. nanoGPT's keeps the system's handling of memory."""
     global started
-    if nanogpt:
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    else:
-        hardware.set_up(config)
-    before = 0 if hw.device.type == "cuda" else hw.peak_memory_gib() or math.nan
+    hw = hardware.set_up(config, keep_memory=not nanogpt)
+    before = 0 if hw.device.type == "cuda" else hw.peak_memory_gib() or 0
     with readable_errors(config):
         side = build(config, hw, open_data(config, tokens))
         side = nanogpt_trainee(side, nanogpt, fused) if nanogpt else side
         started = side, before
-        return dict(parameters=sum(p.numel() for p in side.model.parameters()), first_loss=side.step()[0].item())
+        first = dict(parameters=sum(p.numel() for p in side.model.parameters()), first_loss=side.step()[0].item())
+        torch.cuda.empty_cache()  # the other side's turn
+        return first
 
 
-def time_side(iters: int) -> tuple[float, float]:
-    """Seconds per iteration of the side in this process, and its peak memory so far, GiB."""
+def time_side(iters: int) -> tuple[float, float | None]:
+    """Seconds per iteration of the side in this process, and the most memory it has taken, GiB; None where unknown."""
     side, before = started
     with readable_errors(side.config):
         if side.hw.device.type == "cuda":
             side.timed(1)  # takes from the card what the last call gave back
-        seconds, memory = side.timed(iters), (side.hw.peak_memory_gib() or math.nan) - before
-        if side.hw.device.type == "cuda":
-            torch.cuda.empty_cache()  # the other side's turn
-        return seconds, memory
+        seconds, peak = side.timed(iters), side.hw.peak_memory_gib()
+        torch.cuda.empty_cache()
+        return seconds, peak and peak - before
 
 
 def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:

@@ -5,6 +5,7 @@ What people read and type: lines on the console, numbers short and long.
 import argparse
 import os
 import sys
+from decimal import Decimal, InvalidOperation
 
 
 def say(line: str) -> None:
@@ -29,10 +30,10 @@ def parse_count(text: str) -> int:
     """A whole number above 0: 8, 10_000_000, 10M or 1e7. Raises what argparse makes an error line of."""
     factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
     try:
-        number = float(text[:-1] if factor > 1 else text) * factor
-        if number.is_integer() and number >= 1:
+        number = Decimal(text[:-1] if factor > 1 else text) * factor  # 8.2 million is no whole number in binary
+        if 1 <= number < 2**63 and number == int(number):
             return int(number)
-    except ValueError:
+    except InvalidOperation:
         pass
     raise argparse.ArgumentTypeError(f"needs a whole number above 0, such as 8 or 10M, got {text!r}")
 

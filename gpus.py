@@ -86,7 +86,7 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
     stream at both norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and
     after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
-    formula keeps its T x T weights too. A logit takes three float32 numbers in eager mode, when the loss's backward pass
+    formula keeps its T x T weights too, under CUDA's autocast in float32 and in bfloat16 (under a CPU's in bfloat16 alone). A logit takes three float32 numbers in eager mode, when the loss's backward pass
     turns the gradient of its log-softmax into its own; compiled code writes the gradient over the logit itself, and then
     makes that of the head's weights. With loss_chunk there are logits of so many tokens only. With recompute only the stream
     at each block's entry is kept; once the logits are gone, one block's part is there again, with the gradients in its MLP and

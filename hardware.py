@@ -109,13 +109,16 @@ def check_device(config: Config) -> list[str]:
     return []
 
 
-def set_up(config: Config, local_rank: int = 0) -> Hardware:
-    """Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank has its own GPU."""
+def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
+    """
+    Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank has its own GPU; on a CPU
+    freed memory is kept, unless the system's own handling is wanted.
+    """
     device = torch.device(config.device if config.device != "auto" else best_device())
     if device.type == "cuda":
         torch.cuda.set_device(device if device.index is not None else torch.device("cuda", local_rank))
         device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cpu":
+    if device.type == "cpu" and keep_memory:
         keep_freed_memory()
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
     # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle

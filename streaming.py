@@ -133,10 +133,9 @@ class Stream:
         ))  # fmt: skip
 
     def close(self) -> None:
-        workers = getattr(self.pieces, "_workers", ())
-        self.pieces = None  # ends them, unless a thread still waits for one that does not answer
-        for worker in workers:
-            worker.kill()
+        for worker in getattr(self.pieces, "_workers", ()):
+            worker.kill()  # left to end by itself in the midst of reading ahead, Arrow's threads abort it aloud
+        self.pieces = None
 
 
 # -----------------------------------------------------------------------------

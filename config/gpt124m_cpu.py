@@ -16,4 +16,4 @@ log_interval = 1
 device = 'cpu'
 dtype = 'auto' # bfloat16 where the processor computes in it, else float32
 flash = False # at 256 tokens plain products are faster on a CPU, backward most of all
-compile = True # takes a minute at first, then saves a few per cent of the time and 10 % of the memory
+compile = True # takes a minute at first, then 3.3 GiB in place of 3.7 at much the same speed

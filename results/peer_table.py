@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import bench
 from configurator import Config, load_config
-from errors import run_main
+from errors import Parser, run_main
 
 HEAD = """\
 | device | model, micro-batch | dtype | nanoGPT, tok/s | here, tok/s | ratio of pairs | memory |
@@ -32,7 +32,7 @@ def row(result: dict) -> str:
     rates = {
         side: result["tokens_per_iter"] / statistics.median(seconds) for side, seconds in result["seconds_per_iter"].items()
     }
-    device = machine["device"] if machine["peak_tflops"] else f"{machine['threads']} cores, {machine['cpu']}"
+    device = machine["device"] if machine.get("device_type") == "cuda" else f"{machine['threads']} cores, {machine['cpu']}"
     mode = "compiled" if c.compile else "eager"
     dtype = (
         f"nanoGPT as shipped: float32, {shipped}; here {machine['dtype']}, {mode}" if shipped else f"{machine['dtype']}, {mode}"
@@ -52,7 +52,8 @@ def table() -> str:
 
 
 def main(argv: list[str]) -> None:
-    print(table() if not argv else __doc__.strip())
+    Parser(description=__doc__).parse_args(argv)
+    print(table())
 
 
 if __name__ == "__main__":

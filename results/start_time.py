@@ -1,7 +1,7 @@
 """
 Seconds from the command to the first logged iteration, with an empty cache of compiled code and with a warm one, in turn.
 
-    python results/start_time.py CONFIG [--key=value ...]       PAIRS=3 in the environment: so many of both
+    python results/start_time.py [--pairs=3] CONFIG [--key=value ...] > start_time.json
 """
 
 import json
@@ -18,8 +18,12 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import bench
+import hardware
+from configurator import load_config
+from console import parse_count
 from data.shards import write_shard
-from errors import UserError, run_main
+from errors import Parser, UserError, run_main
 from tokenizer import GPT2_VOCAB
 
 
@@ -37,20 +41,22 @@ def seconds_to_first_iteration(argv: list[str], out_dir: Path, cache: Path) -> f
 
 
 def main(argv: list[str]) -> None:
-    if not argv or argv[0] in ("-h", "--help"):
-        return print(__doc__.strip())
+    parser = Parser(description=__doc__)
+    parser.add_argument("--pairs", type=parse_count, default=3, metavar="N")
+    args, rest = parser.parse_known_args(argv)
     seconds = dict(cold=[], warm=[])
-    for _ in tqdm(range(int(os.environ.get("PAIRS", 3))), unit="pair"):
+    for _ in tqdm(range(args.pairs), unit="pair"):
         with tempfile.TemporaryDirectory() as folder:
             data = Path(folder, "random")
             data.mkdir()
             for split in ("train", "val"):
                 write_shard(data / f"{split}_000000.bin", np.random.default_rng(0).integers(0, GPT2_VOCAB, 2**20))
             for state in seconds:
-                arguments = [*argv, f"--dataset={data}"]
+                arguments = [*rest, f"--dataset={data}"]
                 seconds[state].append(seconds_to_first_iteration(arguments, Path(folder, "out"), Path(folder, "cache")))
     ratios = [warm / cold for cold, warm in zip(seconds["cold"], seconds["warm"])]
-    result = dict(command=f"python results/start_time.py {' '.join(argv)}", seconds=seconds, ratios=ratios)
+    machine = bench.machine(hardware.set_up(load_config(rest)))
+    result = dict(command=f"python results/start_time.py {' '.join(argv)}", seconds=seconds, ratios=ratios, machine=machine)
     print(json.dumps(result, indent=1))
     print(f"warm {statistics.median(seconds['warm']):.1f} s, cold {statistics.median(seconds['cold']):.1f} s, "
           f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", file=sys.stderr)  # fmt: skip

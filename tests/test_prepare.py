@@ -247,7 +247,6 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 SLOW = """
 import sys, time
 from errors import run_main
-from console import parse_count
 from data import prepare_fineweb, shards
 shards.CHARS_PER_TASK = 2000
 encode_rows = shards.encode_rows
@@ -323,7 +322,6 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, 
 def test_a_read_only_folder_is_one_line():
     script = """
 import os, sys
-from console import parse_count
 from data import prepare_fineweb
 from errors import run_main
 from tokenizer import Tokenizer
@@ -523,7 +521,9 @@ def test_a_command_that_cannot_work(bytes_for_tokens, tmp_path, monkeypatch, fla
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("text, number", [("1B", 10**9), ("10M", 10**7), ("1.5k", 1500), ("1e9", 10**9), ("1_000", 1000)])
+@pytest.mark.parametrize(
+    "text, number", [("1B", 10**9), ("10M", 10**7), ("1.5k", 1500), ("8.2M", 8_200_000), ("1e9", 10**9), ("1_000", 1000)]
+)
 def test_numbers_of_tokens(text, number):
     assert parse_count(text) == number
 
