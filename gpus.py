@@ -82,18 +82,18 @@ def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | Non
 def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool,
                  optimizer: str = "adamw") -> dict[str, float]:
     """
-    Memory that training with accumulated gradients takes, bytes by part: a model, counted from what autograd
-    keeps until the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual
-    stream at both norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and
-    after GELU 16C, sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention
-    formula keeps its T x T weights too, under CUDA's autocast in float32 and in bfloat16 (under a CPU's in bfloat16 alone). A logit takes three float32 numbers in eager mode, when the loss's backward pass
-    turns the gradient of its log-softmax into its own; compiled code writes the gradient over the logit itself, and then
-    makes that of the head's weights. With loss_chunk there are logits of so many tokens only. With recompute only the stream
-    at each block's entry is kept; once the logits are gone, one block's part is there again, with the gradients in its MLP and
-    of its matrices (compiled code hands over those of all matrices at the end). On the CPU all this equals the
-    tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later and is higher, when the
-    gradients of a tied table are summed. The fast model's numbers are measured there: its rotations and norms
-    run in float32, and so does its logits' cap, in four steps.
+    Memory that training with accumulated gradients takes, bytes by part: a model, counted from what autograd keeps until
+    the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual stream at both
+    norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and after GELU 16C,
+    sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention formula keeps its T x
+    T weights too, under CUDA's autocast in float32 and in bfloat16 (under a CPU's in bfloat16 alone). A logit takes three
+    float32 numbers in eager mode, when the loss's backward pass turns the gradient of its log-softmax into its own;
+    compiled code writes the gradient over the logit itself, and then makes that of the head's weights. With loss_chunk
+    there are logits of so many tokens only. With recompute only the stream at each block's entry is kept; once the logits
+    are gone, one block's part is there again, with the gradients in its MLP and of its matrices (compiled code hands over
+    those of all matrices at the end). On the CPU all this equals the tensors alive at the peak; with fewer tokens in a
+    micro-batch than channels the peak comes later and is higher, when the gradients of a tied table are summed. The fast
+    model's numbers are measured there: its rotations and norms run in float32, and so does its logits' cap, in four steps.
     """
     n, in_products = count_parameters(model)
     C, T, half, fast = model.n_embd, model.block_size, dtype != torch.float32, model.model == "fast"
