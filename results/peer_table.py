@@ -41,7 +41,8 @@ def row(result: dict) -> str:
     columns = (
         device, f"{c.n_layer} x {c.n_embd}, {c.batch_size} x {c.block_size}", dtype,
         f"{rates['nanoGPT']:,.0f}", f"{rates['ours']:,.0f}",
-        f"{result['speed_ratio']:.2f} ({low:.2f} to {high:.2f})", f"{result['memory_ratio']:.2f}",
+        f"{result['speed_ratio']:.2f} ({low:.2f} to {high:.2f})",
+        f"{result['memory_ratio']:.2f}" if result["memory_ratio"] else "n/a",
     )  # fmt: skip
     return f"| {' | '.join(columns)} |"
 
