@@ -21,10 +21,13 @@ from console import warn
 from gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
-if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name is the user's choice
+in_wsl = "microsoft" in platform.release().lower()  # where NVIDIA's driver may crash on what follows (pytorch 192330)
+if sys.platform == "linux" and not in_wsl and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name: the user's choice
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
 
 GIB = 2**30
+PLAIN_BLOCK_SIZE = 512  # up to which plain attention in bfloat16 clearly beats the fused kernel on a CPU
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 @dataclass
@@ -188,8 +191,24 @@ def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | N
     return row_peak(row, dtype, tf32) if row else None
 
 
-def tensor_core_hints(config: Config, vocab_size: int) -> list[str]:
-    """Sizes that keep matrix products off full tensor-core tiles (NVIDIA's matrix multiplication guide), one line each."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """In any of its forms: torch's own error, cuBLAS's or Triton's, the system's, or one inside what torch.compile raises."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    return False
+
+
+def speed_hints(config: Config, vocab_size: int, hw: Hardware) -> list[str]:
+    """
+    One line for each setting that costs speed on this device: sizes that keep matrix products off full tensor-core tiles
+    (NVIDIA's matrix multiplication guide), the fused attention where plain products beat it (results/README.md).
+    """
+    if hw.device.type == "cpu":
+        slow = config.flash and hw.dtype == torch.bfloat16 and config.block_size <= PLAIN_BLOCK_SIZE
+        return ["hint: with so short a context --flash=False is faster on a CPU"] * slow
     sizes = (
         ("n_embd", config.n_embd, 64),
         ("n_embd / n_head, the head size,", config.n_embd // config.n_head, 8),

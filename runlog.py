@@ -23,7 +23,7 @@ from console import count, duration, say, warn
 from dataloader import ShuffledWindows
 from dataset import Dataset
 from errors import RunError, UserError
-from hardware import Hardware, tensor_core_hints
+from hardware import Hardware, speed_hints
 from model import GPTConfig
 from ranks import Ranks
 from recipe import count_parameters, flops_per_token
@@ -135,7 +135,7 @@ class RunLog:
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
-        for hint in tensor_core_hints(c, model.vocab_size) if self.ranks.first else []:
+        for hint in speed_hints(c, model.vocab_size, hw) if self.ranks.first else []:
             print(hint, file=sys.stderr, flush=True)
         self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
                     peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=c.iter_tokens,

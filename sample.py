@@ -142,7 +142,9 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print()
         return 130
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not hardware.is_out_of_memory(error):
+            raise
         raise RunError("out of memory; fewer --num_samples") from None
     for sample in samples[1:]:
         print(f"{RULER}\n{text.decode(sample)}")

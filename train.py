@@ -207,6 +207,7 @@ class Run:
         if c.compile:
             self.compile()
         self.step_model = self.ranks.data_parallel(self.compiled)  # averages gradients
+        gc.collect()  # what compiling left
         gc.freeze()  # the garbage collector would go through a million objects of torch's, again and again
         self.ledger.switch("other")
         while True:
@@ -264,9 +265,9 @@ class Run:
                         loss = self.compiled(x, y)
                     loss.backward()
                 evaluate(self.compiled, [(x, y, 1)], self.hw.autocast())
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # no compiler, or a platform without one: every backend fails in its own way
+                if hardware.is_out_of_memory(error):
+                    raise
                 reason = str(error).strip().partition("\n")[0]
                 warn(f"torch.compile does not work here ({reason}); going on without")
                 self.compiled, self.config.compile = self.model, False
@@ -371,7 +372,12 @@ def main(argv: list[str]) -> int:
         return 0
     start.say_what_changed(config)
     ranks.from_first(prepare_on_demand, config)
-    run = Run(config, start, ranks)
+    try:
+        run = Run(config, start, ranks)
+    except (RuntimeError, MemoryError) as error:
+        if not hardware.is_out_of_memory(error):
+            raise
+        raise RunError("device: out of memory before the first iteration; is another process using it? nvidia-smi") from None
     del start  # a checkpoint in memory
     try:
         reason = run.loop()
@@ -379,7 +385,9 @@ def main(argv: list[str]) -> int:
         run.rewind()
         run.save(last=True)
         reason = signal.Signals(int(run.signals.agreed)).name
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not hardware.is_out_of_memory(error):
+            raise
         advice = out_of_memory_advice(config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size)
         raise RunError(advice) from None
     except RunError:

@@ -135,10 +135,24 @@ def test_only_float16_scales_its_loss():
     assert not hw(None, BF16).grad_scaler().is_enabled()
 
 
-def test_hints_name_sizes_that_miss_the_tensor_cores():
-    assert hardware.tensor_core_hints(Config(), 50304) == []
-    hints = hardware.tensor_core_hints(Config(n_embd=100, n_head=10), 50257)
-    assert len(hints) == 3 and all(hint.startswith("hint: ") for hint in hints)
+def test_out_of_memory_is_known_in_any_form():
+    wrapped = torch._dynamo.exc.BackendCompilerFailed(print, RuntimeError("Triton Error [CUDA]: out of memory"), None)
+    caused = RuntimeError("compiling failed")
+    caused.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    for error in (wrapped, caused, MemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")):
+        assert hardware.is_out_of_memory(error), error
+    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("memory"), None):
+        assert not hardware.is_out_of_memory(error)
+
+
+def test_hints_name_what_costs_speed_on_this_device():
+    cpu, gpu = (Hardware(torch.device(name), torch.bfloat16, "test", None) for name in ("cpu", "cuda"))
+    odd, short = Config(n_embd=100, n_head=10), Config(block_size=256)
+    assert hardware.speed_hints(Config(), 50304, gpu) == hardware.speed_hints(short, 50304, gpu) == []
+    hints = hardware.speed_hints(odd, 50257, gpu)
+    assert len(hints) == 3 and all(hint.startswith("hint: ") and "tensor cores" in hint for hint in hints)
+    assert hardware.speed_hints(odd, 50257, cpu) == hardware.speed_hints(Config(block_size=256, flash=False), 50304, cpu) == []
+    assert ["--flash=False" in hint for hint in hardware.speed_hints(short, 50304, cpu)] == [True]
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():

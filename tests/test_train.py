@@ -385,12 +385,22 @@ def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(dataset, 
     assert capsys.readouterr().err.count("no samples: tokenizer gpt2") == 1
 
 
-def test_out_of_memory_names_a_pair_that_halves_it(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+def test_out_of_memory_names_a_pair_that_halves_it(error, dataset, tmp_path, monkeypatch):
     def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(train, "train_step", full)
     with pytest.raises(UserError, match="--batch_size=2 --gradient_accumulation_steps=4"):
+        run_here(dataset, tmp_path)
+
+
+def test_a_gpu_that_another_process_fills_is_one_line(dataset, tmp_path, monkeypatch):
+    def full(_):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(train, "build_model", full)
+    with pytest.raises(UserError, match="device: out of memory before the first iteration"):
         run_here(dataset, tmp_path)
 
 
