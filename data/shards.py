@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
-from checkpoint import fsync_folder, replacing
+from checkpoint import fsync_folder, replacing, try_lock
 from dataset import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, Shard, dataset_folder, open_shard, read_json
 from errors import RunError, UserError
 from tokenizer import Tokenizer
@@ -162,7 +163,7 @@ class ShardWriter:
 
     def __init__(self, plan: Plan):
         self.plan, self.folder = plan, plan.folder
-        self.manifest = open_folder(plan)
+        self.manifest, self.lock = open_folder(plan)
         self.totals = tokens_of(self.manifest)  # tokens taken, those of the shard in the making included
         self.split = "train" if self.totals["train"] else "val"
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
@@ -217,6 +218,7 @@ class ShardWriter:
         if not self.totals["train"]:  # leave nothing that looks like a dataset
             for name in [shard["name"] for shard in self.manifest["shards"]] + ["manifest.json"]:
                 (self.folder / name).unlink()
+            self.release()
             with suppress(OSError):  # not empty: something else is in it
                 self.folder.rmdir()
             if not self.tokens:
@@ -228,6 +230,11 @@ class ShardWriter:
             )
         self.manifest["complete"] = True
         self.finish_shard()
+        self.release()
+
+    def release(self) -> None:
+        self.lock.close()
+        (self.folder / "lock").unlink()
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -267,8 +274,11 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     fsync_folder(folder)
 
 
-def open_folder(plan: Plan) -> dict:
-    """The manifest to go on with: a new one, or that of an earlier start of the same preparation. Raises UserError."""
+def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
+    """
+    The manifest to go on with, a new one or that of an earlier start of the same preparation, and, unless it is complete,
+    what keeps other preparations out as long as it is open. Raises UserError.
+    """
     folder, manifest = plan.folder, plan.manifest()
     if (folder / "manifest.json").exists():
         found = read_manifest(folder)
@@ -281,14 +291,20 @@ def open_folder(plan: Plan) -> dict:
         manifest = found
     elif any(folder.glob("*.bin")):
         raise UserError(f"{folder}: holds shards that were not made by this program; choose another --out")
-    if not manifest["complete"]:
-        check_space(plan, sum(tokens_of(manifest).values()))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_manifest(folder, manifest)
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
-    return manifest
+    if manifest["complete"]:
+        return manifest, None
+    check_space(plan, sum(tokens_of(manifest).values()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "wb")
+        if not try_lock(lock):
+            raise UserError(f"{folder}: another preparation is writing to it; wait for that one, or choose another --out")
+        if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
+            raise UserError(f"{folder}: another preparation was writing to it until now; the same command goes on")
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
+    return manifest, lock
 
 
 def read_manifest(folder: Path) -> dict:

@@ -304,6 +304,18 @@ def test_stopped_anywhere_the_same_command_ends_with_the_same_bytes(source, stra
     assert contents(out) == contents(straight)
 
 
+def test_two_preparations_in_one_folder_do_not_touch_each_other(source, straight, tmp_path):
+    out = tmp_path / "out"
+    first = slow_fineweb(source, out, workers=1)
+    wait_for_shards(out, 2, first)
+    first.send_signal(signal.SIGSTOP)  # in the middle, for as long as the second takes
+    second = slow_fineweb(source, out, workers=1)
+    message = f"error: {out}: another preparation is writing to it; wait for that one, or choose another --out\n"
+    assert second.communicate(timeout=60)[1] == message and second.returncode == 2
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(60) == 0 and contents(out) == contents(straight)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left")
 def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, tmp_path):
     source = write_parquet(tmp_path / "a.parquet", documents(400))
@@ -313,7 +325,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, 
     (out / "train_000002.tmp").symlink_to("/dev/full")
     with pytest.raises(RunError, match="train_000002.bin: No space left on device; .*the same command goes on"):
         fineweb(*flags, f"--out={out}")
-    assert sorted(contents(out)) == ["manifest.json", "train_000001.bin", "val_000000.bin"]
+    assert sorted(contents(out)) == ["lock", "manifest.json", "train_000001.bin", "val_000000.bin"]
     assert fineweb(*flags, f"--out={out}") == 0
     assert fineweb(*flags, f"--out={tmp_path / 'straight'}") == 0
     assert contents(out) == contents(tmp_path / "straight")
