@@ -63,7 +63,7 @@ class Config:
     dropout: float = key(0.0, "0 for pre-training, 0.1 and more for fine-tuning", low=0.0, high=0.99)
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
-    flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: the four plain lines")
+    flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once in training; auto: 1024 with compile=False, else off")
     recompute: bool = key(False, "compute each block's activations again in the backward pass: less memory, more time")
     pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
@@ -243,7 +243,6 @@ def resolve(config: Config) -> list[str]:
     if config.model == "fast":
         problems += ["tie_weights: model=fast has a head of its own; --tie_weights=False"] * config.tie_weights
         problems += ["dropout: model=fast has none; --dropout=0, or --model=gpt2"] * (config.dropout > 0)
-        problems += ["flash: model=fast has fused attention only; --flash=True"] * (not config.flash)
     micro_batch = config.batch_size * config.block_size
     if config.tokens_per_iter:
         steps, rest = divmod(config.tokens_per_iter, micro_batch)

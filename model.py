@@ -58,13 +58,23 @@ class KVCache:
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None) -> Tensor:
+    """
+    F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs). In bfloat16
+    on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024 (results/cpu/kernels.json).
+    """
+    scores = q * (q.size(-1) ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # (B, nh, T, T and what is cached)
+    if is_causal:
+        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)  # an addition is faster than masked_fill
+    return F.dropout(F.softmax(scores, dim=-1), dropout_p) @ v
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one product
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.attn_dropout = nn.Dropout(config.dropout)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -72,16 +82,10 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).transpose(1, 2).chunk(3, dim=1)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.flash:  # (B, nh, T, hs); a lone token, as generation has them, may see all that came before it
-            dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
-        else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T and what is cached)
-            future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + k.size(2) - T)
-            weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-            y = self.attn_dropout(weights) @ v
-        y = y.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(y))
+        # A lone token, as generation has them, sees all before it; cuDNN would plan its fused kernel anew at each length
+        attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
+        y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
 class MLP(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPTConfig, KVCache, mean_loss
+from model import GPTConfig, KVCache, mean_loss, plain_attention
 
 ROTARY_BASE = 1024  # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts (records)
 LOGIT_CAP = 15.0  # logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
@@ -43,7 +43,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.flash = config.n_head, config.flash
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one product
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -55,7 +55,8 @@ class CausalSelfAttention(nn.Module):
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
+        attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention  # as in model.py
+        y = attention(q, k, v, dropout_p=0.0, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 

@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         for triples in by_shape.values():
             directions = orthogonalize(torch.stack([update for _, update, _ in triples]), self.dtype)
             for (matrix, _, scale), direction in zip(triples, directions):
-                matrix.sub_(direction * (lr * scale))
+                matrix.sub_(direction.float() * (lr * scale))  # float16 has no room for small rates
 
     def step_others(self, group: dict, found_inf: Tensor | None) -> None:
         params = [p for p in group["params"] if p.grad is not None]

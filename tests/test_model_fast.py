@@ -163,8 +163,8 @@ def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tm
 
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
     with pytest.raises(UserError) as error:
-        run_here(dataset, tmp_path, model="fast", dropout=0.1, flash=False, n_embd=36, n_head=6)
-    assert [problem.partition(":")[0] for problem in error.value.problems] == ["n_head", "tie_weights", "dropout", "flash"]
+        run_here(dataset, tmp_path, model="fast", dropout=0.1, n_embd=36, n_head=6)
+    assert [problem.partition(":")[0] for problem in error.value.problems] == ["n_head", "tie_weights", "dropout"]
 
 
 def test_sampling_works_and_export_says_what_it_cannot(dataset, tmp_path, script):
