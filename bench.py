@@ -18,206 +18,64 @@ dataset. Their own flags, beside --json=PATH:
 """
 
 import contextlib
-import importlib.util
-import io
 import json
 import math
-import multiprocessing
-import os
-import platform
 import statistics
-import sys
-import tempfile
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import hardware
+import peer
 import plan
-import train
 from configurator import FIELDS, Config, load_config
 from console import parse_count, say
-from data.shards import write_shard
-from dataloader import TrainBatches, move
-from dataset import Dataset, check_dataset, dataset_folder, open_dataset
-from errors import Parser, RunError, UserError, did_you_mean, run_main
-from gpus import USABLE_MEMORY, fitting_batch, memory_bytes
-from recipe import build_model, build_optimizer, flops_per_token, model_config
+from errors import Parser, UserError, did_you_mean, run_main
+from gpus import USABLE_MEMORY, fitting_batch
+from measure import Trainee, attempt, like, measure
+from recipe import flops_per_token, model_config
 from tokenizer import GPT2_VOCAB
 
-WINDOW_SECONDS = 1.0  # a timed window holds as many whole iterations as this takes, at least one
-RANDOM_TOKENS = 2**22
-SAME_LOSS = 0.02  # nats: bfloat16 rounding, and nanoGPT's exact GELU instead of GPT-2's tanh formula
-
-
-class OutOfMemory(UserError):
-    """A micro-batch that does not fit."""
-
-
 # -----------------------------------------------------------------------------
-# What is measured
+# step
 
 
-@dataclass
-class Trainee:
-    """A model in training, set up as train.py does it; `step` is one iteration."""
+def step(config: Config, options: dict) -> dict:
+    trials = options["trials"] or 5
 
-    config: Config
-    hw: hardware.Hardware
-    model: torch.nn.Module
-    step_model: Callable
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    batches: Iterator
-    between: Callable[[], None] = lambda: None
+    def examine(trainee: Trainee) -> dict:
+        flops = flops_per_token(trainee.model.config) * config.iter_tokens
+        pairs = [(matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)]  # a busy machine slows both
+        shares = [flops / seconds / 1e12 / rate for rate, seconds in pairs]
+        found = dict(matmul_tflops=statistics.median(rate for rate, _ in pairs), mfu_of_matmul=statistics.median(shares),
+                     mfu_of_matmul_range=[min(shares), max(shares)], split_ms=split_ms(trainee))  # fmt: skip
+        if options["profile"]:
+            found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
+        return found
 
-    def step(self) -> Tensor:
-        c = self.config
-        losses, _ = train.train_step(self.step_model, self.optimizer, self.scaler, self.batches, c.gradient_accumulation_steps,
-                                     c.grad_clip, self.hw.autocast(), self.between)  # fmt: skip
-        return losses
-
-    def timed(self, iters: int) -> float:
-        """Seconds per iteration over a window of `iters`."""
-        self.hw.synchronize()
-        began = time.perf_counter()
-        for _ in range(iters):
-            self.step()
-        self.hw.synchronize()
-        return (time.perf_counter() - began) / iters
-
-
-def with_host_sync(trainee: Trainee) -> Trainee:
-    """Fetches each micro-step's loss to the host before the next one begins, as a loop that prints it does."""
-    last = torch.zeros(())
-
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal last
-        last = trainee.step_model(x, y)
-        return last
-
-    return replace(trainee, step_model=like(trainee.model, forward), between=lambda: last.item())
+    r = measure(config, trials, examine=examine)
+    m, split = r["machine"], r["split_ms"]
+    say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
+    say(f"step     {describe(r)}")
+    say(f"         median of {r['trials']} windows of {r['iters_per_trial']} iterations, {r['step_ms_range'][0]:.1f} to "
+        f"{r['step_ms_range'][1]:.1f} ms")  # fmt: skip
+    say(f"compile  {r['compile_seconds']:.1f} s")
+    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that "
+        f"({r['mfu_of_matmul_range'][0]:.1%} to {r['mfu_of_matmul_range'][1]:.1%}, in turn)")  # fmt: skip
+    say("split    " + ", ".join(f"{part} {ms:.1f} ms ({ms / sum(split.values()):.0%})" for part, ms in split.items()))
+    for kernel in r.get("top_kernels", []):
+        say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")
+    return r
 
 
-def like(model: torch.nn.Module, forward: Callable) -> Callable:
-    """`forward` as train_step wants a model: with its parameters."""
-    forward.parameters = model.parameters
-    return forward
-
-
-def build(config: Config, hw: hardware.Hardware, data: Dataset, read_ahead: bool = True) -> Trainee:
-    torch.manual_seed(config.seed)
-    model = build_model(model_config(config, data.vocab)).to(hw.device)
-    batches = TrainBatches(data, config, hw.device)
-    optimizer, scaler = build_optimizer(model, config, hw.dtype), hw.grad_scaler()
-    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, optimizer, scaler,
-                   batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
-
-
-def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same batches, each read only when it is asked for."""
-    n = 0
-    while True:
-        yield move(batches.load(n), device)
-        n += batches.batch_size
-
-
-def open_data(config: Config, folder: Path) -> Dataset:
-    """The config's dataset, or one of random tokens in `folder` where there is none."""
-    if dataset_folder(config.dataset).is_dir() and not config.stream:
-        if problems := check_dataset(config):
-            raise UserError(*problems)
-        return open_dataset(config.dataset)
-    tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, max(RANDOM_TOKENS, 8 * config.block_size))
-    write_shard(folder / "train_000000.bin", tokens)
-    write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
-    return open_dataset(str(folder))
-
-
-# -----------------------------------------------------------------------------
-# Measuring
-
-
-def measure(config: Config, trials: int, host_sync: bool = False, read_ahead: bool = True,
-            examine: Callable[[Trainee], dict] = lambda trainee: {}) -> dict:
-    """
-    Train with random weights for a few seconds: compilation apart, then `trials` timed windows. `examine` may look
-    further at the trainee, and adds to the result. Raises OutOfMemory.
-    """
-    hw = hardware.set_up(config)
-    memory_before = hw.peak_memory_gib() or 0
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
-        trainee = build(config, hw, open_data(config, Path(folder)), read_ahead)
-        if host_sync:
-            trainee = with_host_sync(trainee)
-        first = trainee.timed(1)
-        iters = min(math.ceil(WINDOW_SECONDS / trainee.timed(1)), 100)
-        windows = [trainee.timed(iters) for _ in range(trials)]
-        seconds, model = statistics.median(windows), trainee.model.config
-        rate, flops = config.iter_tokens / seconds, flops_per_token(model)
-        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile, config.optimizer)
-        on_cuda = hw.device.type == "cuda"
-        grown = torch.cuda.max_memory_reserved() / hardware.GIB if on_cuda else (hw.peak_memory_gib() or 0) - memory_before
-        return dict(
-            batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
-            step_ms=1000 * seconds, step_ms_range=[1000 * min(windows), 1000 * max(windows)], trials=trials,
-            iters_per_trial=iters, tokens_per_iter=config.iter_tokens, tokens_per_sec=rate,
-            mfu=hw.mfu(flops, rate), flops_per_token=flops, mem_gib=hw.peak_memory_gib(),
-            mem_training_gib=grown, mem_model_gib=sum(modelled.values()) / hardware.GIB,
-            compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
-            **examine(trainee),
-        )  # fmt: skip
-
-
-@contextlib.contextmanager
-def readable_errors(config: Config):
-    """Out of memory, in any of its forms (a killed process too), and a torch.compile that does not work, as one line."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        text = str(error).strip().partition("\n")[0]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError, BrokenProcessPool)) or "can't allocate memory" in text:
-            raise OutOfMemory(f"out of memory with batch_size={config.batch_size}; a smaller --batch_size") from None
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-            raise RunError(f"torch.compile does not work here ({text}); --compile=False") from None
-        raise
-
-
-def attempt(config: Config, **arguments) -> dict:
-    """measure() in a new process, so that neither memory nor compiled code is left from what ran before."""
-    with new_process() as pool:
-        try:
-            return pool.submit(measure, config, **arguments).result()
-        except (OutOfMemory, BrokenProcessPool):  # broken: the system killed it, most likely for its memory
-            return dict(batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
-                        tokens_per_sec=None, out_of_memory=True)  # fmt: skip
-
-
-def new_process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-
-
-def with_batch(config: Config, batch_size: int) -> Config:
-    """The same tokens per iteration in other micro-batches."""
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=config.iter_sequences // batch_size)
-
-
-def machine(hw: hardware.Hardware) -> dict:
-    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    names = [line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")]
-    return dict(device=hw.name, device_type=hw.device.type, dtype=str(hw.dtype).removeprefix("torch."),
-                peak_tflops=hw.peak_tflops, cpu=names[0] if names else platform.processor(), cpu_cores=os.cpu_count(),
-                threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
-                system=platform.system(), date=time.strftime("%Y-%m-%d"))  # fmt: skip
+def describe(r: dict) -> str:
+    mfu, mem = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}", r["mem_gib"] or math.nan
+    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {mem:.1f} GiB"
 
 
 def matmul_tflops(hw: hardware.Hardware) -> float:
@@ -257,7 +115,8 @@ def split_ms(trainee: Trainee, iters: int = 3) -> dict[str, float]:
                 mark("backward")
             return getattr(trainee.scaler, name)
 
-    watched = replace(trainee, step_model=like(trainee.model, forward), scaler=Scaler(), between=lambda: mark("backward"))
+    watched = replace(trainee, step_model=like(trainee.model, forward), scaler=Scaler(),
+                      between_micro_steps=lambda: mark("backward"))  # fmt: skip
     for _ in range(iters):
         trainee.hw.synchronize()
         since = time.perf_counter()
@@ -272,50 +131,11 @@ def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
         trainee.step()
         trainee.hw.synchronize()
     profiler.export_chrome_trace(str(trace))
-    on_device = "self_device_time_total" if trainee.hw.device.type == "cuda" else "self_cpu_time_total"
-    events = sorted(profiler.key_averages(), key=lambda event: getattr(event, on_device), reverse=True)
-    return [dict(kernel=e.key, ms=getattr(e, on_device) / 1000, calls=e.count) for e in events[:10]]
-
-
-# -----------------------------------------------------------------------------
-# step
-
-
-def step(config: Config, options: dict) -> dict:
-    trials = trials_of(options, 5)
-
-    def examine(trainee: Trainee) -> dict:
-        flops = flops_per_token(trainee.model.config) * config.iter_tokens
-        pairs = [(matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)]  # a busy machine slows both
-        shares = [flops / seconds / 1e12 / rate for rate, seconds in pairs]
-        found = dict(matmul_tflops=statistics.median(rate for rate, _ in pairs), mfu_of_matmul=statistics.median(shares),
-                     mfu_of_matmul_range=[min(shares), max(shares)], split_ms=split_ms(trainee))  # fmt: skip
-        if options["profile"]:
-            found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
-        return found
-
-    r = measure(config, trials, examine=examine)
-    m, split = r["machine"], r["split_ms"]
-    say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
-    say(f"step     {describe(r)}")
-    say(f"         median of {r['trials']} windows of {r['iters_per_trial']} iterations, {r['step_ms_range'][0]:.1f} to "
-        f"{r['step_ms_range'][1]:.1f} ms")  # fmt: skip
-    say(f"compile  {r['compile_seconds']:.1f} s")
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that "
-        f"({r['mfu_of_matmul_range'][0]:.1%} to {r['mfu_of_matmul_range'][1]:.1%}, in turn)")  # fmt: skip
-    say("split    " + ", ".join(f"{part} {ms:.1f} ms ({ms / sum(split.values()):.0%})" for part, ms in split.items()))
-    for kernel in r.get("top_kernels", []):
-        say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")
-    return r
-
-
-def trials_of(options: dict, default: int) -> int:
-    return options["trials"] or default
-
-
-def describe(r: dict) -> str:
-    mfu, mem = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}", r["mem_gib"] or math.nan
-    return f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, mfu {mfu}, mem {mem:.1f} GiB"
+    on_cuda = trainee.hw.device.type == "cuda"
+    spent = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA" or not on_cuda]  # operators repeat kernels
+    events.sort(key=lambda event: getattr(event, spent), reverse=True)
+    return [dict(kernel=e.key, ms=getattr(e, spent) / 1000, calls=e.count) for e in events[:10]]
 
 
 # -----------------------------------------------------------------------------
@@ -327,7 +147,7 @@ def sweep(config: Config, options: dict) -> dict:
     if options["write"] and Path(options["write"]).exists():
         raise UserError(f"write: {options['write']} exists; remove it or choose another name")
     for b in tqdm(sizes, desc="micro-batches", disable=None):
-        rows.append(attempt(with_batch(config, b), trials=trials_of(options, 3)))
+        rows.append(attempt(with_batch(config, b), trials=options["trials"] or 3))
     measured = [r for r in rows if r["tokens_per_sec"]]
     if not measured:
         raise UserError(f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones")
@@ -343,6 +163,11 @@ def sweep(config: Config, options: dict) -> dict:
         bars = {f"{r['batch_size']} x {r['gradient_accumulation_steps']}": [r["tokens_per_sec"]] for r in rows}
         draw(Path(options["png"]), "micro-batch x accumulation", bars, [best["machine"]["device"]])
     return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=measured[-1]["batch_size"])
+
+
+def with_batch(config: Config, batch_size: int) -> Config:
+    """The same tokens per iteration in other micro-batches."""
+    return replace(config, batch_size=batch_size, gradient_accumulation_steps=config.iter_sequences // batch_size)
 
 
 def sweep_sizes(config: Config, given: str | None) -> list[int]:
@@ -395,7 +220,7 @@ LADDER = [
 
 def ladder(config: Config, options: dict) -> dict:
     """Each row on top of those before it, at the config's micro-batch, and on CUDA again at the largest that fits."""
-    device, arguments = hardware.set_up(config).device, dict(trials=trials_of(options, 3))
+    device, arguments = hardware.set_up(config).device, dict(trials=options["trials"] or 3)
     columns = ("first", "largest") if device.type == "cuda" else ("first",)
     wanted, rows = "auto" if config.dtype == "float32" else config.dtype, []
     say(" " * 18 + "  ".join([f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"] * len(columns)))
@@ -428,8 +253,8 @@ def ladder(config: Config, options: dict) -> dict:
 
 def missing(name: str, device: torch.device, config: Config) -> str | None:
     """Why this machine or model has no such row."""
-    if config.model == "fast" and name in ("flash attention", "tied weights"):
-        return "the fast model has no choice there"
+    if config.model == "fast" and name == "tied weights":
+        return "the fast model has a head of its own"
     if name == "TF32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return "needs a GPU from Ampere on"
     if name == "AMP" and device.type == "cpu" and hardware.best_dtype(device) == torch.float32:
@@ -460,7 +285,7 @@ def cell(r: dict) -> str:
         return f"{r['batch_size']:>6} {'out of memory':>36}"
     mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
     gains = f"{r['gain']:>5.2f}x {r['total_gain']:>5.2f}x"
-    return f"{r['batch_size']:>6} {r['tokens_per_sec']:>9,.0f} {gains} {r['mem_gib']:>6.1f} {mfu:>6}"
+    return f"{r['batch_size']:>6} {r['tokens_per_sec']:>9,.0f} {gains} {r['mem_gib'] or math.nan:>6.1f} {mfu:>6}"
 
 
 def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: list[str]) -> None:
@@ -483,105 +308,6 @@ def draw(path: Path, title: str, bars: dict[str, list[float | None]], labels: li
 
 
 # -----------------------------------------------------------------------------
-# peer
-
-
-def peer(config: Config, options: dict) -> dict:
-    """
-    This model and nanoGPT's in turn, each in a process of its own, through the same train_step: same weights, batches,
-    dtype, compile setting and fused AdamW; as_shipped, nanoGPT in float32 without a fused update, which is what it does on
-    a CPU. Raises UserError where the work is not the same.
-    """
-    shipped, folder = options["as_shipped"], Path(options["nanogpt"] or "")
-    if not options["nanogpt"] or not (folder / "model.py").is_file():
-        raise UserError(f"nanogpt: {options['nanogpt'] or 'not given'}; --nanogpt= needs a checkout of karpathy/nanoGPT")
-    if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
-        raise UserError("tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2, AdamW; with anything else the work "
-                        "is not the same")  # fmt: skip
-    hw = hardware.set_up(config)
-    if shipped not in (None, "eager", "compiled") or shipped and hw.device.type != "cpu":
-        raise UserError(f"as_shipped: {shipped!r} is none of eager, compiled; for a CPU")
-    theirs = replace(config, compile=shipped == "compiled", dtype="float32") if shipped else config
-    with contextlib.ExitStack() as stack, readable_errors(config):
-        names = ("ours", "nanoGPT")
-        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) for _ in names]
-        sides = {side: stack.enter_context(new_process()) for side in names}
-        starts = [sides["ours"].submit(start_side, config, folders[0]),
-                  sides["nanoGPT"].submit(start_side, theirs, folders[1], folder, fused=not shipped)]  # fmt: skip
-        first = {side: start.result() for side, start in zip(sides, starts)}
-        for what, tolerance in (("parameters", 0), ("first_loss", SAME_LOSS)):
-            a, b = (first[side][what] for side in sides)
-            if abs(a - b) > tolerance:
-                raise UserError(f"nanogpt: other work: {what.replace('_', ' ')} {a:.10g} here, {b:.10g} there")
-        iters = min(math.ceil(WINDOW_SECONDS / max(side.submit(time_side, 1).result()[0] for side in sides.values())), 100)
-        seconds, memory = {side: [] for side in sides}, {}
-        for trial in tqdm(range(trials_of(options, 5)), desc="peer", disable=None):
-            for side in names[:: 1 if trial % 2 else -1]:
-                taken, memory[side] = sides[side].submit(time_side, iters).result()
-                seconds[side].append(taken)
-    ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
-    speed, spread = statistics.median(ratios), [min(ratios), max(ratios)]
-    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
-    for side in sides:
-        rate = config.iter_tokens / statistics.median(seconds[side])
-        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}"
-            + (f", memory {memory[side]:.2f} GiB" if memory[side] else ""))  # fmt: skip
-    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s ({spread[0]:.3f} to {spread[1]:.3f} over {len(ratios)} pairs of windows)"
-        + (f", {memory_ratio:.3f} x the memory" if memory_ratio else ""))  # fmt: skip
-    return dict(as_shipped=shipped, speed_ratio=speed, speed_ratio_range=spread, seconds_per_iter=seconds,
-                memory_ratio=memory_ratio, memory_gib=memory, tokens_per_iter=config.iter_tokens, first=first,
-                machine=machine(hw))  # fmt: skip
-
-
-started: tuple[Trainee, float]  # in a process of a side: what start_side built, and the memory in use before
-
-
-def start_side(config: Config, tokens: Path, nanogpt: Path | None = None, fused: bool = True) -> dict:
-    """Build a side of `peer` in this process and run its first iteration. nanoGPT's keeps the system's handling of memory."""
-    global started
-    hw = hardware.set_up(config, keep_memory=not nanogpt)
-    before = 0 if hw.device.type == "cuda" else hw.peak_memory_gib() or 0
-    with readable_errors(config):
-        side = build(config, hw, open_data(config, tokens))
-        side = nanogpt_trainee(side, nanogpt, fused) if nanogpt else side
-        started = side, before
-        first = dict(parameters=sum(p.numel() for p in side.model.parameters()), first_loss=side.step()[0].item())
-        torch.cuda.empty_cache()  # the other side's turn
-        return first
-
-
-def time_side(iters: int) -> tuple[float, float | None]:
-    """Seconds per iteration of the side in this process, and the most memory it has taken, GiB; None where unknown."""
-    side, before = started
-    with readable_errors(side.config):
-        if side.hw.device.type == "cuda":
-            side.timed(1)  # takes from the card what the last call gave back
-        seconds, peak = side.timed(iters), side.hw.peak_memory_gib()
-        torch.cuda.empty_cache()
-        return seconds, peak and peak - before
-
-
-def nanogpt_trainee(ours: Trainee, folder: Path, fused: bool) -> Trainee:
-    """The same trainee with nanoGPT's model in it, which takes over our weights."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    theirs = importlib.util.module_from_spec(spec)
-    c, names = ours.config, ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            spec.loader.exec_module(theirs)
-            sizes = {name: getattr(ours.model.config, name) for name in names}
-            model = theirs.GPT(theirs.GPTConfig(**sizes)).to(ours.hw.device)
-            model.load_state_dict(ours.model.state_dict())
-            groups = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ours.hw.device.type)
-    except (AttributeError, ImportError, TypeError, RuntimeError) as error:
-        raise UserError(f"nanogpt: {folder} holds other work: {str(error).strip().splitlines()[0]}") from None
-    groups = [dict(params=group["params"], weight_decay=group["weight_decay"]) for group in groups.param_groups]
-    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), fused=fused)
-    compiled = torch.compile(model) if c.compile else model
-    return replace(ours, model=model, step_model=like(model, lambda x, y: compiled(x, y)[1]), optimizer=optimizer)
-
-
-# -----------------------------------------------------------------------------
 # The command line
 
 
@@ -598,7 +324,7 @@ MODES = {
     "step": (step, ("trials", "profile")),
     "ladder": (ladder, ("trials", "png")),
     "sweep": (sweep, ("trials", "png", "write", "batch_sizes")),
-    "peer": (peer, ("trials", "nanogpt", "as_shipped")),
+    "peer": (peer.main, ("trials", "nanogpt", "as_shipped")),
     "plan": (plan.main, ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh")),
 }
 

@@ -11,16 +11,18 @@ import time
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import bench
 import hardware
+import measure
 from configurator import Config
 from console import parse_count
 from errors import Parser, run_main
-from model import CausalSelfAttention, GPTConfig
+from model import plain_attention
 
 PRODUCTS = ((1024, 768, 768), (1024, 768, 3072), (1024, 3072, 768), (1024, 768, 50304))  # rows, inner, columns
+HEADS = ((32, 4, 64, 32), (16, 4, 128, 32), (4, 12, 256, 64), (1, 12, 1024, 64))  # B, nh, T, hs
 
 
 def timed_ms(work) -> float:
@@ -47,19 +49,20 @@ def products() -> dict:
     return works
 
 
-def attentions(B: int, T: int) -> dict:
-    """Name -> forward and backward pass of a layer of 12 heads of 64 under bfloat16 autocast."""
+def attentions() -> dict:
+    """Name -> causal attention forward and backward, fused and plain, in either dtype."""
     works = {}
-    for flash in (True, False):
-        layer = CausalSelfAttention(GPTConfig(block_size=T, bias=False, flash=flash))
-        x = torch.randn(B, T, 768, requires_grad=True)
+    for B, nh, T, hs in HEADS:
+        for dtype in (torch.float32, torch.bfloat16):
+            qkv = torch.randn(B, T, 3 * nh, hs, dtype=dtype, requires_grad=True)
+            grad = torch.randn(B, nh, T, hs, dtype=dtype)
+            for name, attention in (("fused", F.scaled_dot_product_attention), ("plain", plain_attention)):
 
-        def work(layer=layer, x=x) -> None:
-            with torch.autocast("cpu", torch.bfloat16):
-                y = layer(x)
-            y.sum().backward()
+                def work(attention=attention, qkv=qkv, grad=grad) -> None:
+                    q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)
+                    attention(q, k, v, dropout_p=0.0, is_causal=True).backward(grad)
 
-        works[f"attention layer, B={B} T={T}, {'fused' if flash else 'plain'}"] = work
+                works[f"{B} x {nh} heads, {T} tokens, {hs} wide, {str(dtype).removeprefix('torch.')}, {name}"] = work
     return works
 
 
@@ -68,8 +71,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=parse_count, default=15, metavar="N")
     rounds = parser.parse_args(argv).rounds
     hw = hardware.set_up(Config(device="cpu"))
-    ms = medians(products(), rounds) | medians(attentions(4, 256), rounds) | medians(attentions(1, 1024), rounds)
-    result = dict(command=f"python results/cpu_kernels.py --rounds={rounds}", ms=ms, machine=bench.machine(hw))
+    ms = medians(products(), rounds) | medians(attentions(), rounds)
+    result = dict(command=f"python results/cpu_kernels.py --rounds={rounds}", ms=ms, machine=measure.machine(hw))
     print(json.dumps(result, indent=1))
 
 

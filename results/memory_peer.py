@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import bench
 import hardware
+import measure
 from configurator import load_config
 from errors import Parser, run_main
+from peer import nanogpt_trainee
 
 
-def peak_bytes(trainee: bench.Trainee) -> int:
+def peak_bytes(trainee: measure.Trainee) -> int:
     """Weights, optimizer state and the most that lives beside them in an iteration, as the allocator counted it."""
     trainee.step()  # makes the optimizer's state
     moments = (v for state in trainee.optimizer.state.values() for v in state.values())
@@ -44,15 +45,15 @@ def main(argv: list[str]) -> None:
     config = load_config([*flags, "--device=cpu", "--dataset=random"])
     hw, rows = hardware.set_up(config), {}
     with tempfile.TemporaryDirectory() as folder:
-        data = bench.open_data(config, Path(folder))
-        rows["nanoGPT"] = peak_bytes(bench.nanogpt_trainee(bench.build(config, hw, data), args.nanogpt, fused=True))
+        data = measure.open_data(config, Path(folder))
+        rows["nanoGPT"] = peak_bytes(nanogpt_trainee(measure.build(config, hw, data), args.nanogpt, fused=True))
         for chunk in ("off", "auto", "512"):
-            rows[f"loss_chunk={chunk}"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk), hw, data))
-            rows[f"{chunk}, recompute"] = peak_bytes(bench.build(replace(config, loss_chunk=chunk, recompute=True), hw, data))
+            rows[f"loss_chunk={chunk}"] = peak_bytes(measure.build(replace(config, loss_chunk=chunk), hw, data))
+            rows[f"{chunk}, recompute"] = peak_bytes(measure.build(replace(config, loss_chunk=chunk, recompute=True), hw, data))
     for name, size in rows.items():
         print(f"{name:<16} {size / 2**20:8.1f} MiB  {size / rows['nanoGPT']:.3f}", flush=True)
     command = f"python results/memory_peer.py {' '.join(argv)}"
-    args.out.write_text(json.dumps(dict(command=command, bytes=rows, machine=bench.machine(hw)), indent=1) + "\n")
+    args.out.write_text(json.dumps(dict(command=command, bytes=rows, machine=measure.machine(hw)), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 import transformers
 
-import bench
 import compare
 import hardware
+import measure
 from configurator import Config, config_values
 from errors import Parser, run_main
 from generate import store_by_columns, stream
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--turns", type=int, default=3, help="how often each contestant runs")
     turns = parser.parse_args(argv).turns
     torch.manual_seed(0)
-    machine = bench.machine(hardware.set_up(Config(device="cpu"))) | dict(transformers=transformers.__version__)
+    machine = measure.machine(hardware.set_up(Config(device="cpu"))) | dict(transformers=transformers.__version__)
     results = dict(command=f"python results/sample_speed.py --turns={turns}", machine=machine)
     results["comparison_of_two_runs_of_100000_records"] = comparison(turns)
     results["metrics_and_pictures"] = metrics_and_pictures(turns)

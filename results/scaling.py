@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import bench
 import hardware
+import measure
 from configurator import load_config
 from errors import Parser, run_main
 from gpus import WORKSPACE_BYTES
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
         changes = {name: factor * getattr(first, name)}
         if name == "n_embd":
             changes["n_head"] = factor * first.n_head  # heads keep their size
-        r = bench.attempt(replace(first, **changes), trials=3)
+        r = measure.attempt(replace(first, **changes), trials=3)
         if r["tokens_per_sec"]:
             gflop = r["flops_per_token"] * r["tokens_per_iter"] / 1e9
             rows.append(dict(size=name, factor=factor, gflop=gflop, mem_gib=r["mem_training_gib"],

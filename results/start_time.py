@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import bench
 import hardware
+import measure
 from configurator import load_config
 from console import parse_count
 from data.shards import write_shard
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
                 arguments = [*rest, f"--dataset={data}"]
                 seconds[state].append(seconds_to_first_iteration(arguments, Path(folder, "out"), Path(folder, "cache")))
     ratios = [warm / cold for cold, warm in zip(seconds["cold"], seconds["warm"])]
-    machine = bench.machine(hardware.set_up(load_config(rest)))
+    machine = measure.machine(hardware.set_up(load_config(rest)))
     result = dict(command=f"python results/start_time.py {' '.join(argv)}", seconds=seconds, ratios=ratios, machine=machine)
     print(json.dumps(result, indent=1))
     print(f"warm {statistics.median(seconds['warm']):.1f} s, cold {statistics.median(seconds['cold']):.1f} s, "

@@ -1,4 +1,7 @@
-"""bench.py: the bill against hand-computed numbers, the measurements against train.py's own log, one line for bad input."""
+"""
+bench.py, measure.py, peer.py: the bill against hand-computed numbers, the measurements against train.py's own log, one line
+for bad input.
+"""
 
 import json
 import math
@@ -14,6 +17,8 @@ from conftest import ROOT, records, run_here, run_process, write_dataset
 
 import bench
 import hardware
+import measure
+import peer
 import train
 from configurator import Config, load_config
 from errors import UserError
@@ -228,11 +233,13 @@ def small(**changes) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch):
-    monkeypatch.setattr(bench, "WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "WINDOW_SECONDS", 0.1)
 
 
-def test_step_measures_and_explains_itself(tmp_path):
+def test_step_measures_and_explains_itself(tmp_path, monkeypatch):
     """Without a dataset: random tokens. 4 * 32 * 2 = 256 tokens an iteration; the parts of a step add up to about a step."""
+    calls, train_step = [], train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *args: calls.append(1) or train_step(*args))
     r = run(tmp_path, "step", *small(), "--trials=3", "--dataset=none", "--peak_tflops=0.5", f"--profile={tmp_path}/trace.json")
     assert {"step_ms", "tokens_per_sec", "mfu", "mem_gib", "compile_seconds", "machine"} <= r.keys()
     assert r["tokens_per_iter"] == 256 and r["compile_seconds"] == 0
@@ -243,7 +250,7 @@ def test_step_measures_and_explains_itself(tmp_path):
     assert set(r["split_ms"]) == {"data", "forward", "backward", "optimizer"}
     assert 0.3 < sum(r["split_ms"].values()) / r["step_ms"] < 3  # other windows, on a machine that others use too
     assert r["top_kernels"][0]["ms"] > 0 and "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
-    assert bench.step is not bench.train.train_step and "def train_step" not in (ROOT / "bench.py").read_text()
+    assert calls  # the very step of train.py
 
 
 def test_step_agrees_with_the_log_of_train(tmp_path):
@@ -263,7 +270,7 @@ def test_step_agrees_with_train_in_turn(tmp_path):
     config = load_config(small(dataset=data, n_embd=128, block_size=64, out_dir=tmp_path / "run", grad_clip=1.0))
     run = train.Run(config, train.Start(train.Ranks()), train.Ranks())
     run.step_model = run.compiled
-    trainee = bench.build(config, run.hw, run.data)
+    trainee = measure.build(config, run.hw, run.data)
     ratios = []
     for _ in range(60):
         before = run.ledger.seconds["steps"] + run.ledger.seconds["data wait"]
@@ -358,9 +365,9 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
 def test_host_sync_and_late_reading_change_no_number(dataset, tmp_path):
     """What the ladder's lower rows leave out costs time, not results."""
     config = load_config(small(dataset=dataset, block_size=16))
-    hw, data = hardware.set_up(config), bench.open_data(config, tmp_path)
-    plain, late = (bench.build(config, hw, data, read_ahead=ahead) for ahead in (True, False))
-    late = bench.with_host_sync(late)
+    hw, data = hardware.set_up(config), measure.open_data(config, tmp_path)
+    plain, late = (measure.build(config, hw, data, read_ahead=ahead) for ahead in (True, False))
+    late = measure.with_host_sync(late)
     assert all(torch.equal(plain.step(), late.step()) for _ in range(3))
 
 
@@ -391,7 +398,7 @@ def test_peer_with_nanogpt_as_shipped(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
     arguments = [*small(dtype="bfloat16"), f"--nanogpt={tmp_path}", "--trials=1"]
     r = run(tmp_path, "peer", *arguments, "--as_shipped=eager")
-    assert 0 < abs(r["first"]["ours"]["first_loss"] - r["first"]["nanoGPT"]["first_loss"]) < bench.SAME_LOSS
+    assert 0 < abs(r["first"]["ours"]["first_loss"] - r["first"]["nanoGPT"]["first_loss"]) < peer.SAME_LOSS
     with pytest.raises(UserError, match="as_shipped: 'fast' is none of eager, compiled"):
         bench.main(["peer", *arguments, "--as_shipped=fast"])
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 from conftest import FAST, assert_same_state, load, records, run_here
 
-import bench
+import hardware
+import measure
 import train
 from configurator import load_config
+from gpus import WORKSPACE_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +68,9 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
     """GPT-2's 12 layers of 768, 8 x 1024 tokens, all logits at once and (eager) in chunks."""
     for loss_chunk in ("off",) if compile else ("off", "1024"):
         flags = dict(batch_size=8, gradient_accumulation_steps=2, compile=compile, loss_chunk=loss_chunk, dataset="none")
-        result = bench.attempt(load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1)
-        assert result["mem_model_gib"] == pytest.approx(result["mem_training_gib"], rel=0.1)
+        result = measure.attempt(load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1)
+        modelled = result["mem_model_gib"] - WORKSPACE_BYTES / hardware.GIB  # the allocator knows nothing of CUDA's own
+        assert modelled == pytest.approx(result["mem_training_gib"], rel=0.1)
 
 
 def test_chunks_of_the_loss_change_no_loss(dataset, tmp_path):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import bench
 import hardware
+import measure
 from configurator import Config, load_config
 from errors import UserError
 from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
@@ -85,11 +85,11 @@ def test_unknown_gpu_gets_a_hint(typed, meant):
 # The memory model on a CPU; the workspace in it is CUDA's
 
 
-def trainee(folder, **changes) -> bench.Trainee:
+def trainee(folder, **changes) -> measure.Trainee:
     keys = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu", compile=False,
                 dataset="none") | changes  # fmt: skip
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
-    return bench.build(config, hardware.set_up(config), bench.open_data(config, folder))
+    return measure.build(config, hardware.set_up(config), measure.open_data(config, folder))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
     ballast = torch.ones(3 * 2**28)  # 3 GiB
     keys = dict(n_layer=4, n_head=4, n_embd=256, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu",
                 dtype="float32", compile=False, dataset="none")  # fmt: skip
-    result = bench.attempt(load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1)
+    result = measure.attempt(load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1)
     modelled = result["mem_model_gib"] - WORKSPACE_BYTES / 2**30
     assert 0.9 < result["mem_training_gib"] / modelled < 2.5
     assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 3 * 2**28
