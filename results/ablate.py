@@ -5,8 +5,9 @@ the first one ends at.
     python results/ablate.py out/quickstart_pair --seeds=3 classic=config/quickstart.py fast=config/fast_quickstart.py
     python results/ablate.py out/lr --seeds=1 'a=config/x.py --learning_rate=1e-3' 'b=config/x.py --learning_rate=2e-3'
 
-Each NAME='ARGUMENTS' is a command line of train.py; every run gets a folder of its own, OUT/NAME-SEED, and the same command
-goes on where it was stopped and leaves finished runs alone. Ends with a table, OUT/ablation.json and OUT/ablation.png.
+Each NAME='ARGUMENTS' is a command line of train.py, or of another --script; every run gets a folder of its own,
+OUT/NAME-SEED, and the same command goes on where it was stopped and leaves finished runs alone. Ends with a table,
+OUT/ablation.json and OUT/ablation.png.
 """
 
 import json
@@ -29,9 +30,9 @@ from records import read_run
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
-    """Name -> arguments of train.py; kept in `file`, as a folder with finished runs does not tell what they were given."""
+    """Name -> arguments; kept in `file`, as a folder with finished runs does not tell what they were given."""
     variants = dict(variant.partition("=")[::2] for variant in given)
-    problems = [f"{variant}: needs NAME='ARGUMENTS OF train.py'" for variant in given if not all(variant.partition("="))]
+    problems = [f"{variant}: needs NAME='ARGUMENTS'" for variant in given if not all(variant.partition("="))]
     known = json.loads(file.read_text()) if file.exists() else {}
     problems += [f"{name}: was {known[name]!r} in this folder; choose another name" for name in variants.keys() & known.keys()
                  if variants[name] != known[name]]  # fmt: skip
@@ -42,8 +43,8 @@ def read_variants(given: list[str], file: Path) -> dict[str, str]:
     return variants
 
 
-def train(arguments: str, out_dir: Path, seed: int) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), *shlex.split(arguments), f"--out_dir={out_dir}", f"--seed={seed}",
+def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
+    command = [sys.executable, str(script), *shlex.split(arguments), f"--out_dir={out_dir}", f"--seed={seed}",
                "--init_from=auto", "--keep_checkpoints=1"]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -89,12 +90,13 @@ def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, choices=range(1, 100), default=3, metavar="N", help="seeds 1 to N (default: 3)")
+    parser.add_argument("--script", type=Path, default=ROOT / "train.py", help="what trains (default: train.py)")
     parser.add_argument("variants", nargs="+", metavar="NAME='ARGUMENTS'")
     args = parser.parse_args(argv)
     variants = read_variants(args.variants, args.out / "variants.json")
     runs = [(name, seed) for seed in range(1, args.seeds + 1) for name in variants]
     for name, seed in tqdm(runs, unit="run"):
-        train(variants[name], args.out / f"{name}-{seed}", seed)
+        train(args.script, variants[name], args.out / f"{name}-{seed}", seed)
     curves = {name: [read_curve(args.out / f"{name}-{seed}") for seed in range(1, args.seeds + 1)] for name in variants}
     target = np.mean([curve["val_loss"] for curve in curves[next(iter(variants))]], axis=0)[-1]
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
