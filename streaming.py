@@ -36,6 +36,8 @@ TOKENIZER = {"kind": "gpt2"}
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 
+killed: list[Iterator] = []  # kept to Python's end: torch, freeing one, would wait for ever for a lock that its workers held
+
 # -----------------------------------------------------------------------------
 # What a worker process does
 
@@ -135,7 +137,7 @@ class Stream:
     def close(self) -> None:
         for worker in getattr(self.pieces, "_workers", ()):
             worker.kill()  # left to end by itself in the midst of reading ahead, Arrow's threads abort it aloud
-        self.pieces = None
+        killed.append(self.pieces)
 
 
 # -----------------------------------------------------------------------------

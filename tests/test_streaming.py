@@ -221,6 +221,22 @@ def test_workers_end_with_a_killed_run(folder, tmp_path):
     assert all(map(is_gone, workers))
 
 
+def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(folder):
+    script = BYTES + (
+        "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
+        "if __name__ == '__main__':\n"
+        "    config = Config(stream=True, dataset=sys.argv[1], block_size=64, batch_size=4, eval_tokens=500, data_workers=1)\n"
+        "    data = open_data(config)\n"
+        "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
+        "    next(batches)\n"
+        "    data.stream.pieces._workers_done_event._cond.acquire()\n"  # as a worker does now and then, for microseconds
+        "    batches.close()\n"
+        "    del batches, data\n"
+    )
+    process = subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 def test_the_hub_and_local_files_give_the_same_stream(hub, source, tmp_path):  # noqa: F811
     script = BYTES + (
         "import sys, hashlib, torch\n"
