@@ -32,7 +32,8 @@ def row(result: dict) -> str:
     rates = {
         side: result["tokens_per_iter"] / statistics.median(seconds) for side, seconds in result["seconds_per_iter"].items()
     }
-    device = machine["device"] if machine.get("device_type") == "cuda" else f"{machine['threads']} cores, {machine['cpu']}"
+    cpu = f"{machine['threads']} cores, {machine['cpu'].replace('(R)', '')}"
+    device = machine["device"] if machine.get("device_type") == "cuda" else cpu
     mode = "compiled" if c.compile else "eager"
     dtype = (
         f"nanoGPT as shipped: float32, {shipped}; here {machine['dtype']}, {mode}" if shipped else f"{machine['dtype']}, {mode}"
