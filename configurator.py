@@ -130,7 +130,7 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
         sys.exit(0)
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for argument in dict.fromkeys(argv):
+    for argument in argv:
         if argument.startswith("-") or "=" in argument:
             read_flag(argument, values, problems)
         else:

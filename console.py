@@ -15,8 +15,16 @@ def say(line: str) -> None:
         sys.stdout = open(os.devnull, "w")
 
 
+def complain(line: str) -> None:
+    """To stderr, with the same care."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w")
+
+
 def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    complain(f"warning: {message}")
 
 
 def count(number: float, digits: int = 3) -> str:

@@ -192,11 +192,11 @@ def read_checkpoint(path: Path) -> dict:
             raise UserError(f"{path}: {damage}")
         return state
     if isinstance(state, dict) and {"model", "model_args"} <= state.keys():
-        return convert_nanogpt(state, path)
+        return convert_nanogpt(state)
     raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
 
 
-def convert_nanogpt(state: dict, path: Path) -> dict:
+def convert_nanogpt(state: dict) -> dict:
     """nanoGPT's state in this program's terms. Compiled models have a prefix, old ones carry their causal masks."""
     names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
     config = GPTConfig(**{name: value for name, value in state["model_args"].items() if name in names})

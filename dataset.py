@@ -6,6 +6,7 @@ manifest.json), a folder of llm.c / modded-nanogpt shards, or nanoGPT's headerle
 """
 
 import bisect
+import contextlib
 import hashlib
 import json
 import threading
@@ -56,13 +57,30 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, 4 * HEADER_INTS, int(header[2]))
 
 
+def allow_open_files(count: int) -> None:
+    """So many more than the 1,024 that a process may usually have open unless it asks."""
+    try:
+        import resource
+    except ImportError:  # Windows, whose limit is higher
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+    if soft not in (resource.RLIM_INFINITY, hard):
+        with contextlib.suppress(ValueError, OSError):  # macOS has a further limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class TokenStream:
     """The shards of one split as one stream. Plain reads, not a memory map: mapped pages count as the process's memory."""
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
         self.ends = list(np.cumsum([shard.tokens for shard in shards]).tolist())
-        self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
+        allow_open_files(len(shards))
+        try:
+            self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
+        except OSError as error:
+            raise UserError(f"{error.filename}: {error.strerror}; larger shards, or a higher limit (ulimit -n)") from None
         self.lock = threading.Lock()  # the thread that reads ahead and an evaluation share the files' positions
 
     def __len__(self) -> int:

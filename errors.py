@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from console import complain
+
 
 class UserError(Exception):
     """Something the user can mend: `problems` holds one line for each. Scripts print them and exit with `exit_code`."""
@@ -57,7 +59,8 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
     except UserError as error:
         # Of several processes on a machine one speaks, unless the trouble may be another's alone
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError) and not error.agreed:
-            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=sys.stderr, flush=True)
+            for problem in error.problems:
+                complain(f"error: {problem}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -65,7 +68,7 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception:
-        traceback.print_exc()
+        complain(traceback.format_exc().rstrip())
         code = 1
     end_process(code)
 

@@ -62,7 +62,8 @@ class Hardware:
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / GIB
         if sys.platform == "linux":  # not ru_maxrss, which begins with what the parent process had in use
-            return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / GIB
+            peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())  # a sandbox may leave it out
+            return int(peak[1]) * 1024 / GIB if peak else None
         if sys.platform == "darwin":
             import resource
 
@@ -112,18 +113,26 @@ def check_device(config: Config) -> list[str]:
     return []
 
 
+def choose_device(config: Config) -> torch.device:
+    return torch.device(config.device if config.device != "auto" else best_device())
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    return getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
+
+
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
     Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank has its own GPU; on a CPU
     freed memory is kept, unless the system's own handling is wanted.
     """
-    device = torch.device(config.device if config.device != "auto" else best_device())
+    device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(device if device.index is not None else torch.device("cuda", local_rank))
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
+    dtype = choose_dtype(config, device)
     # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:

@@ -35,15 +35,14 @@ class Muon(torch.optim.Optimizer):
     Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each), the others go to
     AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
 
-    Like torch's fused optimizers, a step reads `found_inf` (0 or 1, on the device) where the caller or a GradScaler has
-    set it, and changes nothing where it is 1.
+    Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device) where the caller or a
+    GradScaler has set it, and changes nothing where it is 1.
     """
-
-    _step_supports_amp_scaling = True  # GradScaler then leaves skipping to us, and does not wait for the device
 
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
         super().__init__(groups, dict(fused=fused))
         self.dtype = dtype
+        self._step_supports_amp_scaling = fused  # GradScaler then leaves skipping to us, and does not wait for the device
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

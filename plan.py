@@ -65,8 +65,8 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
 def card_here(config: Config) -> Card:
     if problems := hardware.check_device(config):
         raise UserError(*problems)
-    device = torch.device(config.device if config.device != "auto" else hardware.best_device())
-    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else hardware.best_dtype(device)
+    device = hardware.choose_device(config)
+    dtype = hardware.choose_dtype(config, device)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
     return Card(hardware.device_name(device), dtype, peak, memory)

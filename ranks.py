@@ -8,7 +8,6 @@ DistributedDataParallel on the devices. A process alone needs none of it: everyt
 import contextlib
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import Config, print_config
+from console import complain
 from errors import RunError, UserError, end_process
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
@@ -170,7 +170,7 @@ class Signals:
             return
         self.received, self.since = number, time.monotonic()
         if self.ranks.first:
-            print("stopping: saving a checkpoint first; once more to stop at once", file=sys.stderr, flush=True)
+            complain("stopping: saving a checkpoint first; once more to stop at once")
 
     def check(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Raises Interrupted on all ranks where one got a signal; otherwise returns once `ready()` is true on all of them."""

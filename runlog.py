@@ -8,7 +8,6 @@ is booked in the Ledger under one category, so evaluation, checkpoints and compi
 import contextlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from checkpoint import replacing
 from configurator import Config, config_values
-from console import count, duration, say, warn
+from console import complain, count, duration, say, warn
 from dataloader import ShuffledWindows
 from dataset import Dataset
 from errors import RunError, UserError
@@ -136,7 +135,7 @@ class RunLog:
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         for hint in speed_hints(c, model.vocab_size, hw) if self.ranks.first else []:
-            print(hint, file=sys.stderr, flush=True)
+            complain(hint)
         self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
                     peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=c.iter_tokens,
                     world_size=self.ranks.world_size, torch=torch.__version__)  # fmt: skip

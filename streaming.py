@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ class Pieces(IterableDataset):
                 yield file, row, np.concatenate([np.empty(0, dtype="<u2"), *documents])
         except UserError as error:  # DataLoader would make a traceback of it
             yield error
+
+
+def end_with_parent(worker: int) -> None:
+    """In a worker: end when the training process does, even if it is killed while this one starts, which torch would miss."""
+
+    def wait() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 # -----------------------------------------------------------------------------
@@ -131,6 +141,7 @@ class Stream:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.pieces = iter(DataLoader(
             self.dataset, batch_size=None, num_workers=self.workers, multiprocessing_context="spawn" if self.workers else None,
+            worker_init_fn=end_with_parent,
             generator=torch.Generator(),  # its own: drawing from torch's would change what dropout draws
         ))  # fmt: skip
 

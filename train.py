@@ -158,8 +158,6 @@ class Run:
         if start.resumed:
             self.restore(start.resumed)
         self.grad_accum = config.gradient_accumulation_steps // ranks.world_size
-        self.batches = TrainBatches(self.data, config, self.hw.device, self.progress.sequences, ranks.rank, ranks.world_size)
-        self.timed_batches = self.ledger.book_waits(self.batches)
         self.rng = hardware.get_rng_state(self.hw.device)  # as of the last whole iteration
         self.saved_at = self.progress.iter_num if start.resumed else None
         if not config.eval_only:
@@ -167,6 +165,8 @@ class Run:
         resumed_at = (self.progress.iter_num, self.progress.evaluated_at) if start.resumed else None
         self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
+        self.batches = TrainBatches(self.data, config, self.hw.device, self.progress.sequences, ranks.rank, ranks.world_size)
+        self.timed_batches = self.ledger.book_waits(self.batches)
 
     def take_out_dir(self, fresh: bool) -> None:
         self.lock = checkpoint.make_out_dir(self.out_dir, fresh)  # held as long as it is open
@@ -270,7 +270,7 @@ class Run:
                     raise
                 reason = str(error).strip().partition("\n")[0]
                 warn(f"torch.compile does not work here ({reason}); going on without")
-                self.compiled, self.config.compile = self.model, False
+                self.compiled, self.config.compile = self.model.train(), False
                 self.model_config = self.model.config = replace(self.model_config, loss_chunk=loss_chunk(self.config))
             self.rewind()
         say(f"compile: {self.ledger.clock() - began:.1f}s")

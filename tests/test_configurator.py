@@ -239,6 +239,14 @@ def test_bad_config_file_is_one_clear_line_that_names_the_file(text, tmp_path):
     assert "\n" not in line and line.startswith(path)
 
 
+def test_a_later_argument_wins_even_if_it_is_there_twice(tmp_path):
+    small, large = (tmp_path / name for name in ("small.py", "large.py"))
+    small.write_text("batch_size = 2")
+    large.write_text("batch_size = 9")
+    assert load_config([str(small), str(large), str(small)]).batch_size == 2
+    assert load_config(["--batch_size=5", str(small), "--batch_size=5"]).batch_size == 5
+
+
 def test_duplicate_flags_are_an_error_unless_equal():
     assert problems_of("--seed=1", "--seed=2") == ["--seed: given twice with different values; keep one"]
     assert load_config(["--seed=1", "--seed=1"]).seed == 1

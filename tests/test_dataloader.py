@@ -148,6 +148,18 @@ def test_the_fingerprint_follows_the_tokens(tmp_path):
     assert open_dataset(str(write_dataset(tmp_path / "c", [501]))).fingerprint != a
 
 
+@pytest.mark.parametrize("hard, code, lines", [(4096, 0, 0), (128, 2, 1)])
+def test_more_shards_than_files_may_be_open(hard, code, lines, tmp_path):
+    write_dataset(tmp_path, [200] * 150)
+    script = (
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
+        "from dataset import open_dataset\nfrom errors import run_main\nrun_main(lambda argv: open_dataset(argv[0]) and 0)\n"
+    )
+    found, _, err = run_process("-c", script, str(tmp_path))
+    assert (found, len(err.splitlines())) == (code, lines) and ("ulimit -n" in err) == bool(lines)
+
+
 def test_the_file_handle_sees_a_shard_cut_under_it(tmp_path):
     stream = stream_of(tmp_path, [1000])
     with open(stream.shards[0].path, "r+b") as file:

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,13 @@ def test_unverified_rows_have_no_peak(name, sm_count):
 
 def hw(peak_tflops, dtype=BF16):
     return Hardware(torch.device("cpu"), dtype, "test", peak_tflops)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
+def test_a_system_that_does_not_tell_its_peak_memory(monkeypatch):
+    assert hw(None).peak_memory_gib() > 0
+    monkeypatch.setattr(Path, "read_text", lambda _: "VmRSS:  1 kB")
+    assert hw(None).peak_memory_gib() is None
 
 
 def test_mfu_of_the_users_two_runs_on_a_4070():

@@ -124,9 +124,11 @@ def test_a_skipped_update_changes_nothing():
         assert all(torch.equal(state[key], before[1][i][key]) for key in state)
 
 
-def test_a_grad_scaler_skips_and_lowers_its_scale():
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
     model = fast_model()
     optimizer, scaler = build_optimizer(model, CONFIG, torch.float32), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = Muon([dict(group, fused=fused) for group in optimizer.param_groups], torch.float32, fused)
     before = copy.deepcopy(model.state_dict())
     idx = torch.arange(8)[None]
     for factor, moved in ((float("inf"), False), (1.0, True)):

@@ -1,13 +1,14 @@
 """The numbers on the log line, with a clock that the test turns by hand."""
 
 import json
+import sys
 
 import pytest
 import torch
 
 import runlog
 from configurator import Config
-from console import count, duration
+from console import count, duration, say, warn
 from errors import RunError
 from hardware import Hardware
 from ranks import Ranks
@@ -204,6 +205,14 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
 def test_numbers_keep_nine_digits_and_what_json_cannot_say_is_null():
     assert runlog.plain(6.05123e-5) == 6.05123e-5 and runlog.plain(3.0512345678e-8) == 3.05123457e-8
     assert runlog.plain(float("nan")) is None and runlog.plain(3) == 3
+
+
+def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, open("/dev/full", "w"))
+    for _ in range(2):
+        say("iter 1: loss 2.0")
+        warn("metrics.jsonl: No space left on device; going on")
 
 
 def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):

@@ -162,7 +162,7 @@ def workers_of(process) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    for _ in range(100):
+    for _ in range(300):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:  # in a container nobody may bury it
                 return True
@@ -211,11 +211,12 @@ def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(folder, tmp_path):
     assert checkpoint.load_newest(tmp_path) is not None
 
 
-@pytest.mark.slow
-def test_workers_end_with_a_killed_run(folder, tmp_path):
+@pytest.mark.parametrize("moment", ["tokens per iteration", "iter 3"])  # while they start, and later
+def test_workers_end_with_a_killed_run(moment, folder, tmp_path):
     process = start_training(folder, tmp_path)
-    wait_for(process, tmp_path, "iter 3")
-    workers = workers_of(process)
+    wait_for(process, tmp_path, moment)
+    while len(workers := workers_of(process)) < 2:
+        time.sleep(0.01)
     process.kill()
     process.communicate()
     assert all(map(is_gone, workers))

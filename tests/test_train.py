@@ -12,7 +12,7 @@ import torch
 from conftest import FAST, ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
 
 import train
-from configurator import Config
+from configurator import Config, load_config
 from dataloader import TrainBatches
 from dataset import open_dataset
 from errors import UserError
@@ -374,6 +374,22 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tm
     assert run_here(dataset, tmp_path, compile=True, max_iters=2) == 0
     err = capsys.readouterr().err
     assert err.count("torch.compile does not work here") == 1 and "no C compiler" in err and "long details" not in err
+
+
+def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(dataset, tmp_path, monkeypatch):
+    def half_broken(model):
+        def call(*batch):
+            assert model.training, "no kernel for this"
+            return model(*batch)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", half_broken)
+    config = load_config(flags(dataset, tmp_path, compile=True))
+    run = train.Run(config, train.Start(train.Ranks()), train.Ranks())
+    run.compile()
+    assert run.compiled is run.model and run.model.training
+    run.batches.close()
 
 
 def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(dataset, tmp_path, monkeypatch, capsys):

@@ -1,8 +1,10 @@
 """Signals at any moment, kill -9 at any moment: nothing is lost, and the exit code says what happened."""
 
 import os
+import pty
 import random
 import signal
+import sys
 import time
 
 import pytest
@@ -66,6 +68,20 @@ def wait_for(process, text):
         if line.startswith(text):
             return
     raise AssertionError(f"ended before {text!r}: {process.stderr.read()}")
+
+
+@pytest.mark.skipif(not hasattr(os, "forkpty"), reason="needs pseudo-terminals")
+def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
+    options = flags(dataset, tmp_path, max_iters=10**6, eval_interval=10**6)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *options])
+    seen = b""
+    while b"iter 3" not in seen:
+        seen += os.read(terminal, 1000)
+    os.close(terminal)  # every further line to it fails
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
 
 
 def test_a_real_sigterm_ends_with_143_after_saving(dataset, tmp_path):
