@@ -162,16 +162,19 @@ def mark_best(path: Path) -> None:
     os.replace(temporary, best)
 
 
-def make_out_dir(out_dir: Path, fresh: bool) -> BinaryIO:
+def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
     """
     Create out_dir, keep other runs out of it as long as the returned file is open, and for a fresh run clear it of an
-    earlier one's files. Raises UserError where it cannot be written or another run is there.
+    earlier one's files. Raises UserError where it cannot be written, another run is there, or one was there until now
+    and left other checkpoints than the `known` ones.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / "lock", "wb")
         if not try_lock(lock):
             raise UserError(f"out_dir: another run is writing to {out_dir}; stop that one first, or choose another --out_dir")
+        if list_checkpoints(out_dir) != known:
+            raise UserError(f"out_dir: another run was writing to {out_dir} until now; the same command goes on from there")
         if not os.access(out_dir, os.W_OK):
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
         if fresh:

@@ -87,7 +87,7 @@ class Config:
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
-    min_lr: float = key(6e-5, "learning rate at the end of the decay", low=0.0)
+    min_lr: float = key(6e-5, "learning rate at the end of the decay; not given, a tenth of a rate below it", low=0.0)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
     dtype: str = key("auto", "auto: bfloat16 where native, else float16 on CUDA, else float32", DTYPES)
     compile: bool = key(True, "torch.compile the model; falls back with one warning where no compiler works")
@@ -254,6 +254,10 @@ def resolve(config: Config) -> list[str]:
             )
         else:
             config.gradient_accumulation_steps = steps
+    rates = ("learning_rate",) if config.optimizer == "adamw" else ("muon_lr", "embed_lr", "head_lr", "vector_lr")
+    lowest = min(getattr(config, name) for name in rates)
+    if lowest < config.min_lr and "min_lr" not in config.given:  # to which it would rise
+        config.min_lr = lowest / 10
     if config.wandb_log:
         config.tracker = "wandb"
     if config.init_from in ("resume", "auto") and config.overwrite:

@@ -60,6 +60,7 @@ def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator
     probs = F.softmax(logits, dim=-1)
     if top_p < 1:
         descending, order = probs.sort(dim=-1, descending=True)
-        descending[descending.cumsum(dim=-1) - descending >= top_p] = 0  # those before it have top_p already
+        before = descending.cumsum(dim=-1) - descending
+        descending[:, 1:][before[:, 1:] >= top_p] = 0  # those before it have top_p already
         probs = torch.zeros_like(probs).scatter(1, order, descending)
     return torch.multinomial(probs, 1, generator=generator)

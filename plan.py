@@ -87,8 +87,12 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
     if not card.peak_tflops:
         return Pace(None, None, None, None, 12 * params / CHECKPOINT_BYTES_PER_SEC, "unknown peak: give --iter_seconds")
     at_peak = flops_per_token(model) * config.iter_tokens / (card.peak_tflops * 1e12 * gpus)
+    if config.recompute:  # the blocks' forward pass once more
+        head = 6 * model.n_embd * model.vocab_size
+        at_peak *= 1 + (flops_per_token(model) - head) / flops_per_token(model) / 3
+    more = ", what is recomputed on top" * config.recompute
     low, likely, high = ASSUMED_MFU["GeForce" in card.name]
-    pace = given_pace(config, at_peak / likely, params, f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}")
+    pace = given_pace(config, at_peak / likely, params, f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}{more}")
     pace.low, pace.high = at_peak / high, at_peak / low
     return pace
 

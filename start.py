@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint import holds_run, load_newest
+from checkpoint import holds_run, list_checkpoints, load_newest
 from configurator import Config, config_values
 from dataset import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from errors import UserError
@@ -28,6 +28,7 @@ class Start:
         self.ranks = ranks
         self.resumed: dict | None = None
         self.saved: dict | None = None
+        self.checkpoints: list[Path] = []  # that were in out_dir then
 
     def find(self, config: Config) -> list[str]:
         """
@@ -36,7 +37,12 @@ class Start:
         """
         out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
         problems = []
-        if self.ranks.from_first(holds_run, out_dir) and not (resuming or config.overwrite or config.eval_only):
+        self.checkpoints = list_checkpoints(out_dir)
+        holds_another = self.ranks.from_first(holds_run, out_dir) and not (resuming or config.overwrite)
+        if holds_another and config.eval_only and config.init_from == "scratch":
+            problems.append(f"init_from: scratch would evaluate random weights, not those of the run in {out_dir}; "
+                            f"--init_from=resume")  # fmt: skip
+        elif holds_another and not config.eval_only:
             problems.append(f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose another: "
                             f"--out_dir=...; or delete it: --overwrite=True")  # fmt: skip
         try:
@@ -77,7 +83,7 @@ class Start:
         if self.resumed and len(self.resumed["rng"]) != self.ranks.world_size:
             rounding.append("number of processes")
         horizon = self.resumed["progress"]["lr_horizon"] if self.resumed else config.max_iters
-        if horizon < config.max_iters and "lr_decay_iters" not in config.given:
+        if horizon != config.max_iters and "lr_decay_iters" not in config.given:
             print(f"resume: the rate's decay still ends at iteration {horizon}; --lr_decay_iters={config.max_iters} moves that")
         if rounding:
             print(f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run")

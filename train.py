@@ -4,7 +4,7 @@ Train a GPT.
     python train.py config/quickstart.py                       minutes, on any machine
     python train.py config/gpt124m_4070.py                     GPT-124M on an RTX 4070
     python train.py config/gpt124m_4070.py --batch_size=4      override anything
-    python train.py --init_from=resume --out_dir=out/x         go on where a run stopped
+    python train.py config/gpt124m_4070.py --init_from=resume  go on where a run stopped, as the card's config does anyway
     python train.py --help                                     every key
 
 One iteration is train_step() below: gradient_accumulation_steps micro-batches forward and backward, one update.
@@ -126,6 +126,7 @@ class Progress:
     tokens: int = 0
     sequences: int = 0  # position in the order of the data
     best_val_loss: float = math.inf
+    best_iter: int = -1
     evaluated_at: int = -1
     lr_horizon: int = 0  # where the learning rate's decay ends
 
@@ -140,7 +141,8 @@ class Run:
         self.hw = hardware.set_up(config, ranks.local_rank)
         self.data = open_data(config, start.resumed and start.resumed.get("stream"))
         if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
-            raise UserError(f"dataset: {self.data.source} is not what the checkpoint was trained on, or has changed since")
+            raise UserError(f"dataset: {self.data.source} is not what the checkpoint was trained on, or has changed since; "
+                            f"restore it, or start anew with another --out_dir")  # fmt: skip
         if start.saved and start.saved["vocab"] < self.data.vocab:
             known = start.saved["vocab"]
             raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
@@ -161,15 +163,18 @@ class Run:
         self.rng = hardware.get_rng_state(self.hw.device)  # as of the last whole iteration
         self.saved_at = self.progress.iter_num if start.resumed else None
         if not config.eval_only:
-            ranks.from_first(self.take_out_dir, start.resumed is None)
+            ranks.from_first(self.take_out_dir, start)
         resumed_at = (self.progress.iter_num, self.progress.evaluated_at) if start.resumed else None
         self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
         self.batches = TrainBatches(self.data, config, self.hw.device, self.progress.sequences, ranks.rank, ranks.world_size)
         self.timed_batches = self.ledger.book_waits(self.batches)
 
-    def take_out_dir(self, fresh: bool) -> None:
-        self.lock = checkpoint.make_out_dir(self.out_dir, fresh)  # held as long as it is open
+    def take_out_dir(self, start: Start) -> None:
+        # held as long as it is open
+        self.lock = checkpoint.make_out_dir(self.out_dir, fresh=start.resumed is None, known=start.checkpoints)
+        if start.resumed and self.progress.best_iter == self.progress.iter_num:  # a kill may have come between the two
+            checkpoint.mark_best(self.path())
 
     def restore(self, state: dict) -> None:
         """Take over what a checkpoint holds besides weights, except hyper-parameters: those are the config's."""
@@ -216,7 +221,7 @@ class Run:
             if (p.iter_num % c.eval_interval == 0 or done) and (p.evaluated_at != p.iter_num or c.eval_only):
                 improved = self.evaluate()
                 if p.iter_num > 0 and (improved or c.always_save_checkpoint):
-                    self.save(improved)
+                    self.save()
             if done or out_of_time or p.iter_num > 0 and c.checkpoint_interval > 0 and p.iter_num % c.checkpoint_interval == 0:
                 self.save(last=done or out_of_time)
             if done or out_of_time:
@@ -288,10 +293,11 @@ class Run:
                 self.sample()
             if not c.eval_only and self.ranks.first:
                 draw_run(self.out_dir)
-        improved = val_loss < p.best_val_loss
-        p.best_val_loss, p.evaluated_at = min(p.best_val_loss, val_loss), p.iter_num
-        self.saved_at = None  # a checkpoint of this iteration, if there is one, does not know of this evaluation
-        return improved
+        p.evaluated_at, self.saved_at = p.iter_num, None  # a checkpoint of this iteration does not know of this evaluation
+        if val_loss < p.best_val_loss:
+            self.best_before = p.best_val_loss, p.best_iter
+            p.best_val_loss, p.best_iter = val_loss, p.iter_num
+        return p.best_iter == p.iter_num
 
     def mean_loss(self, stream: TokenStream | HeldTokens, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
@@ -325,20 +331,34 @@ class Run:
         self.model.zero_grad(set_to_none=True)
         hardware.set_rng_state(self.rng, self.hw.device)
 
-    def save(self, improved: bool = False, last: bool = False) -> None:
+    def path(self) -> Path:
+        """Of the checkpoint of the last whole iteration."""
+        return self.out_dir / f"ckpt-{self.progress.iter_num:08}.pt"
+
+    def save(self, last: bool = False) -> None:
         """A checkpoint of the state after the last whole iteration. Raises RunError where it fails for good."""
         p, began = self.progress, self.ledger.clock()
         if self.saved_at == p.iter_num or self.config.eval_only:
             return
-        path = self.out_dir / f"ckpt-{p.iter_num:08}.pt"
         self.settle()
         with self.ledger.book("checkpoints"):
-            size = self.ranks.from_first(self.write, self.state(), path, improved, last)
+            self.check_weights()
+            size = self.ranks.from_first(self.write, self.state(), self.path(), last)
         if size:
             self.saved_at = p.iter_num
-            self.log.checkpoint(p.iter_num, path, size, self.ledger.clock() - began)
+            self.log.checkpoint(p.iter_num, self.path(), size, self.ledger.clock() - began)
+        elif p.best_iter == p.iter_num:
+            p.best_val_loss, p.best_iter = self.best_before  # what best.pt holds
 
-    def write(self, state: dict, path: Path, improved: bool, last: bool) -> int:
+    def check_weights(self) -> None:
+        """A checkpoint of weights that are lost would in time replace the last good one. Raises RunError."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            error = RunError(f"iter {self.progress.iter_num}: some weights are not finite and are not saved; the checkpoint "
+                             f"before stands: --init_from=resume with a lower rate")  # fmt: skip
+            error.agreed = True  # all ranks have the same weights
+            raise error
+
+    def write(self, state: dict, path: Path, last: bool) -> int:
         """The file's size; 0 where saving failed, an older checkpoint stands and there will be another try."""
         try:
             size = checkpoint.save(state, path)
@@ -350,7 +370,7 @@ class Run:
             self.log.warn(self.progress.iter_num, f"checkpoint {self.progress.iter_num} failed: {error}; {older[-1]} stands")
             return 0
         try:
-            if improved:
+            if self.progress.best_iter == self.progress.iter_num:
                 checkpoint.mark_best(path)
             checkpoint.prune(self.out_dir, self.config.keep_checkpoints, path)
         except OSError as error:  # the checkpoint itself is safe

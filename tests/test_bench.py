@@ -110,6 +110,9 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
     assert p["mfu"] == pytest.approx(0.40) and "estimated at 40% MFU, range 30% to 60%" in capsys.readouterr().out
     low, high = p["hours_range"]
     assert low / p["hours"] == pytest.approx(40 / 60) and high / p["hours"] == pytest.approx(40 / 30)
+    again = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8", "--recompute=True")
+    blocks = 1 - 6 * 768 * 50304 / p["flops_per_token"]  # of the FLOPs, a third of which are those of the forward pass
+    assert again["hours"] / p["hours"] == pytest.approx(1 + blocks / 3) == pytest.approx(1.243, abs=0.001)
     one = run(tmp_path, "plan", GPT124M, "--gpu=a100")
     assert one["hours"] == pytest.approx(8 * p["hours"])
 

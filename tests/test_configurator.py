@@ -74,11 +74,10 @@ def test_tokens_per_iter_sets_accumulation_and_names_what_would_divide():
 
 
 def test_nanogpt_habits_are_no_errors():
-    """A warm-up longer than the run and a min_lr above learning_rate (its finetune_shakespeare.py) are left alone."""
+    """A warm-up longer than the run and a constant rate below the usual min_lr (its finetune_shakespeare.py)."""
     config = load_config(["--warmup_iters=100", "--max_iters=10"])
     assert config.warmup_iters > config.max_iters
-    config = load_config(["--learning_rate=3e-5"])
-    assert config.min_lr > config.learning_rate
+    assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
 
 
 @st.composite
@@ -245,6 +244,12 @@ def test_a_later_argument_wins_even_if_it_is_there_twice(tmp_path):
     large.write_text("batch_size = 9")
     assert load_config([str(small), str(large), str(small)]).batch_size == 2
     assert load_config(["--batch_size=5", str(small), "--batch_size=5"]).batch_size == 5
+
+
+def test_a_rate_below_min_lr_does_not_rise():
+    assert load_config(["--learning_rate=1e-5"]).min_lr == pytest.approx(1e-6)
+    assert load_config(["--optimizer=muon", "--embed_lr=1e-5"]).min_lr == pytest.approx(1e-6)
+    assert load_config(["--learning_rate=1e-5", "--min_lr=6e-5"]).min_lr == 6e-5
 
 
 def test_duplicate_flags_are_an_error_unless_equal():

@@ -88,7 +88,9 @@ def test_padded_ids_are_never_drawn_not_even_when_the_model_wants_them():
         assert generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature).max() < 100
 
 
-@pytest.mark.parametrize("top_k, top_p, temperature", [(3, 1, 1), (0, 0.7, 1), (5, 0.6, 2), (1, 1, 1), (0, 1e-9, 1)])
+@pytest.mark.parametrize(
+    "top_k, top_p, temperature", [(3, 1, 1), (0, 0.7, 1), (5, 0.6, 2), (1, 1, 1), (0, 1e-9, 1), (0, 1e-46, 1)]
+)
 def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 

@@ -193,8 +193,10 @@ def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["best.pt", "ckpt-00000002.pt"]
 
 
-def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path):
+def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
+    assert "the rate's decay still ends at iteration 8; --lr_decay_iters=6 moves that" in capsys.readouterr().out
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))
@@ -217,6 +219,8 @@ def test_eval_only_evaluates_once_and_writes_nothing(dataset, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 4: train loss" in out and "\niter " not in out
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
+    with pytest.raises(UserError, match="scratch would evaluate random weights, not those of the run .*; --init_from=resume"):
+        run_here(dataset, tmp_path / "run", eval_only=True)
     assert run_here(dataset, tmp_path / "new", eval_only=True) == 0
     assert not (tmp_path / "new").exists() and "step 0:" in capsys.readouterr().out
 

@@ -95,6 +95,72 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(d
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def scripted_losses(monkeypatch, *val_losses):
+    """What evaluations find in the validation split, one after the other."""
+    losses = iter(loss for val_loss in val_losses for loss in (1.0, val_loss))  # the train split's comes first
+    monkeypatch.setattr(train.Run, "mean_loss", lambda *_, **__: next(losses))
+
+
+def best_iter(out_dir) -> int:
+    return checkpoint.load(out_dir / "best.pt")["progress"]["iter_num"]
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_the_best_of_the_saved_is_best_after_a_save_that_failed(always, dataset, tmp_path, monkeypatch):
+    original = checkpoint.save
+
+    def full_at_4(saved, path):
+        if path.name == "ckpt-00000004.pt":
+            raise OSError(28, "No space left on device")
+        return original(saved, path)
+
+    monkeypatch.setattr(checkpoint, "save", full_at_4)
+    scripted_losses(monkeypatch, 9.0, 8.0, 5.0, 6.0, 7.0)
+    assert run_here(dataset, tmp_path, eval_interval=2, keep_checkpoints=9, always_save_checkpoint=always) == 0
+    assert best_iter(tmp_path) == 6 and (tmp_path / "ckpt-00000006.pt").samefile(tmp_path / "best.pt")
+
+
+def test_a_kill_between_a_checkpoint_and_its_mark_as_the_best_is_made_up_for(dataset, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        scripted_losses(patch, 9.0, 8.0, 5.0)
+        mark_best = checkpoint.mark_best
+        patch.setattr(checkpoint, "mark_best", lambda path: mark_best(path) if "02.pt" in path.name else None)
+        run_here(dataset, tmp_path, eval_interval=2, max_iters=4)
+    assert best_iter(tmp_path) == 2
+    scripted_losses(monkeypatch, 6.0, 7.0)
+    run_here(dataset, tmp_path, eval_interval=2, init_from="resume")
+    assert best_iter(tmp_path) == 4
+
+
+def test_a_run_that_still_saves_while_the_next_one_starts_loses_nothing(dataset, tmp_path, monkeypatch):
+    open_data = train.open_data
+
+    def slow(*args):
+        assert run_process("train.py", *flags(dataset, tmp_path))[0] == 0  # the other one, from its start to its end
+        return open_data(*args)
+
+    monkeypatch.setattr(train, "open_data", slow)
+    with pytest.raises(UserError, match="another run was writing to .* the same command goes on"):
+        run_here(dataset, tmp_path, init_from="auto")
+    monkeypatch.undo()
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 8
+
+
+def test_weights_that_are_lost_do_not_replace_a_good_checkpoint(dataset, tmp_path, monkeypatch):
+    step = train.train_step
+
+    def losing(model, optimizer, *args):
+        result = step(model, optimizer, *args)
+        if optimizer.state[model.lm_head.weight]["step"] == 6:
+            model.lm_head.weight.data[0, 0] = torch.inf
+        return result
+
+    monkeypatch.setattr(train, "train_step", losing)
+    with pytest.raises(RunError, match="iter 8: some weights are not finite and are not saved"):
+        run_here(dataset, tmp_path, keep_checkpoints=1)
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 4
+
+
 def test_a_last_save_that_fails_is_a_failed_run(dataset, tmp_path, monkeypatch):
     original = checkpoint.save
 
