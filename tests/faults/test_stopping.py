@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, flags, load, records, run_here, start_process
@@ -75,12 +76,13 @@ def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
     options = flags(dataset, tmp_path, max_iters=10**6, eval_interval=10**6)
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
         os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *options])
     seen = b""
     while b"iter 3" not in seen:
         seen += os.read(terminal, 1000)
     os.close(terminal)  # every further line to it fails
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
+    assert psutil.Process(process).wait(60) == 129
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
 
 
