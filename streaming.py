@@ -146,9 +146,10 @@ class Stream:
         ))  # fmt: skip
 
     def close(self) -> None:
-        for worker in getattr(self.pieces, "_workers", ()):
+        if workers := getattr(self.pieces, "_workers", ()):
+            killed.append(self.pieces)
+        for worker in workers:
             worker.kill()  # left to end by itself in the midst of reading ahead, Arrow's threads abort it aloud
-        killed.append(self.pieces)
 
 
 # -----------------------------------------------------------------------------

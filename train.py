@@ -174,7 +174,8 @@ class Run:
         # held as long as it is open
         self.lock = checkpoint.make_out_dir(self.out_dir, fresh=start.resumed is None, known=start.checkpoints)
         if start.resumed and self.progress.best_iter == self.progress.iter_num:  # a kill may have come between the two
-            checkpoint.mark_best(self.path())
+            with contextlib.suppress(OSError):
+                checkpoint.mark_best(self.path())
 
     def restore(self, state: dict) -> None:
         """Take over what a checkpoint holds besides weights, except hyper-parameters: those are the config's."""

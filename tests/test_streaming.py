@@ -222,6 +222,13 @@ def test_workers_end_with_a_killed_run(moment, folder, tmp_path):
     assert all(map(is_gone, workers))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_ends_without_a_word_to_stderr(workers, folder, tmp_path):
+    options = flags(folder, tmp_path, stream=True, data_workers=workers)
+    process = subprocess.run([sys.executable, "-c", TRAIN, *options], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(folder):
     script = BYTES + (
         "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
