@@ -65,7 +65,7 @@ def allow_open_files(count: int) -> None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
-    if soft not in (resource.RLIM_INFINITY, hard):
+    if soft != resource.RLIM_INFINITY:
         with contextlib.suppress(ValueError, OSError):  # macOS has a further limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -89,12 +89,14 @@ def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], N
     """Sum of the loss over all tokens of `batches`, without dropout, in nats, and their number; leaves the model training."""
     losses, counts = [], []
     model.eval()
-    for x, y, tokens in batches:
-        between_batches()
-        with autocast:
-            losses.append(model(x, y))
-        counts.append(tokens)
-    model.train()
+    try:
+        for x, y, tokens in batches:
+            between_batches()
+            with autocast:
+                losses.append(model(x, y))
+            counts.append(tokens)
+    finally:
+        model.train()
     return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n), sum(counts)
 
 
@@ -276,7 +278,7 @@ class Run:
                     raise
                 reason = str(error).strip().partition("\n")[0]
                 warn(f"torch.compile does not work here ({reason}); going on without")
-                self.compiled, self.config.compile = self.model.train(), False
+                self.compiled, self.config.compile = self.model, False
                 self.model_config = self.model.config = replace(self.model_config, loss_chunk=loss_chunk(self.config))
             self.rewind()
         say(f"compile: {self.ledger.clock() - began:.1f}s")
@@ -343,7 +345,6 @@ class Run:
             return
         self.settle()
         with self.ledger.book("checkpoints"):
-            self.check_weights()
             size = self.ranks.from_first(self.write, self.state(), self.path(), last)
         if size:
             self.saved_at = p.iter_num
@@ -351,16 +352,11 @@ class Run:
         elif p.best_iter == p.iter_num:
             p.best_val_loss, p.best_iter = self.best_before  # what best.pt holds
 
-    def check_weights(self) -> None:
-        """A checkpoint of weights that are lost would in time replace the last good one. Raises RunError."""
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            error = RunError(f"iter {self.progress.iter_num}: some weights are not finite and are not saved; the checkpoint "
-                             f"before stands: --init_from=resume with a lower rate")  # fmt: skip
-            error.agreed = True  # all ranks have the same weights
-            raise error
-
     def write(self, state: dict, path: Path, last: bool) -> int:
         """The file's size; 0 where saving failed, an older checkpoint stands and there will be another try."""
+        if not all(weights.isfinite().all() for weights in state["model"].values()):  # in time they would replace the good ones
+            raise RunError(f"iter {self.progress.iter_num}: some weights are not finite and are not saved; the checkpoint "
+                           f"before stands: --init_from=resume with a lower rate")  # fmt: skip
         try:
             size = checkpoint.save(state, path)
         except OSError as error:

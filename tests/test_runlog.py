@@ -1,6 +1,7 @@
 """The numbers on the log line, with a clock that the test turns by hand."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -213,6 +214,7 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
     for _ in range(2):
         say("iter 1: loss 2.0")
         warn("metrics.jsonl: No space left on device; going on")
+    assert sys.stdout.name == sys.stderr.name == os.devnull
 
 
 def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):

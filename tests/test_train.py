@@ -380,19 +380,22 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tm
     assert err.count("torch.compile does not work here") == 1 and "no C compiler" in err and "long details" not in err
 
 
-def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(dataset, tmp_path, monkeypatch):
-    def half_broken(model):
-        def call(*batch):
-            assert model.training, "no kernel for this"
-            return model(*batch)
+def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(dataset, tmp_path, monkeypatch, capsys):
+    class HalfCompiled(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
 
-        return call
+        def forward(self, *batch):
+            assert self.training, "no kernel for this"
+            return self.model(*batch)
 
-    monkeypatch.setattr(torch, "compile", half_broken)
+    monkeypatch.setattr(torch, "compile", HalfCompiled)
     config = load_config(flags(dataset, tmp_path, compile=True))
     run = train.Run(config, train.Start(train.Ranks()), train.Ranks())
     run.compile()
-    assert run.compiled is run.model and run.model.training
+    assert "no kernel for this" in capsys.readouterr().err
+    assert run.compiled is run.model and run.model.training and run.model.transformer.h[0].training
     run.batches.close()
 
 

@@ -79,16 +79,21 @@ def test_the_process_ends_before_and_after_every_write_fsync_rename_and_unlink(t
     assert deaths > 40 and newest == 4
 
 
-def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(dataset, tmp_path, monkeypatch, capsys):
-    original = checkpoint.save
+def full_disk_at(monkeypatch, iter_num: int) -> None:
+    """The save of that iteration's checkpoint fails halfway."""
+    save = checkpoint.save
 
-    def full_after_the_first(saved, path):
-        if path.name == "ckpt-00000004.pt":
+    def full(saved, path):
+        if path.name == f"ckpt-{iter_num:08}.pt":
             path.with_suffix(".tmp").write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        return original(saved, path)
+        return save(saved, path)
 
-    monkeypatch.setattr(checkpoint, "save", full_after_the_first)
+    monkeypatch.setattr(checkpoint, "save", full)
+
+
+def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(dataset, tmp_path, monkeypatch, capsys):
+    full_disk_at(monkeypatch, 4)
     assert run_here(dataset, tmp_path, checkpoint_interval=2, keep_checkpoints=10, max_iters=8) == 0
     assert "checkpoint 4 failed" in capsys.readouterr().err
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 6, 8]
@@ -107,14 +112,7 @@ def best_iter(out_dir) -> int:
 
 @pytest.mark.parametrize("always", [True, False])
 def test_the_best_of_the_saved_is_best_after_a_save_that_failed(always, dataset, tmp_path, monkeypatch):
-    original = checkpoint.save
-
-    def full_at_4(saved, path):
-        if path.name == "ckpt-00000004.pt":
-            raise OSError(28, "No space left on device")
-        return original(saved, path)
-
-    monkeypatch.setattr(checkpoint, "save", full_at_4)
+    full_disk_at(monkeypatch, 4)
     scripted_losses(monkeypatch, 9.0, 8.0, 5.0, 6.0, 7.0)
     assert run_here(dataset, tmp_path, eval_interval=2, keep_checkpoints=9, always_save_checkpoint=always) == 0
     assert best_iter(tmp_path) == 6 and (tmp_path / "ckpt-00000006.pt").samefile(tmp_path / "best.pt")
@@ -162,14 +160,7 @@ def test_weights_that_are_lost_do_not_replace_a_good_checkpoint(dataset, tmp_pat
 
 
 def test_a_last_save_that_fails_is_a_failed_run(dataset, tmp_path, monkeypatch):
-    original = checkpoint.save
-
-    def full_at_the_end(saved, path):
-        if path.name == "ckpt-00000008.pt":
-            raise OSError(28, "No space left on device")
-        return original(saved, path)
-
-    monkeypatch.setattr(checkpoint, "save", full_at_the_end)
+    full_disk_at(monkeypatch, 8)
     with pytest.raises(RunError, match="ckpt-00000004.pt stands"):
         run_here(dataset, tmp_path)
 
