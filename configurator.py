@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from errors import UserError, did_you_mean, run_main
+from common.console import UserError, did_you_mean, run_main
 
 
 def key(default: Any, meaning: str, choices: tuple = (), low: float = -math.inf, high: float = math.inf, group: str = ""):

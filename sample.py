@@ -17,16 +17,14 @@ from pathlib import Path
 
 import torch
 
-import hardware
+from common.console import Parser, RunError, UserError, run_main, warn
 from configurator import BOOLEANS, DTYPES, Config
-from console import warn
-from convert import read_weights
-from errors import Parser, RunError, UserError, run_main
-from generate import store_by_columns, stream
-from model import GPT, GPTConfig
+from data.tokenizer import Tokenizer
+from model import GPT, GPTConfig, generate_stream
 from model_fast import FastGPT
-from recipe import build_model
-from tokenizer import Tokenizer
+from training import hardware
+from training.build import build_model
+from training.pretrained import read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -95,7 +93,7 @@ def stream_samples(
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
     generator = torch.Generator(idx.device).manual_seed(args.seed)
-    for new in stream(model, idx, args.max_new_tokens, vocab, args.temperature, args.top_k, generator, args.top_p):
+    for new in generate_stream(model, idx, args.max_new_tokens, vocab, args.temperature, args.top_k, generator, args.top_p):
         for row, token in enumerate(new[:, 0].tolist()):
             if token == text.eot:
                 growing.discard(row)
@@ -130,8 +128,6 @@ def main(argv: list[str]) -> int:
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("init_from: its weights are not finite, the run has diverged; give an older checkpoint")
     model.to(hw.device, hw.dtype).eval()
-    if hw.device.type == "cpu" and hw.dtype == torch.float32:
-        store_by_columns(model)
     if args.compile:
         model.next_logits = torch.compile(model.next_logits, dynamic=True)
     if len(ids) > model.config.block_size:

@@ -33,21 +33,19 @@ from torch import Tensor
 from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
-import hardware
-from compare import draw_run
+from common.console import RunError, UserError, run_main, say, warn
 from configurator import Config, config_values, load_config
-from console import say, warn
-from dataloader import TrainBatches, eval_batches, move, split_block
-from dataset import HeldTokens, TokenStream
-from errors import RunError, UserError, run_main
-from generate import generate
-from gpus import out_of_memory_advice
-from ranks import Interrupted, Ranks, Signals
-from recipe import build_model, build_optimizer, loss_chunk, model_config
-from runlog import IterationResult, Ledger, RunLog
-from start import Start, check_data, open_data, prepare_on_demand
-from tokenizer import Tokenizer
+from data.loader import TrainBatches, eval_batches, move, split_block
+from data.shards import HeldTokens, TokenStream
+from data.tokenizer import Tokenizer
+from model import generate
+from reports.picture import draw_run
+from training import checkpoint, hardware
+from training.build import build_model, build_optimizer, loss_chunk, model_config
+from training.gpus import out_of_memory_advice
+from training.ranks import Interrupted, Ranks, Signals
+from training.runlog import IterationResult, Ledger, RunLog
+from training.start import Start, check_data, open_data, prepare_on_demand
 
 # -----------------------------------------------------------------------------
 # One iteration

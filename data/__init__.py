@@ -1,1 +1,1 @@
-"""Scripts that make datasets, and the data folders they make (a package, so that train.py can call prepare_text)."""
+"""From text to tokens to batches; the datasets themselves lie in folders beside these files."""

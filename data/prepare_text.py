@@ -23,10 +23,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of data/, whose files could hide others
 
-from console import parse_count
-from data.shards import Batch, Plan, Source, prepare
-from errors import Parser, UserError, run_main
-from tokenizer import Tokenizer
+from common.console import Parser, UserError, parse_count, run_main
+from data.sources import Batch, Source
+from data.tokenizer import Tokenizer
+from data.writer import Plan, prepare
 
 TEXT, ROWS = (".txt", ".md", ".py"), (".jsonl", ".parquet")
 
@@ -93,7 +93,7 @@ def file_source(files: list[Path]) -> Source:
     def source(file: int, row: int) -> Iterator[Batch]:
         for number in range(file, len(files)):
             if files[number].suffix in ROWS:
-                from data.prepare_fineweb import files_source  # which text alone does not need
+                from data.sources import files_source  # which text alone does not need
 
                 for _, first, rows in files_source([str(files[number])])(0, row):
                     yield number, first, rows

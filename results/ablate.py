@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from common.console import Parser, UserError, run_main
 from compare import reach
-from errors import Parser, UserError, run_main
-from records import read_run
+from reports.records import read_metrics
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
@@ -53,7 +53,7 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
 
 def read_curve(out_dir: Path) -> dict:
     """tokens and val_loss at every evaluation but the first, and the seconds spent in training steps."""
-    run = read_run(out_dir, gpu=None)
+    run = read_metrics(out_dir / "metrics.jsonl")
     trained = run.eval["iter"] > 0
     return dict(tokens=run.eval["tokens"][trained].tolist(), val_loss=run.eval["val_loss"][trained].tolist(),
                 step_seconds=float(run.step["seconds"].sum()))  # fmt: skip

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import train
-from data.shards import write_shard
-from errors import run_main
+from common.console import run_main
+from data.writer import write_shard
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would its children
 torch.set_num_threads(1)  # models this small only wait for further threads, the longer the busier the machine

@@ -7,8 +7,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,14 +14,13 @@ import torch
 from conftest import ROOT, records, run_here, run_process, write_dataset
 
 import bench
-import hardware
-import measure
-import peer
 import train
+from benchmarks import measure, peer
+from benchmarks.plan import count_pauses
+from common.console import UserError
 from configurator import Config, load_config
-from errors import UserError
-from gpus import read_gpu_table
-from plan import count_pauses
+from training import hardware
+from training.gpus import read_gpu_table
 
 GPT40M, GPT124M = f"{ROOT}/config/gpt40m_4070.py", f"{ROOT}/config/gpt124m_4070.py"
 
@@ -381,7 +378,7 @@ NANOGPT = """
 import torch
 from dataclasses import dataclass
 from model import GPT as Ours, GPTConfig as OurConfig
-from recipe import decay_groups
+from training.build import decay_groups
 @dataclass
 class GPTConfig:
     block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
@@ -431,11 +428,3 @@ def test_peer_refuses_other_work(change, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
-
-
-def test_readmes_table_is_what_was_measured():
-    """Every row; measurements of one's own may stand beside those of README."""
-    done = subprocess.run([sys.executable, ROOT / "results/peer_table.py"], check=True, capture_output=True, text=True)
-    head, rule, *rows = [line for line in done.stdout.splitlines() if line in (ROOT / "README.md").read_text().splitlines()]
-    table = (ROOT / "README.md").read_text().partition(f"{head}\n{rule}\n")[2].partition("\n\n")[0]
-    assert table.splitlines() == rows != []

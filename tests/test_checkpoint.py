@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import find_damage, list_checkpoints, load_newest, mark_best, prune, save
-from errors import UserError
+from common.console import UserError
+from training import checkpoint
+from training.checkpoint import find_damage, list_checkpoints, load_newest, mark_best, prune, save
 
 
 def state(value=1.0):

@@ -288,8 +288,8 @@ def test_a_picture_thins_out_but_keeps_the_extremes():
 
 
 def test_a_name_typed_by_a_person_finds_the_card():
-    from errors import UserError
-    from gpus import resolve_gpu
+    from common.console import UserError
+    from training.gpus import resolve_gpu
 
     for typed, name in (("4070", "NVIDIA GeForce RTX 4070"), ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER"),
                         ("NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 4070"), ("T4", "Tesla T4")):  # fmt: skip

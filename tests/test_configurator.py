@@ -7,8 +7,8 @@ from conftest import ROOT, run_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.console import UserError
 from configurator import FIELDS, Config, config_values, load_config, main, print_config
-from errors import UserError
 
 
 def write(tmp_path, text, name="c.py"):
@@ -223,7 +223,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("flag", BAD_FLAGS.values(), ids=BAD_FLAGS.keys())
 def test_bad_flag_is_one_clear_line(flag):
-    from hardware import check_device
+    from training.hardware import check_device
 
     with pytest.raises(UserError) as error:
         load_config([flag], checks=(check_device,))

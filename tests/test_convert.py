@@ -14,13 +14,13 @@ from conftest import load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-import checkpoint
 import convert
 import sample
-from errors import UserError
+from common.console import UserError
+from data.tokenizer import gpt2_bpe
 from model import GPT, GPTConfig
-from recipe import build_model
-from tokenizer import gpt2_bpe
+from training import checkpoint
+from training.build import build_model
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32)
 

@@ -11,11 +11,11 @@ from conftest import flags, run_process, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.console import RunError, UserError
 from configurator import Config
-from data.shards import write_shard
-from dataloader import TrainBatches, WindowOrder, eval_batches
-from dataset import HEADER_INTS, TokenStream, open_dataset, open_shard
-from errors import RunError, UserError
+from data.loader import TrainBatches, WindowOrder, eval_batches
+from data.shards import HEADER_INTS, TokenStream, open_dataset, open_shard
+from data.writer import write_shard
 
 CPU = torch.device("cpu")
 
@@ -237,14 +237,14 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path):
 def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, tmp_path):
     """Python, shutting down under a thread inside of torch's C++, calls terminate(): SIGABRT in place of the exit code."""
     code = (
-        "import sys, torch, train, errors, dataloader\n"
-        "load = dataloader.TrainBatches.load\n"
+        "import sys, torch, train; from common import console; from data import loader\n"
+        "load = loader.TrainBatches.load\n"
         "def slow(self, first):\n"
         "    for _ in range(4):\n"
         "        torch.randn(1500, 1500) @ torch.randn(1500, 1500)\n"
         "    return load(self, first)\n"
-        "dataloader.TrainBatches.load = slow\n"
-        "errors.run_main(train.main)\n"
+        "loader.TrainBatches.load = slow\n"
+        "console.run_main(train.main)\n"
     )
     (tmp_path / "file").touch()
     code, _, err = run_process("-c", code, *flags(dataset, tmp_path / "file/out"))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import FAST, assert_same_state, load, records, run_here
 
-import hardware
-import measure
 import train
+from benchmarks import measure
 from configurator import load_config
-from gpus import WORKSPACE_BYTES
+from training import hardware
+from training.gpus import WORKSPACE_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -1,21 +1,32 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-import hardware
-import measure
+from benchmarks import measure
+from common.console import UserError
 from configurator import Config, load_config
-from errors import UserError
-from gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 from model import GPTConfig
-from results.memory_peer import peak_bytes
+from training import hardware
+from training.gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
 
 BF16 = torch.bfloat16
 GPT124M = GPTConfig(bias=False)
 GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
+
+
+def peak_bytes(trainee: measure.Trainee) -> int:
+    """Weights, optimizer state and the most that lives beside them in an iteration, as the allocator counted it."""
+    trainee.step()  # makes the optimizer's state
+    moments = (v for state in trainee.optimizer.state.values() for v in state.values())
+    resident = sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainee.step()
+    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return resident + max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
 
 
 @pytest.mark.parametrize(

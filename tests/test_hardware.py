@@ -12,12 +12,12 @@ import pytest
 import torch
 from conftest import ROOT
 
-import hardware
 from configurator import Config
-from gpus import find_row, read_gpu_table, row_peak
-from hardware import Hardware
 from model import GPTConfig
-from recipe import flops_per_token
+from training import hardware
+from training.build import flops_per_token
+from training.gpus import find_row, read_gpu_table, row_peak
+from training.hardware import Hardware
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from generate import generate
-from model import GPT, GPTConfig, pad_vocab
-from recipe import build_model, count_parameters, decay_groups, flops_per_token
+from model import GPT, GPTConfig, generate, pad_vocab
+from training.build import build_model, count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # HF's Conv1D

@@ -11,10 +11,9 @@ import convert
 import sample
 import train
 from configurator import UserError
-from generate import generate
-from model import GPTConfig, KVCache
+from model import GPTConfig, KVCache, generate
 from model_fast import FastGPT, rotary_tables, rotate
-from recipe import count_parameters, flops_per_token
+from training.build import count_parameters, flops_per_token
 
 SMALL = GPTConfig(model="fast", block_size=24, vocab_size=64, n_layer=2, n_head=2, n_embd=32, bias=False, tie_weights=False)
 

@@ -9,8 +9,8 @@ import torch.nn as nn
 from configurator import Config
 from model import GPT, GPTConfig
 from model_fast import FastGPT
-from muon import Muon, orthogonalize, parameters_by_role
-from recipe import build_optimizer
+from training.build import build_optimizer
+from training.muon import Muon, orthogonalize, parameters_by_role
 
 CONFIG = Config(optimizer="muon", muon_lr=0.02, embed_lr=0.1, head_lr=0.01, vector_lr=0.03, weight_decay=0.01, beta1=0.8)
 SMALL = GPTConfig(model="fast", block_size=8, vocab_size=32, n_layer=2, n_head=2, n_embd=16, bias=True, tie_weights=False)

@@ -8,8 +8,8 @@ import torch
 from conftest import records, run_here
 
 import train
+from common.console import UserError
 from configurator import load_config
-from errors import UserError
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments after values.
 FILES = {
@@ -137,7 +137,7 @@ def hf_folder(tmp_path, **changes):
 
 def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     """init_from a Hugging Face folder: the first validation loss is the one transformers computes on the same tokens."""
-    from dataset import open_dataset
+    from data.shards import open_dataset
 
     hf, folder = hf_folder(tmp_path)
     options = dict(init_from=folder, max_iters=4, eval_tokens=512, learning_rate=1e-3, dropout=0.1)

@@ -24,12 +24,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console import parse_count
+from common.console import RunError, UserError, parse_count
 from data import prepare_fineweb, prepare_text
-from data.shards import Plan, check_folder, prepare
-from dataset import open_dataset
-from errors import RunError, UserError
-from tokenizer import Tokenizer
+from data.shards import open_dataset
+from data.tokenizer import Tokenizer
+from data.writer import Plan, check_folder, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 EOT = 50256
@@ -246,7 +245,7 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 # prepare_fineweb with bytes for tokens, which needs no vocabulary, and so slow that a signal meets it at work
 SLOW = """
 import sys, time
-from errors import run_main
+from common.console import run_main
 from data import prepare_fineweb, shards
 shards.CHARS_PER_TASK = 2000
 encode_rows = shards.encode_rows
@@ -335,8 +334,8 @@ def test_a_read_only_folder_is_one_line():
     script = """
 import os, sys
 from data import prepare_fineweb
-from errors import run_main
-from tokenizer import Tokenizer
+from common.console import run_main
+from data.tokenizer import Tokenizer
 prepare_fineweb.Tokenizer = lambda spec: Tokenizer({"kind": "byte"})
 if os.getuid() == 0:  # to root every folder can be written
     list(prepare_fineweb.files_source([sys.argv[1].partition("=")[2]])(0, 0))  # imports what only root may read

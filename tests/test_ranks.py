@@ -15,9 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, flags, load, records, run_here, write_dataset
 
-import checkpoint
-import ranks
-from ranks import Ranks
+from training import checkpoint, ranks
+from training.ranks import Ranks
 
 RECIPES = dict(classic=dict(), fast=dict(model="fast", optimizer="muon", tie_weights=False))
 OPTIONS = dict(gradient_accumulation_steps=4, max_iters=50, eval_interval=25, log_interval=1)
@@ -201,8 +200,8 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
 def patched(tmp_path, code: str) -> str:
     """The path of a train.py that runs some code first, with RANK in the environment."""
     (tmp_path / "patched.py").write_text(
-        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport errors, ranks, train\nRANK = os.environ['RANK']\n"
-        f"{code}\nerrors.run_main(train.main)\n"
+        f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom common import console\nfrom training import ranks\nRANK = os.environ['RANK']\n"
+        f"{code}\nconsole.run_main(train.main)\n"
     )
     return str(tmp_path / "patched.py")
 

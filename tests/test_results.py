@@ -1,6 +1,5 @@
 """
-results/*.py say how they are used; ablate.py: bad studies, and a small one that is stopped and goes on; fast_pieces.py:
-each piece trains, and is a change.
+results/ablate.py: bad studies, and a small one that is stopped and goes on.
 """
 
 import json
@@ -8,11 +7,7 @@ import re
 import shlex
 
 import pytest
-from conftest import FAST, ROOT, flags, records, run_here, run_process
-
-import muon
-import recipe
-from results import fast_pieces
+from conftest import ROOT, flags, records, run_process
 
 
 @pytest.mark.slow
@@ -60,37 +55,3 @@ def test_a_variant_that_fails_stops_the_study_in_one_line(tmp_path):
     code, _, err = run_process("results/ablate.py", str(tmp_path / "study"), "x=--n_head=7")
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ") and "n_head" in err
-
-
-RUN = FAST | dict(max_iters=40, eval_interval=100, muon_weight_decay=0.5)
-
-
-@pytest.fixture
-def losses_with(dataset, tmp_path, monkeypatch):
-    """The losses of a run with these pieces; undoes what fast_pieces.py replaces."""
-
-    def losses(pieces: str, **changes) -> list[float]:
-        out_dir = tmp_path / pieces
-        with monkeypatch.context() as patch:
-            for module, name in ((recipe, "FastGPT"), (recipe, "Muon"), (muon, "orthogonalize")):
-                patch.setattr(module, name, getattr(module, name))
-            assert fast_pieces.main([pieces, *flags(dataset, out_dir, **RUN | changes)]) == 0
-        return [record["loss"] for record in records(out_dir, "step")]
-
-    return losses
-
-
-def test_each_piece_trains_and_changes_the_run(losses_with, dataset, tmp_path):
-    run_here(dataset, tmp_path / "plain", **FAST, max_iters=40, eval_interval=100, muon_weight_decay=0.5)
-    plain = [record["loss"] for record in records(tmp_path / "plain", "step")]
-    found = {pieces: losses_with(pieces) for pieces in (*fast_pieces.PIECES, "x0+values+momentum+cautious+normuon")}
-    assert found.pop("none") == plain
-    assert all(losses[0] == plain[0] > losses[-1] + 0.1 for losses in found.values())  # a head of zeros: the first is ln 128
-    assert len({tuple(losses) for losses in (plain, *found.values())}) == len(found) + 1
-
-
-def test_a_run_with_pieces_goes_on_bit_for_bit(losses_with):
-    pieces = "x0+values+momentum+cautious+normuon"
-    straight = losses_with(pieces, max_iters=20)
-    assert losses_with(pieces, overwrite=True, max_iters=10, lr_decay_iters=20) == straight[:10]
-    assert losses_with(pieces, init_from="resume", max_iters=20) == straight

@@ -7,13 +7,12 @@ import sys
 import pytest
 import torch
 
-import runlog
+from common.console import RunError, count, duration, say, warn
 from configurator import Config
-from console import count, duration, say, warn
-from errors import RunError
-from hardware import Hardware
-from ranks import Ranks
-from runlog import IterationResult, Ledger, RunLog, drop_records
+from training import runlog
+from training.hardware import Hardware
+from training.ranks import Ranks
+from training.runlog import IterationResult, Ledger, RunLog, drop_records
 
 
 class Clock:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from conftest import run_here, run_process
 
-import checkpoint
 import sample
-from data.shards import write_shard
-from errors import UserError
-from generate import draw, generate
-from model import GPT, GPTConfig
-from tokenizer import Tokenizer
+from common.console import UserError
+from data.tokenizer import Tokenizer
+from data.writer import write_shard
+from model import GPT, GPTConfig, draw, generate
+from training import checkpoint
 
 TEXT = (Path(__file__).parent / "conftest.py").read_bytes()
 
@@ -212,7 +211,7 @@ def test_gpt2_weights_and_bpe_from_a_hugging_face_folder(tmp_path, script):
 
 
 def bpe_or_skip():
-    from tokenizer import gpt2_bpe
+    from data.tokenizer import gpt2_bpe
 
     try:
         return gpt2_bpe()

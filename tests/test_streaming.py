@@ -17,24 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_prepare import Hub, documents, hub, source, write_jsonl, write_parquet  # noqa: F401 (hub needs its fixture source)
 
-import checkpoint
-import streaming
 import train
+from common.console import UserError
 from configurator import Config
-from data import prepare_fineweb
-from dataloader import TrainBatches
-from errors import UserError
-from start import open_data
+from data import prepare_fineweb, stream
+from data.loader import TrainBatches
+from training import checkpoint
+from training.start import open_data
 
 CPU = torch.device("cpu")
 TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]  # with nulls and empty ones
-BYTES = "import streaming\nstreaming.TOKENIZER = {'kind': 'byte'}\n"  # bytes for tokens need no vocabulary
-TRAIN = BYTES + "import train, errors\nerrors.run_main(train.main)"
+BYTES = "from data import stream\nstream.TOKENIZER = {'kind': 'byte'}\n"  # bytes for tokens need no vocabulary
+TRAIN = BYTES + "import train; from common import console\nconsole.run_main(train.main)"
 
 
 @pytest.fixture(autouse=True)
 def byte_tokens(monkeypatch):
-    monkeypatch.setattr(streaming, "TOKENIZER", {"kind": "byte"})
+    monkeypatch.setattr(stream, "TOKENIZER", {"kind": "byte"})
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_fact
 
 def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch):
     """With dropout and accumulation, across the source's end, and another number of workers in the second half."""
-    monkeypatch.setattr(streaming, "ANCHOR_TOKENS", 2000)
+    monkeypatch.setattr(stream, "ANCHOR_TOKENS", 2000)
     options = dict(stream=True, dropout=0.1, gradient_accumulation_steps=3, block_size=128, batch_size=16, eval_tokens=1000)
     tokens = len(split_by_hand(TEXTS, 1000)[1])
     assert 4 * 3 * 16 * 128 < tokens < 8 * 3 * 16 * 128
@@ -132,8 +131,8 @@ def test_the_held_out_documents_stay_when_a_resumed_run_evaluates_on_more(folder
 
 
 def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeypatch):
-    read = streaming.Stream.read
-    monkeypatch.setattr(streaming.Stream, "read", lambda *arguments: time.sleep(0.1) or read(*arguments))
+    read = stream.Stream.read
+    monkeypatch.setattr(stream.Stream, "read", lambda *arguments: time.sleep(0.1) or read(*arguments))
     run_here(folder, tmp_path, stream=True, data_workers=0, eval_interval=100)
     for step in records(tmp_path, "step")[4:]:  # the first are on what was read ahead meanwhile
         assert step["step_ms"] > step["data_wait_ms"] > 50  # two micro-batches of 100 ms, less what the reading overlaps

@@ -12,13 +12,13 @@ import torch
 from conftest import FAST, ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
 
 import train
+from common.console import UserError
 from configurator import Config, load_config
-from dataloader import TrainBatches
-from dataset import open_dataset
-from errors import UserError
-from hardware import set_up
+from data.loader import TrainBatches
+from data.shards import open_dataset
 from model import GPT
-from recipe import build_model, build_optimizer, model_config
+from training.build import build_model, build_optimizer, model_config
+from training.hardware import set_up
 
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, start_process, write_dataset
 
-import checkpoint
 import train
-from errors import RunError, UserError
+from common.console import RunError, UserError
+from training import checkpoint
 
 
 def state(n):
@@ -168,9 +168,9 @@ def test_a_last_save_that_fails_is_a_failed_run(dataset, tmp_path, monkeypatch):
 def test_a_disk_too_small_for_the_first_checkpoint_ends_the_run_with_one_line(dataset, tmp_path):
     """A real limit: the kernel refuses to let a file grow past 20 kB."""
     limited = (
-        "import resource, train, errors\n"
+        "import resource, train; from common import console\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
-        "errors.run_main(train.main)"
+        "console.run_main(train.main)"
     )
     code, _, err = run_process("-c", limited, *flags(dataset, tmp_path))
     assert code == 1

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import ROOT, assert_same_state, flags, load, records, run_here, start_process
 
-import checkpoint
 import train
-from dataloader import TrainBatches
+from data.loader import TrainBatches
+from training import checkpoint
 
 
 def send_at(monkeypatch, owner, name, call_number, number=signal.SIGTERM):
@@ -99,11 +99,11 @@ def test_a_real_sigterm_ends_with_143_after_saving(dataset, tmp_path):
 def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
     slow_save = (
-        "import sys, time, checkpoint, train, errors\n"
+        "import sys, time, train; from common import console; from training import checkpoint\n"
         "original = checkpoint.check_space\n"
         "def slow(*a):\n    print('saving', flush=True); time.sleep(60)\n"
         "checkpoint.check_space = slow\n"
-        "errors.run_main(train.main)"
+        "console.run_main(train.main)"
     )
     options = flags(dataset, tmp_path, max_iters=10**6, init_from="resume", eval_interval=10**6)
     process = start_process("-c", slow_save, *options)

@@ -6,20 +6,18 @@ to the disk, and only then renamed, so a file under a checkpoint's name is whole
 bytes before them; torch.load ignores such a trailer, so `torch.load(path, weights_only=True)` reads the file alone.
 """
 
-import contextlib
 import hashlib
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from console import warn
-from errors import UserError
+from common.console import UserError, warn
+from common.files import free_bytes, fsync_folder, replacing, try_lock
 
 TRAILER = b"\nsha256 of all bytes before this line: "
 TRAILER_BYTES = len(TRAILER) + 64
@@ -59,36 +57,12 @@ def save(state: dict, path: Path) -> int:
     return writer.bytes + TRAILER_BYTES
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is whole and on the disk, or, where writing fails, not at all."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def check_space(state: dict, folder: Path) -> None:
     sizes = {leaf.data_ptr(): leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}  # tied ones once
     needed = sum(sizes.values()) + (1 << 20)
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if free < needed:
         raise OSError(f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB")
-
-
-def fsync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def find_damage(path: Path) -> str:
@@ -185,19 +159,6 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
         return lock
     except OSError as error:
         raise UserError(f"out_dir: {out_dir}: {error.strerror}; choose another --out_dir") from None
-
-
-def try_lock(file: BinaryIO) -> bool:
-    """Whether this process has the file for itself, until it closes it or ends in any way; True where there are no locks."""
-    try:
-        import fcntl
-
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no forked worker keeps this one
-    except (BlockingIOError, PermissionError):
-        return False
-    except (ImportError, OSError):  # Windows; some network file systems
-        pass
-    return True
 
 
 def holds_run(out_dir: Path) -> bool:

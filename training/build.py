@@ -10,7 +10,7 @@ import torch.nn as nn
 from configurator import Config
 from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
-from muon import Muon, parameters_by_role
+from training.muon import Muon, parameters_by_role
 
 EAGER_LOSS_CHUNK = 1024  # compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there chunks pay
 

@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import replacing
+from common.console import RunError, UserError, complain, count, duration, say, warn
 from configurator import Config, config_values
-from console import complain, count, duration, say, warn
-from dataloader import ShuffledWindows
-from dataset import Dataset
-from errors import RunError, UserError
-from hardware import Hardware, speed_hints
+from data.loader import ShuffledWindows
+from data.shards import Dataset
 from model import GPTConfig
-from ranks import Ranks
-from recipe import count_parameters, flops_per_token
-from tracker import Tracker
+from training.build import count_parameters, flops_per_token
+from training.checkpoint import replacing
+from training.hardware import Hardware, speed_hints
+from training.ranks import Ranks
+from training.tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
 SPIKE = 1.25  # a loss this many times its running mean is marked
@@ -252,6 +251,18 @@ class RunLog:
         actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
         off = f" ({actual / planned - 1:+.1%})" if planned else ""
         return f"; {actual:.3g} h of iterations, {planned:.3g} h planned{off}"
+
+
+def read_records(lines: list[str]) -> list[dict]:
+    """The records of metrics.jsonl's lines, without what is none."""
+    try:
+        records = json.loads(f"[{','.join(lines)}]")  # at once: three times as fast as line by line
+    except (ValueError, RecursionError):
+        records = []
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config
-from dataset import Dataset, HeldTokens, TokenStream
+from data.shards import Dataset, HeldTokens, TokenStream
 
 PREFETCHED_BATCHES = 4
 MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at again

@@ -5,8 +5,8 @@ wandb and tensorboard, beside metrics.jsonl.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from common.console import warn
 from configurator import Config, config_values
-from console import warn
 
 
 class Tracker:

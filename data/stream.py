@@ -25,12 +25,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
+from common.console import RunError, UserError
 from configurator import Config
-from data.prepare_fineweb import BACKOFF_SECONDS, describe_files, files_source, hub_files, local_files
-from data.shards import Source, encode_rows
-from dataset import Dataset, HeldTokens
-from errors import RunError, UserError
-from tokenizer import Tokenizer
+from data.shards import Dataset, HeldTokens
+from data.sources import BACKOFF_SECONDS, Source, describe_files, files_source, hub_files, local_files
+from data.tokenizer import Tokenizer
+from data.writer import encode_rows
 
 TOKENIZER = {"kind": "gpt2"}
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again

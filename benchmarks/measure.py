@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import hardware
 import train
+from common.console import RunError, UserError
 from configurator import Config
-from data.shards import write_shard
-from dataloader import TrainBatches, move
-from dataset import Dataset, check_dataset, dataset_folder, open_dataset
-from errors import RunError, UserError
-from gpus import memory_bytes
-from recipe import build_model, build_optimizer, flops_per_token, model_config
-from tokenizer import GPT2_VOCAB
+from data.loader import TrainBatches, move
+from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
+from data.tokenizer import GPT2_VOCAB
+from data.writer import write_shard
+from training import hardware
+from training.build import build_model, build_optimizer, flops_per_token, model_config
+from training.gpus import memory_bytes
 
 WINDOW_SECONDS = 1.0  # a timed window holds as many whole iterations as this takes, at least one,
 MAX_WINDOW_ITERS = 100  # and at most these

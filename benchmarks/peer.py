@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import hardware
+from benchmarks.measure import Trainee, build, like, machine, new_process, open_data, readable_errors, window_iters
+from common.console import UserError, say
 from configurator import Config
-from console import say
-from errors import UserError
-from measure import Trainee, build, like, machine, new_process, open_data, readable_errors, window_iters
+from training import hardware
 
 SIDES = ("ours", "nanoGPT")
 SAME_LOSS = 0.02  # nats: bfloat16 rounding, and nanoGPT's exact GELU instead of GPT-2's tanh formula

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from common.console import RunError, UserError, complain, end_process
 from configurator import Config, print_config
-from console import complain
-from errors import RunError, UserError, end_process
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from common.console import UserError, did_you_mean
 from configurator import Config
-from errors import UserError, did_you_mean
 from model import GPTConfig
-from recipe import count_parameters
+from training.build import count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
 USABLE_MEMORY = 0.95  # of a card's memory; the driver, and often a desktop, hold the rest

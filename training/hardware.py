@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from common.console import warn
 from configurator import Config
-from console import warn
-from gpus import find_row, row_peak
+from training.gpus import find_row, row_peak
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
 in_wsl = "microsoft" in platform.release().lower()  # where NVIDIA's driver may crash on what follows (pytorch 192330)

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import torch
 
-import hardware
+from common.console import UserError, count, say
 from configurator import Config
-from console import count, say
-from dataset import dataset_folder, open_dataset
-from errors import UserError
-from gpus import USABLE_MEMORY, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
+from data.shards import dataset_folder, open_dataset
+from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
-from recipe import count_parameters, flops_per_token, model_config
-from records import read_records
-from tokenizer import GPT2_VOCAB
+from training import hardware
+from training.build import count_parameters, flops_per_token, model_config
+from training.gpus import USABLE_MEMORY, fitting_batch, memory_bytes, read_gpu_table, resolve_gpu, row_peak
+from training.runlog import read_records
 
 # What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %; A100 PCIe 32 %,
 # A100 SXM 60 %, H100 40 % (throughput published by llm.c and its readers).

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint import holds_run, list_checkpoints, load_newest
+from common.console import UserError
 from configurator import Config, config_values
-from dataset import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
-from errors import UserError
-from ranks import Ranks
+from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
+from training.checkpoint import holds_run, list_checkpoints, load_newest
+from training.ranks import Ranks
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 ROUNDING = ("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32", "batch_size",
@@ -90,7 +90,7 @@ class Start:
 
 
 def read_pretrained(config: Config) -> dict:
-    from convert import load_pretrained  # rarely needed, and it needs safetensors
+    from training.pretrained import load_pretrained  # rarely needed, and it needs safetensors
 
     block_size = config.block_size if "block_size" in config.given else None
     return load_pretrained(config.init_from, block_size)
@@ -124,7 +124,7 @@ def check_data(config: Config) -> list[str]:
     """What is wrong with the dataset or the stream's source for this configuration, one line each (for load_config)."""
     if not config.stream:
         return check_dataset(config)
-    from streaming import check_source  # which training from shards does not need
+    from data.stream import check_source  # which training from shards does not need
 
     return check_source(config)
 
@@ -133,6 +133,6 @@ def open_data(config: Config, position: dict | None = None) -> Dataset:
     """The configured dataset: a folder, or a stream, from the `position` that a checkpoint holds of it. Raises UserError."""
     if not config.stream:
         return open_dataset(config.dataset)
-    from streaming import open_stream
+    from data.stream import open_stream
 
     return open_stream(config, position)

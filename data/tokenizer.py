@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
+from common.console import UserError
 
 GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
 

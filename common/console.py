@@ -1,0 +1,157 @@
+"""
+What people read and type: lines on the console, numbers short and long, errors and exit codes.
+"""
+
+import argparse
+import difflib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+
+# -----------------------------------------------------------------------------
+# Lines
+
+
+def say(line: str) -> None:
+    """Print to stdout. A console that has gone, or whose disk is full, costs its lines, never the run."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
+
+
+def complain(line: str) -> None:
+    """Print to stderr, with the same care."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w")
+
+
+def warn(message: str) -> None:
+    complain(f"warning: {message}")
+
+
+# -----------------------------------------------------------------------------
+# Numbers
+
+
+def count(number: float, digits: int = 3) -> str:
+    """52428800 -> 52.4M"""
+    number = float(f"{number:.{digits}g}")
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:g}{unit}"
+    return f"{number:g}"
+
+
+def parse_count(text: str) -> int:
+    """A whole number above 0: 8, 10_000_000, 10M or 1e7. Raises what argparse turns into an error line."""
+    factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
+    try:
+        # Decimal, because 8.2 million is not a whole number in binary
+        number = Decimal(text[:-1] if factor > 1 else text) * factor
+        if 1 <= number < 2**63 and number == int(number):
+            return int(number)
+    except InvalidOperation:
+        pass
+    raise argparse.ArgumentTypeError(f"needs a whole number above 0, such as 8 or 10M, got {text!r}")
+
+
+def duration(seconds: float) -> str:
+    """11520 -> 3h12m"""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes}m{seconds % 60:02}s" if hours == 0 else f"{hours}h{minutes % 60:02}m"
+
+
+# -----------------------------------------------------------------------------
+# Errors and exit codes
+
+
+class UserError(Exception):
+    """
+    Something the user can mend: `problems` holds one line for each. Scripts print them and exit
+    with `exit_code`.
+    """
+
+    exit_code = 2  # found before any long work
+    agreed = False  # whether all processes raise it together
+
+    @property
+    def problems(self) -> list[str]:
+        # the messages of other libraries may have several lines
+        return [" ".join(problem.splitlines()) for problem in self.args]
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
+class RunError(UserError):
+    """A UserError found only while running."""
+
+    exit_code = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with this project's error line in place of its own, and no abbreviated flags."""
+
+    def __init__(self, description: str | None = None, **kwargs):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            description=description, formatter_class=formatter, allow_abbrev=False, **kwargs
+        )
+
+    def error(self, message: str):
+        raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name
+
+
+def did_you_mean(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def run_main(main: Callable[[list[str]], int | None]) -> None:
+    """
+    Run a script's main(argv) and exit. A UserError becomes one `error:` line per problem and its
+    exit code, without a traceback.
+    """
+    sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = main(sys.argv[1:]) or 0
+    except UserError as error:
+        # of several processes on a machine one speaks, unless the trouble may be another's alone
+        if os.environ.get("LOCAL_RANK", "0") == "0" or (
+            isinstance(error, RunError) and not error.agreed
+        ):
+            for problem in error.problems:
+                complain(f"error: {problem}")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception:
+        complain(traceback.format_exc().rstrip())
+        code = 1
+    end_process(code)
+
+
+def end_process(code: int) -> None:
+    """
+    Exit. One of several processes exits at once: the destructor of torch's gloo group can wait for
+    ever for Python's lock.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

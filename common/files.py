@@ -1,0 +1,62 @@
+"""
+Files that survive a kill and a full disk: all-or-nothing writes, locks, free space.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """
+    A file that appears under its name once it is whole and on the disk, or, where writing fails,
+    not at all.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is on the disk only after this."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """
+    Whether this process has the file for itself, until it closes it or ends in any way. True where
+    the system has no such locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers keep flock's, not this one
+    except (BlockingIOError, PermissionError):
+        return False
+    except (ImportError, OSError):  # Windows; some network file systems
+        pass
+    return True
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk that `folder`, which need not exist yet, is or would be on."""
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
