@@ -46,7 +46,10 @@ MODES = {
     "ladder": (modes.ladder, ("trials", "png")),
     "sweep": (modes.sweep, ("trials", "png", "write", "batch_sizes")),
     "peer": (peer.main, ("trials", "nanogpt", "as_shipped")),
-    "plan": (plan.main, ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh")),
+    "plan": (
+        plan.main,
+        ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"),
+    ),
 }
 
 
@@ -74,10 +77,17 @@ def main(argv: list[str]) -> int:
         return 0
     mode, checks = argv[0], () if argv[0] == "plan" else (hardware.check_device,)
     if mode not in MODES:
-        raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
+        raise UserError(
+            f"{mode}: no such mode; one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
+        )
     options, rest = read_flags(mode, argv[1:])
     config = load_config(rest, checks)
-    for name in {"json", "png", "write", "profile"} & options.keys():  # before a measurement, not after it
+    for name in {
+        "json",
+        "png",
+        "write",
+        "profile",
+    } & options.keys():  # before a measurement, not after it
         if options[name]:
             make_folder(name, Path(options[name]))
     result = MODES[mode][0](config, options)

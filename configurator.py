@@ -23,9 +23,19 @@ from typing import Any
 from common.console import UserError, did_you_mean, run_main
 
 
-def key(default: Any, meaning: str, choices: tuple = (), low: float = -math.inf, high: float = math.inf, group: str = ""):
+def key(
+    default: Any,
+    meaning: str,
+    choices: tuple = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    group: str = "",
+):
     """One key: its default, its meaning, the values it may take (low and high included); `group` opens a new group."""
-    return field(default=default, metadata=dict(meaning=meaning, choices=choices, low=low, high=high, group=group))
+    return field(
+        default=default,
+        metadata=dict(meaning=meaning, choices=choices, low=low, high=high, group=group),
+    )
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -34,67 +44,138 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 @dataclass
 class Config:
     out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
-    init_from: str = key("scratch", "scratch | resume | auto (resume if out_dir holds a run) | gpt2[-medium|-large|-xl] | path")
-    overwrite: bool = key(False, "start from scratch in an out_dir that holds another run, deleting that run's files")
+    init_from: str = key(
+        "scratch",
+        "scratch | resume | auto (resume if out_dir holds a run) | gpt2[-medium|-large|-xl] | path",
+    )
+    overwrite: bool = key(
+        False, "start from scratch in an out_dir that holds another run, deleting that run's files"
+    )
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
     eval_iters: int = key(200, "evaluation size in micro-batches, where eval_tokens is 0", low=1)
-    eval_tokens: int = key(0, "evaluation size in tokens of each split; 0: eval_iters * batch_size * block_size", low=0)
+    eval_tokens: int = key(
+        0, "evaluation size in tokens of each split; 0: eval_iters * batch_size * block_size", low=0
+    )
     eval_only: bool = key(False, "evaluate once and exit")
-    sample_tokens: int = key(0, "print a sample of this many tokens after each evaluation; 0: none", low=0)
-    always_save_checkpoint: bool = key(True, "save at every evaluation, not only when the validation loss improves")
-    checkpoint_interval: int = key(0, "also save every this many iterations; 0: at evaluations only", low=0)
-    keep_checkpoints: int = key(2, "how many of the newest checkpoints to keep (best.pt is kept besides)", low=1)
+    sample_tokens: int = key(
+        0, "print a sample of this many tokens after each evaluation; 0: none", low=0
+    )
+    always_save_checkpoint: bool = key(
+        True, "save at every evaluation, not only when the validation loss improves"
+    )
+    checkpoint_interval: int = key(
+        0, "also save every this many iterations; 0: at evaluations only", low=0
+    )
+    keep_checkpoints: int = key(
+        2, "how many of the newest checkpoints to keep (best.pt is kept besides)", low=1
+    )
     log_interval: int = key(1, "iterations between log lines", low=1, group="logging")
     tracker: str = key("none", "also report to", ("none", "wandb", "tensorboard"))
     wandb_log: bool = key(False, "nanoGPT's spelling of tracker = 'wandb'")
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
-    dataset: str = key("openwebtext", "folder data/NAME, or a path to any folder of token shards; see stream", group="data")
-    stream: bool = key(False, "tokenise while training; dataset names parquet or jsonl files, or ORG/NAME[:CONFIG] of the hub")
-    data_workers: int = key(1, "processes that tokenise a stream; 0: a thread of this one", low=0, high=256)
+    dataset: str = key(
+        "openwebtext",
+        "folder data/NAME, or a path to any folder of token shards; see stream",
+        group="data",
+    )
+    stream: bool = key(
+        False,
+        "tokenise while training; dataset names parquet or jsonl files, or ORG/NAME[:CONFIG] of the hub",
+    )
+    data_workers: int = key(
+        1, "processes that tokenise a stream; 0: a thread of this one", low=0, high=256
+    )
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
-    gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all processes together", low=1)
-    tokens_per_iter: int = key(0, "tokens per iteration; where set, gradient_accumulation_steps follows from it; 0: off", low=0)
-    model: str = key("gpt2", "GPT-2, or the fast recipe's model, which learns more per token", ("gpt2", "fast"), group="model")
+    gradient_accumulation_steps: int = key(
+        40, "micro-batches per iteration, all processes together", low=1
+    )
+    tokens_per_iter: int = key(
+        0,
+        "tokens per iteration; where set, gradient_accumulation_steps follows from it; 0: off",
+        low=0,
+    )
+    model: str = key(
+        "gpt2",
+        "GPT-2, or the fast recipe's model, which learns more per token",
+        ("gpt2", "fast"),
+        group="model",
+    )
     n_layer: int = key(12, "transformer blocks", low=1)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
     n_embd: int = key(768, "width", low=1, high=65536)
-    dropout: float = key(0.0, "0 for pre-training, 0.1 and more for fine-tuning", low=0.0, high=0.99)
+    dropout: float = key(
+        0.0, "0 for pre-training, 0.1 and more for fine-tuning", low=0.0, high=0.99
+    )
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
-    loss_chunk: str = key("auto", "tokens whose logits exist at once in training; auto: 1024 with compile=False, else off")
-    recompute: bool = key(False, "compute each block's activations again in the backward pass: less memory, more time")
-    pad_vocab_multiple: int = key(128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16)
-    optimizer: str = key("adamw", "muon: Muon for hidden matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer")
-    learning_rate: float = key(6e-4, "highest learning rate with adamw; muon has the four rates below instead", low=0.0)
+    loss_chunk: str = key(
+        "auto",
+        "tokens whose logits exist at once in training; auto: 1024 with compile=False, else off",
+    )
+    recompute: bool = key(
+        False, "compute each block's activations again in the backward pass: less memory, more time"
+    )
+    pad_vocab_multiple: int = key(
+        128, "round the vocabulary up to a multiple: 50257 -> 50304; 1: unpadded", low=1, high=2**16
+    )
+    optimizer: str = key(
+        "adamw",
+        "muon: Muon for hidden matrices, AdamW for the rest",
+        ("adamw", "muon"),
+        group="optimizer",
+    )
+    learning_rate: float = key(
+        6e-4, "highest learning rate with adamw; muon has the four rates below instead", low=0.0
+    )
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
-    embed_lr: float = key(0.004, "the same of embeddings; the fast model's, of size 1, stand 0.7", low=0.0)
+    embed_lr: float = key(
+        0.004, "the same of embeddings; the fast model's, of size 1, stand 0.7", low=0.0
+    )
     head_lr: float = key(0.004, "the same of the output head, tied or not", low=0.0)
     vector_lr: float = key(0.015, "the same of biases and norms", low=0.0)
     muon_momentum: float = key(0.95, "muon's decay of the mean gradient", low=0.0, high=0.9999999)
     muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)
-    weight_decay: float = key(0.1, "weight decay of matrices and embeddings; with muon of embeddings and head", low=0.0)
+    weight_decay: float = key(
+        0.1, "weight decay of matrices and embeddings; with muon of embeddings and head", low=0.0
+    )
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
-    max_skips: int = key(10, "stop after this many updates in a row skipped for a non-finite gradient", low=1)
+    max_skips: int = key(
+        10, "stop after this many updates in a row skipped for a non-finite gradient", low=1
+    )
     max_iters: int = key(600000, "iterations: 0 to max_iters - 1", low=0, group="schedule")
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     decay_lr: bool = key(True, "decay the learning rate after warm-up")
-    lr_schedule: str = key("cosine", "shape of the decay; wsd: constant, then linear", ("cosine", "linear", "wsd"))
+    lr_schedule: str = key(
+        "cosine", "shape of the decay; wsd: constant, then linear", ("cosine", "linear", "wsd")
+    )
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
-    min_lr: float = key(6e-5, "learning rate at the end of the decay; not given, a tenth of a rate below it", low=0.0)
+    min_lr: float = key(
+        6e-5,
+        "learning rate at the end of the decay; not given, a tenth of a rate below it",
+        low=0.0,
+    )
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
-    dtype: str = key("auto", "auto: bfloat16 where native, else float16 on CUDA, else float32", DTYPES)
-    compile: bool = key(True, "torch.compile the model; falls back with one warning where no compiler works")
+    dtype: str = key(
+        "auto", "auto: bfloat16 where native, else float16 on CUDA, else float32", DTYPES
+    )
+    compile: bool = key(
+        True, "torch.compile the model; falls back with one warning where no compiler works"
+    )
     tf32: bool = key(True, "TF32 tensor cores for float32 matrix products on CUDA")
     deterministic: bool = key(False, "the same bits on every run on CUDA, at some cost in speed")
-    seed: int = key(1337, "initial weights, dropout and the order of the data", low=0, high=2**63 - 1)
-    peak_tflops: float = key(0.0, "this device's dense peak for MFU, in place of gpus.csv's; 0: look it up", low=0.0)
+    seed: int = key(
+        1337, "initial weights, dropout and the order of the data", low=0, high=2**63 - 1
+    )
+    peak_tflops: float = key(
+        0.0, "this device's dense peak for MFU, in place of gpus.csv's; 0: look it up", low=0.0
+    )
     # Not a key: the names of those that a file or flag has set.
     given: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -115,8 +196,23 @@ class Config:
 
 
 FIELDS = {f.name: f for f in fields(Config) if f.metadata}
-BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+BOOLEANS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
+KIND_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a string",
+}
+
 
 def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ...] = ()) -> Config:
     """
@@ -135,8 +231,14 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
             read_flag(argument, values, problems)
         else:
             read_file(Path(argument), values, problems)
-    names = [argument.partition("=")[0] for argument in dict.fromkeys(argv) if argument.startswith("--")]
-    problems += [f"{name}: given twice with different values; keep one" for name in names if names.count(name) > 1]
+    names = [
+        argument.partition("=")[0] for argument in dict.fromkeys(argv) if argument.startswith("--")
+    ]
+    problems += [
+        f"{name}: given twice with different values; keep one"
+        for name in names
+        if names.count(name) > 1
+    ]
     config = Config(**values, given=frozenset(values))
     for check in (*checks, resolve):
         problems += check(config)
@@ -154,12 +256,16 @@ def read_flag(argument: str, values: dict[str, Any], problems: list[str]) -> Non
     elif not equals and FIELDS[name].type is not bool:
         problems.append(f"--{name}: needs a value: --{name}={FIELDS[name].default}")
     else:
-        set_value(values, name, parse(text, FIELDS[name].type) if equals else True, f"--{name}", problems)
+        set_value(
+            values, name, parse(text, FIELDS[name].type) if equals else True, f"--{name}", problems
+        )
 
 
 def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
     if not path.is_file():
-        known = [str(p) for folder in (path.parent, Path("config")) for p in sorted(folder.glob("*.py"))]
+        known = [
+            str(p) for folder in (path.parent, Path("config")) for p in sorted(folder.glob("*.py"))
+        ]
         problems.append(f"{path}: no such config file{did_you_mean(str(path), known)}")
         return
     namespace = {name: f.default for name, f in FIELDS.items()} | values
@@ -169,13 +275,23 @@ def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
         exec(compile(tree, str(path), "exec"), namespace)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a config file may do anything; whatever it raises is the user's to see
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    except (
+        BaseException
+    ) as error:  # a config file may do anything; whatever it raises is the user's to see
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         problems.append(f"{path}:{line or 1}: {type(error).__name__}: {error}")
         return
     problems += assigned_twice(path, tree)
-    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assigned = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     for name, value in namespace.items():
         untouched = name not in assigned and value is before.get(name)
         if untouched or name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)):
@@ -183,7 +299,9 @@ def read_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
         if name in FIELDS:
             set_value(values, name, value, f"{path}: {name}", problems)
         else:
-            problems.append(f"{path}: {name}: unknown key{did_you_mean(name, FIELDS)}; a helper variable starts with _")
+            problems.append(
+                f"{path}: {name}: unknown key{did_you_mean(name, FIELDS)}; a helper variable starts with _"
+            )
 
 
 def assigned_twice(path: Path, tree: ast.Module) -> list[str]:
@@ -191,10 +309,16 @@ def assigned_twice(path: Path, tree: ast.Module) -> list[str]:
     lines: dict[str, int] = {}
     problems = []
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.targets[0], ast.Name)
+        ):
             name = node.targets[0].id
             if lines.setdefault(name, node.lineno) != node.lineno:
-                problems.append(f"{path}:{node.lineno}: {name}: already set on line {lines[name]}; keep one")
+                problems.append(
+                    f"{path}:{node.lineno}: {name}: already set on line {lines[name]}; keep one"
+                )
     return problems
 
 
@@ -203,14 +327,21 @@ def parse(text: str, kind: type) -> Any:
     if kind is bool:
         return BOOLEANS.get(text.lower(), text)
     try:
-        return os.path.expanduser(text) if kind is str else ast.literal_eval(text)  # shells leave the ~ of --key=~/x alone
+        return (
+            os.path.expanduser(text) if kind is str else ast.literal_eval(text)
+        )  # shells leave the ~ of --key=~/x alone
     except (ValueError, SyntaxError):
         return text
 
 
-def set_value(values: dict[str, Any], name: str, value: Any, where: str, problems: list[str]) -> None:
+def set_value(
+    values: dict[str, Any], name: str, value: Any, where: str, problems: list[str]
+) -> None:
     """Set a key, if the value fits it: a whole float serves as an int, an int as a float, 0 and 1 as booleans."""
-    kind, choices, low, high = FIELDS[name].type, *(FIELDS[name].metadata[k] for k in ("choices", "low", "high"))
+    kind, choices, low, high = (
+        FIELDS[name].type,
+        *(FIELDS[name].metadata[k] for k in ("choices", "low", "high")),
+    )
     try:
         if kind is not str and not isinstance(value, bool) and kind(value) == value:
             value = kind(value)
@@ -219,9 +350,13 @@ def set_value(values: dict[str, Any], name: str, value: Any, where: str, problem
     if type(value) is not kind or kind is float and not math.isfinite(value):
         problems.append(f"{where}: needs {KIND_NAMES[kind]}, got {value!r}")
     elif choices and value not in choices:
-        problems.append(f"{where}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}")
+        problems.append(
+            f"{where}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}"
+        )
     elif kind in (int, float) and not low <= value <= high:
-        problems.append(f"{where}: {value} is outside {low} to {high}".replace(" to inf", " and up"))
+        problems.append(
+            f"{where}: {value} is outside {low} to {high}".replace(" to inf", " and up")
+        )
     elif kind is str and not value.strip():
         problems.append(f"{where}: must not be empty")
     else:
@@ -234,15 +369,27 @@ def resolve(config: Config) -> list[str]:
     if config.n_embd % config.n_head:
         fits = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
         nearest = min(fits, key=lambda n: abs(n - config.n_head))
-        problems.append(f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; nearest that does: {nearest}")
+        problems.append(
+            f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; nearest that does: {nearest}"
+        )
     elif config.model == "fast" and config.n_embd // config.n_head % 4:
         size = config.n_embd // config.n_head
-        problems.append(f"n_head: {config.n_head} makes heads of size {size}; model=fast needs a multiple of 4")
-    if config.loss_chunk not in ("auto", "off") and not (config.loss_chunk.isdecimal() and int(config.loss_chunk)):
-        problems.append(f"loss_chunk: {config.loss_chunk!r} is none of auto, off, a number above 0 such as 1024")
+        problems.append(
+            f"n_head: {config.n_head} makes heads of size {size}; model=fast needs a multiple of 4"
+        )
+    if config.loss_chunk not in ("auto", "off") and not (
+        config.loss_chunk.isdecimal() and int(config.loss_chunk)
+    ):
+        problems.append(
+            f"loss_chunk: {config.loss_chunk!r} is none of auto, off, a number above 0 such as 1024"
+        )
     if config.model == "fast":
-        problems += ["tie_weights: model=fast has a head of its own; --tie_weights=False"] * config.tie_weights
-        problems += ["dropout: model=fast has none; --dropout=0, or --model=gpt2"] * (config.dropout > 0)
+        problems += [
+            "tie_weights: model=fast has a head of its own; --tie_weights=False"
+        ] * config.tie_weights
+        problems += ["dropout: model=fast has none; --dropout=0, or --model=gpt2"] * (
+            config.dropout > 0
+        )
     micro_batch = config.batch_size * config.block_size
     if config.tokens_per_iter:
         steps, rest = divmod(config.tokens_per_iter, micro_batch)
@@ -254,14 +401,20 @@ def resolve(config: Config) -> list[str]:
             )
         else:
             config.gradient_accumulation_steps = steps
-    rates = ("learning_rate",) if config.optimizer == "adamw" else ("muon_lr", "embed_lr", "head_lr", "vector_lr")
+    rates = (
+        ("learning_rate",)
+        if config.optimizer == "adamw"
+        else ("muon_lr", "embed_lr", "head_lr", "vector_lr")
+    )
     lowest = min(getattr(config, name) for name in rates)
     if lowest < config.min_lr and "min_lr" not in config.given:  # to which it would rise
         config.min_lr = lowest / 10
     if config.wandb_log:
         config.tracker = "wandb"
     if config.init_from in ("resume", "auto") and config.overwrite:
-        problems.append(f"overwrite: deletes the run that init_from={config.init_from} goes on with; drop one of the two")
+        problems.append(
+            f"overwrite: deletes the run that init_from={config.init_from} goes on with; drop one of the two"
+        )
     return problems
 
 
@@ -280,12 +433,16 @@ def print_config(config: Config) -> str:
 
 
 def print_help() -> None:
-    print(f"usage: python {os.path.basename(sys.argv[0])} [config.py ...] [--key=value ...]   (applied left to right)")
+    print(
+        f"usage: python {os.path.basename(sys.argv[0])} [config.py ...] [--key=value ...]   (applied left to right)"
+    )
     for name, f in FIELDS.items():
         if f.metadata["group"]:
             print(f"\n{f.metadata['group']}:")
         choices = f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
-        print(f"  --{f'{name}={f.default!r}':<32} {f.type.__name__:<6} {f.metadata['meaning']}{choices}")
+        print(
+            f"  --{f'{name}={f.default!r}':<32} {f.type.__name__:<6} {f.metadata['meaning']}{choices}"
+        )
 
 
 def main(argv: list[str]) -> None:

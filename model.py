@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class GPTConfig:
     block_size: int = 1024
-    vocab_size: int = 50304  # 50257 padded up to a multiple of 128: the head's matrix product runs on full tiles
+    vocab_size: int = (
+        50304  # 50257 padded up to a multiple of 128: the head's matrix product runs on full tiles
+    )
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -30,7 +32,9 @@ class GPTConfig:
     flash: bool = True  # fused attention kernel; False: the plain formula
     model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
-    recompute: bool = False  # keep only the stream at each block's entry; the backward pass runs the block again
+    recompute: bool = (
+        False  # keep only the stream at each block's entry; the backward pass runs the block again
+    )
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:
@@ -52,20 +56,29 @@ class KVCache:
         """Take in k and v of further tokens, (B, nh, T, hs) each; returns those of all tokens so far."""
         if self.length == 0:
             B, nh, _, hs = k.shape
-            self.k, self.v = k.new_empty(B, nh, self.capacity, hs), v.new_empty(B, nh, self.capacity, hs)
+            self.k, self.v = (
+                k.new_empty(B, nh, self.capacity, hs),
+                v.new_empty(B, nh, self.capacity, hs),
+            )
         start, self.length = self.length, self.length + k.size(2)
         self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
+) -> Tensor:
     """
     F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs). In bfloat16
     on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024 (results/cpu/kernels.json).
     """
-    scores = q * (q.size(-1) ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)  # (B, nh, T, T and what is cached)
+    scores = (
+        q * (q.size(-1) ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)
+    )  # (B, nh, T, T and what is cached)
     if is_causal:
-        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)  # an addition is faster than masked_fill
+        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(
+            1
+        )  # an addition is faster than masked_fill
     return F.dropout(F.softmax(scores, dim=-1), dropout_p) @ v
 
 
@@ -73,13 +86,20 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one product
+        self.c_attn = nn.Linear(
+            config.n_embd, 3 * config.n_embd, bias=config.bias
+        )  # q, k and v in one product
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head).transpose(1, 2).chunk(3, dim=1)
+        q, k, v = (
+            self.c_attn(x)
+            .view(B, T, 3 * self.n_head, C // self.n_head)
+            .transpose(1, 2)
+            .chunk(3, dim=1)
+        )
         if cache is not None:
             k, v = cache.extend(k, v)
         # A lone token, as generation has them, sees all before it; cuDNN would plan its fused kernel anew at each length
@@ -92,7 +112,9 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU(approximate="tanh")  # GPT-2's own; the exact GELU moves its logits by up to 1e-3
+        self.gelu = nn.GELU(
+            approximate="tanh"
+        )  # GPT-2's own; the exact GELU moves its logits by up to 1e-3
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -131,7 +153,9 @@ def mean_loss(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chun
         return F.cross_entropy(head(x).float(), targets, ignore_index=-1, reduction="sum")
 
     parts = zip(x.split(chunk), targets.split(chunk))
-    sums = [checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    sums = [
+        checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+    ]
     return torch.stack(sums).sum() / (targets != -1).sum()
 
 
@@ -205,8 +229,16 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def generate_stream(model: nn.Module, idx: Tensor, max_new_tokens: int, vocab: int, temperature: float = 1.0, top_k: int = 0,
-           generator: torch.Generator | None = None, top_p: float = 1.0) -> Iterator[Tensor]:
+def generate_stream(
+    model: nn.Module,
+    idx: Tensor,
+    max_new_tokens: int,
+    vocab: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+    top_p: float = 1.0,
+) -> Iterator[Tensor]:
     """
     Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below `vocab` (the
     vocabulary before padding) are drawn. temperature 0 takes the likeliest; top_k > 0 draws from the k likeliest;
@@ -232,7 +264,9 @@ def generate(model: nn.Module, idx: Tensor, *args, **kwargs) -> Tensor:
     return torch.cat((idx, *generate_stream(model, idx, *args, **kwargs)), dim=1)
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
+) -> Tensor:
     """One id per row of logits (B, vocab), as (B, 1); see `generate_stream`."""
     if temperature < 1e-5:  # greedy, and what would overflow on the way there
         return logits.argmax(dim=-1, keepdim=True)

@@ -13,7 +13,9 @@ Exit codes: 0 done, 1 failed while running, 2 bad configuration or data, 130/143
 
 import time
 
-BEGAN = time.perf_counter()  # importing torch takes seconds, which belong to the run's start-up time
+BEGAN = (
+    time.perf_counter()
+)  # importing torch takes seconds, which belong to the run's start-up time
 
 import contextlib
 import gc
@@ -26,11 +28,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback; run_main takes over
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C while torch is imported: no traceback; run_main takes over
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters  # the optimizer's first step would import it in the middle of an iteration
+from torch._dynamo.utils import (
+    counters,
+)  # the optimizer's first step would import it in the middle of an iteration
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import RunError, UserError, run_main, say, warn
@@ -51,8 +57,16 @@ from training.start import Start, check_data, open_data, prepare_on_demand
 # One iteration
 
 
-def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, grad_clip: float, autocast,
-               between_micro_steps: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
+def train_step(
+    model,
+    optimizer,
+    scaler,
+    batches: Iterator,
+    grad_accum: int,
+    grad_clip: float,
+    autocast,
+    between_micro_steps: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
     """
     One iteration: grad_accum micro-batches forward and backward (this rank's share), then one update, which is skipped
     where a gradient is not finite. Returns the micro-batches' losses (grad_accum,) and the gradient norm before
@@ -63,7 +77,9 @@ def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, gra
         between_micro_steps()
         x, y = next(batches)
         averages_later = micro_step < grad_accum - 1 and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if averages_later else contextlib.nullcontext():  # ranks average their gradients once, at the last
+        with (
+            model.no_sync() if averages_later else contextlib.nullcontext()
+        ):  # ranks average their gradients once, at the last
             with autocast:
                 loss = model(x, y)
             scaler.scale(loss / grad_accum).backward()
@@ -75,7 +91,9 @@ def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, gra
             scaler.step(optimizer)
     else:
         if not scaler.is_enabled():
-            optimizer.found_inf = (~grad_norm.isfinite()).float()  # the fused update reads it on the device
+            optimizer.found_inf = (
+                ~grad_norm.isfinite()
+            ).float()  # the fused update reads it on the device
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -83,7 +101,9 @@ def train_step(model, optimizer, scaler, batches: Iterator, grad_accum: int, gra
 
 
 @torch.no_grad()
-def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None) -> tuple[float, int]:
+def evaluate(
+    model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None
+) -> tuple[float, int]:
     """Sum of the loss over all tokens of `batches`, without dropout, in nats, and their number; leaves the model training."""
     losses, counts = [], []
     model.eval()
@@ -95,7 +115,9 @@ def evaluate(model, batches: Iterator, autocast, between_batches: Callable[[], N
             counts.append(tokens)
     finally:
         model.train()
-    return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n), sum(counts)
+    return math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n), sum(
+        counts
+    )
 
 
 def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
@@ -110,7 +132,9 @@ def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
     if it >= horizon:
         return config.min_lr
     progress = max(0, it - start) / max(1, horizon - start)
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
+    shape = (
+        0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
+    )
     return config.min_lr + shape * (highest - config.min_lr)
 
 
@@ -141,11 +165,15 @@ class Run:
         self.hw = hardware.set_up(config, ranks.local_rank)
         self.data = open_data(config, start.resumed and start.resumed.get("stream"))
         if start.resumed and start.resumed["data_fingerprint"] != self.data.fingerprint:
-            raise UserError(f"dataset: {self.data.source} is not what the checkpoint was trained on, or has changed since; "
-                            f"restore it, or start anew with another --out_dir")  # fmt: skip
+            raise UserError(
+                f"dataset: {self.data.source} is not what the checkpoint was trained on, or has changed since; "
+                f"restore it, or start anew with another --out_dir"
+            )
         if start.saved and start.saved["vocab"] < self.data.vocab:
             known = start.saved["vocab"]
-            raise UserError(f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}")
+            raise UserError(
+                f"dataset: its vocabulary is {self.data.vocab}, that of init_from={config.init_from} only {known}"
+            )
         ranks.check_same("dataset", self.data.fingerprint)
         torch.manual_seed(config.seed)
         self.model_config = model_config(config, self.data.vocab, start.saved)
@@ -167,13 +195,19 @@ class Run:
         resumed_at = (self.progress.iter_num, self.progress.evaluated_at) if start.resumed else None
         self.log = RunLog(config, self.ledger, self.hw, ranks, resumed_at)
         self.log.start(self.data, self.model_config, self.progress.iter_num)
-        self.batches = TrainBatches(self.data, config, self.hw.device, self.progress.sequences, ranks.rank, ranks.world_size)
+        self.batches = TrainBatches(
+            self.data, config, self.hw.device, self.progress.sequences, ranks.rank, ranks.world_size
+        )
         self.timed_batches = self.ledger.book_waits(self.batches)
 
     def take_out_dir(self, start: Start) -> None:
         # held as long as it is open
-        self.lock = checkpoint.make_out_dir(self.out_dir, fresh=start.resumed is None, known=start.checkpoints)
-        if start.resumed and self.progress.best_iter == self.progress.iter_num:  # a kill may have come between the two
+        self.lock = checkpoint.make_out_dir(
+            self.out_dir, fresh=start.resumed is None, known=start.checkpoints
+        )
+        if (
+            start.resumed and self.progress.best_iter == self.progress.iter_num
+        ):  # a kill may have come between the two
             with contextlib.suppress(OSError):
                 checkpoint.mark_best(self.path())
 
@@ -218,12 +252,23 @@ class Run:
         self.ledger.switch("other")
         while True:
             done = p.iter_num >= c.max_iters or c.eval_only
-            out_of_time = c.max_minutes > 0 and self.ranks.max([self.ledger.clock() - BEGAN])[0] > 60 * c.max_minutes
-            if (p.iter_num % c.eval_interval == 0 or done) and (p.evaluated_at != p.iter_num or c.eval_only):
+            out_of_time = (
+                c.max_minutes > 0
+                and self.ranks.max([self.ledger.clock() - BEGAN])[0] > 60 * c.max_minutes
+            )
+            if (p.iter_num % c.eval_interval == 0 or done) and (
+                p.evaluated_at != p.iter_num or c.eval_only
+            ):
                 improved = self.evaluate()
                 if p.iter_num > 0 and (improved or c.always_save_checkpoint):
                     self.save()
-            if done or out_of_time or p.iter_num > 0 and c.checkpoint_interval > 0 and p.iter_num % c.checkpoint_interval == 0:
+            if (
+                done
+                or out_of_time
+                or p.iter_num > 0
+                and c.checkpoint_interval > 0
+                and p.iter_num % c.checkpoint_interval == 0
+            ):
                 self.save(last=done or out_of_time)
             if done or out_of_time:
                 return "eval_only" if c.eval_only else "max_iters" if done else "max_minutes"
@@ -240,15 +285,27 @@ class Run:
         graphs, steps_before = compiled_graphs(), self.ledger.seconds["steps"]
         with self.ledger.book("steps"), self.ranks.together():
             losses, grad_norm = train_step(
-                self.step_model, self.optimizer, self.scaler, self.timed_batches, self.grad_accum, c.grad_clip,
-                self.hw.autocast(), lambda: self.signals.check(self.data_ready),
-            )  # fmt: skip
+                self.step_model,
+                self.optimizer,
+                self.scaler,
+                self.timed_batches,
+                self.grad_accum,
+                c.grad_clip,
+                self.hw.autocast(),
+                lambda: self.signals.check(self.data_ready),
+            )
         if recompiled := compiled_graphs() != graphs:
             self.settle()
             seconds = self.ledger.seconds["steps"] - steps_before
             self.ledger.move(seconds, "steps", "compile")
-            self.log.warn(p.iter_num, f"iter {p.iter_num}: compiled again, {seconds:.1f}s booked as compile")
-        self.log.results.append(IterationResult(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm, not recompiled))
+            self.log.warn(
+                p.iter_num, f"iter {p.iter_num}: compiled again, {seconds:.1f}s booked as compile"
+            )
+        self.log.results.append(
+            IterationResult(
+                p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm, not recompiled
+            )
+        )
         p.iter_num += 1
         p.sequences += c.iter_sequences
         p.tokens += c.iter_tokens
@@ -262,7 +319,9 @@ class Run:
         """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
         began = self.ledger.clock()
         block = torch.randint(self.data.vocab, (self.config.batch_size, self.config.block_size + 1))
-        x, y = move(split_block(block), self.hw.device)  # strides like the real ones, or it all compiles again
+        x, y = move(
+            split_block(block), self.hw.device
+        )  # strides like the real ones, or it all compiles again
         with self.ledger.book("compile"):
             try:
                 self.compiled = torch.compile(self.model)
@@ -277,7 +336,9 @@ class Run:
                 reason = str(error).strip().partition("\n")[0]
                 warn(f"torch.compile does not work here ({reason}); going on without")
                 self.compiled, self.config.compile = self.model, False
-                self.model_config = self.model.config = replace(self.model_config, loss_chunk=loss_chunk(self.config))
+                self.model_config = self.model.config = replace(
+                    self.model_config, loss_chunk=loss_chunk(self.config)
+                )
             self.rewind()
         say(f"compile: {self.ledger.clock() - began:.1f}s")
 
@@ -294,7 +355,10 @@ class Run:
                 self.sample()
             if not c.eval_only and self.ranks.first:
                 draw_run(self.out_dir)
-        p.evaluated_at, self.saved_at = p.iter_num, None  # a checkpoint of this iteration does not know of this evaluation
+        p.evaluated_at, self.saved_at = (
+            p.iter_num,
+            None,
+        )  # a checkpoint of this iteration does not know of this evaluation
         if val_loss < p.best_val_loss:
             self.best_before = p.best_val_loss, p.best_iter
             p.best_val_loss, p.best_iter = val_loss, p.iter_num
@@ -303,8 +367,12 @@ class Run:
     def mean_loss(self, stream: TokenStream | HeldTokens, spread: bool = False) -> float:
         c, ranks = self.config, self.ranks
         tokens = min(c.eval_size, len(self.data.val))  # as many of each split
-        batches = eval_batches(stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size)
-        total, count = ranks.reduce([*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)])
+        batches = eval_batches(
+            stream, tokens, c, self.hw.device, spread, ranks.rank, ranks.world_size
+        )
+        total, count = ranks.reduce(
+            [*evaluate(self.compiled, batches, self.hw.autocast(), self.signals.check)]
+        )
         return total / count
 
     def sample(self) -> None:
@@ -318,7 +386,9 @@ class Run:
         generator = torch.Generator(self.hw.device).manual_seed(self.config.seed)
         self.model.eval()
         with self.hw.autocast():
-            idx = generate(self.model, idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator)
+            idx = generate(
+                self.model, idx, self.config.sample_tokens, self.data.vocab, 0.8, 200, generator
+            )
         self.model.train()
         self.log.sample(self.progress.iter_num, text.decode(idx[0].tolist()))
 
@@ -352,9 +422,13 @@ class Run:
 
     def write(self, state: dict, path: Path, last: bool) -> int:
         """The file's size; 0 where saving failed, an older checkpoint stands and there will be another try."""
-        if not all(weights.isfinite().all() for weights in state["model"].values()):  # in time they would replace the good ones
-            raise RunError(f"iter {self.progress.iter_num}: some weights are not finite and are not saved; the checkpoint "
-                           f"before stands: --init_from=resume with a lower rate")  # fmt: skip
+        if not all(
+            weights.isfinite().all() for weights in state["model"].values()
+        ):  # in time they would replace the good ones
+            raise RunError(
+                f"iter {self.progress.iter_num}: some weights are not finite and are not saved; the checkpoint "
+                f"before stands: --init_from=resume with a lower rate"
+            )
         try:
             size = checkpoint.save(state, path)
         except OSError as error:
@@ -362,14 +436,19 @@ class Run:
             if last or not older:
                 stands = f"{older[-1]} stands" if older else "and there is no older one"
                 raise RunError(f"checkpoint {self.progress.iter_num}: {error}; {stands}") from None
-            self.log.warn(self.progress.iter_num, f"checkpoint {self.progress.iter_num} failed: {error}; {older[-1]} stands")
+            self.log.warn(
+                self.progress.iter_num,
+                f"checkpoint {self.progress.iter_num} failed: {error}; {older[-1]} stands",
+            )
             return 0
         try:
             if self.progress.best_iter == self.progress.iter_num:
                 checkpoint.mark_best(path)
             checkpoint.prune(self.out_dir, self.config.keep_checkpoints, path)
         except OSError as error:  # the checkpoint itself is safe
-            self.log.warn(self.progress.iter_num, f"{path} is saved, but tidying up after it failed: {error}")
+            self.log.warn(
+                self.progress.iter_num, f"{path} is saved, but tidying up after it failed: {error}"
+            )
         return size
 
 
@@ -382,7 +461,9 @@ def main(argv: list[str]) -> int:
     if not ranks.first:
         sys.stdout = open(os.devnull, "w")  # one voice
     start = Start(ranks)
-    config = load_config(argv, checks=(ranks.check_config, start.find, hardware.check_device, check_data))
+    config = load_config(
+        argv, checks=(ranks.check_config, start.find, hardware.check_device, check_data)
+    )
     if start.finished(config):
         return 0
     start.say_what_changed(config)
@@ -392,7 +473,9 @@ def main(argv: list[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if not hardware.is_out_of_memory(error):
             raise
-        raise RunError("device: out of memory before the first iteration; is another process using it? nvidia-smi") from None
+        raise RunError(
+            "device: out of memory before the first iteration; is another process using it? nvidia-smi"
+        ) from None
     del start  # a checkpoint in memory
     try:
         reason = run.loop()
@@ -403,11 +486,15 @@ def main(argv: list[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if not hardware.is_out_of_memory(error):
             raise
-        advice = out_of_memory_advice(config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size)
+        advice = out_of_memory_advice(
+            config, run.model_config, run.hw.dtype, run.hw.usable_bytes(), ranks.world_size
+        )
         raise RunError(advice) from None
     except RunError:
         run.rewind()
-        if not run.log.skips_in_a_row and ranks.world_size == 1:  # otherwise the checkpoint from before is worth more
+        if (
+            not run.log.skips_in_a_row and ranks.world_size == 1
+        ):  # otherwise the checkpoint from before is worth more
             run.save(last=True)
         raise
     finally:

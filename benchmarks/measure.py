@@ -56,8 +56,16 @@ class Trainee:
 
     def step(self) -> Tensor:
         c = self.config
-        losses, _ = train.train_step(self.step_model, self.optimizer, self.scaler, self.batches, c.gradient_accumulation_steps,
-                                     c.grad_clip, self.hw.autocast(), self.between_micro_steps)  # fmt: skip
+        losses, _ = train.train_step(
+            self.step_model,
+            self.optimizer,
+            self.scaler,
+            self.batches,
+            c.gradient_accumulation_steps,
+            c.grad_clip,
+            self.hw.autocast(),
+            self.between_micro_steps,
+        )
         return losses
 
     def timed(self, iters: int) -> float:
@@ -79,7 +87,9 @@ def with_host_sync(trainee: Trainee) -> Trainee:
         last = trainee.step_model(x, y)
         return last
 
-    return replace(trainee, step_model=like(trainee.model, forward), between_micro_steps=lambda: last.item())
+    return replace(
+        trainee, step_model=like(trainee.model, forward), between_micro_steps=lambda: last.item()
+    )
 
 
 def like(model: torch.nn.Module, forward: Callable) -> Callable:
@@ -94,11 +104,20 @@ def build(config: Config, hw: hardware.Hardware, data: Dataset, read_ahead: bool
     model = build_model(model_config(config, data.vocab)).to(hw.device)
     batches = TrainBatches(data, config, hw.device)
     optimizer, scaler = build_optimizer(model, config, hw.dtype), hw.grad_scaler()
-    return Trainee(config, hw, model, torch.compile(model) if config.compile else model, optimizer, scaler,
-                   batches if read_ahead else load_when_needed(batches, hw.device))  # fmt: skip
+    return Trainee(
+        config,
+        hw,
+        model,
+        torch.compile(model) if config.compile else model,
+        optimizer,
+        scaler,
+        batches if read_ahead else load_when_needed(batches, hw.device),
+    )
 
 
-def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def load_when_needed(
+    batches: TrainBatches, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The same batches, each read only when it is asked for."""
     n = 0
     while True:
@@ -112,7 +131,9 @@ def open_data(config: Config, folder: Path) -> Dataset:
         if problems := check_dataset(config):
             raise UserError(*problems)
         return open_dataset(config.dataset)
-    tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, max(RANDOM_TOKENS, 8 * config.block_size))
+    tokens = np.random.default_rng(config.seed).integers(
+        0, GPT2_VOCAB, max(RANDOM_TOKENS, 8 * config.block_size)
+    )
     write_shard(folder / "train_000000.bin", tokens)
     write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
     return open_dataset(str(folder))
@@ -140,18 +161,33 @@ def measure(
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds, model = statistics.median(windows), trainee.model.config
         rate, flops = config.iter_tokens / seconds, flops_per_token(model)
-        modelled = memory_bytes(model, config.batch_size, hw.dtype, config.compile, config.optimizer)
+        modelled = memory_bytes(
+            model, config.batch_size, hw.dtype, config.compile, config.optimizer
+        )
         on_cuda = hw.device.type == "cuda"
-        grown = torch.cuda.max_memory_reserved() / hardware.GIB if on_cuda else (hw.peak_memory_gib() or 0) - memory_before
+        grown = (
+            torch.cuda.max_memory_reserved() / hardware.GIB
+            if on_cuda
+            else (hw.peak_memory_gib() or 0) - memory_before
+        )
         return dict(
-            batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
-            step_ms=1000 * seconds, step_ms_range=[1000 * min(windows), 1000 * max(windows)], trials=trials,
-            iters_per_trial=iters, tokens_per_iter=config.iter_tokens, tokens_per_sec=rate,
-            mfu=hw.mfu(flops, rate), flops_per_token=flops, mem_gib=hw.peak_memory_gib(),
-            mem_training_gib=grown, mem_model_gib=sum(modelled.values()) / hardware.GIB,
-            compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0, machine=machine(hw),
+            batch_size=config.batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            step_ms=1000 * seconds,
+            step_ms_range=[1000 * min(windows), 1000 * max(windows)],
+            trials=trials,
+            iters_per_trial=iters,
+            tokens_per_iter=config.iter_tokens,
+            tokens_per_sec=rate,
+            mfu=hw.mfu(flops, rate),
+            flops_per_token=flops,
+            mem_gib=hw.peak_memory_gib(),
+            mem_training_gib=grown,
+            mem_model_gib=sum(modelled.values()) / hardware.GIB,
+            compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0,
+            machine=machine(hw),
             **examine(trainee),
-        )  # fmt: skip
+        )
 
 
 def window_iters(seconds: float) -> int:
@@ -166,7 +202,9 @@ def readable_errors(config: Config):
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, BrokenProcessPool) or hardware.is_out_of_memory(error):
-            raise OutOfMemory(f"out of memory with batch_size={config.batch_size}; a smaller --batch_size") from None
+            raise OutOfMemory(
+                f"out of memory with batch_size={config.batch_size}; a smaller --batch_size"
+            ) from None
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             text = str(error).strip().partition("\n")[0]
             raise RunError(f"torch.compile does not work here ({text}); --compile=False") from None
@@ -181,9 +219,16 @@ def attempt(config: Config, **arguments) -> dict:
     with new_process() as pool:
         try:
             return pool.submit(measure, config, **arguments).result()
-        except (OutOfMemory, BrokenProcessPool):  # broken: the system killed it, most likely for its memory
-            return dict(batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation_steps,
-                        tokens_per_sec=None, out_of_memory=True)  # fmt: skip
+        except (
+            OutOfMemory,
+            BrokenProcessPool,
+        ):  # broken: the system killed it, most likely for its memory
+            return dict(
+                batch_size=config.batch_size,
+                gradient_accumulation_steps=config.gradient_accumulation_steps,
+                tokens_per_sec=None,
+                out_of_memory=True,
+            )
 
 
 def new_process() -> ProcessPoolExecutor:
@@ -194,8 +239,19 @@ def new_process() -> ProcessPoolExecutor:
 def machine(hw: hardware.Hardware) -> dict:
     """What a figure was measured on, for its JSON."""
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    names = [line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")]
-    return dict(device=hw.name, device_type=hw.device.type, dtype=str(hw.dtype).removeprefix("torch."),
-                peak_tflops=hw.peak_tflops, cpu=names[0] if names else platform.processor(), cpu_cores=os.cpu_count(),
-                threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
-                system=platform.system(), date=time.strftime("%Y-%m-%d"))  # fmt: skip
+    names = [
+        line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")
+    ]
+    return dict(
+        device=hw.name,
+        device_type=hw.device.type,
+        dtype=str(hw.dtype).removeprefix("torch."),
+        peak_tflops=hw.peak_tflops,
+        cpu=names[0] if names else platform.processor(),
+        cpu_cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        system=platform.system(),
+        date=time.strftime("%Y-%m-%d"),
+    )

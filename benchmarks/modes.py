@@ -29,10 +29,16 @@ def step(config: Config, options: dict) -> dict:
 
     def examine(trainee: Trainee) -> dict:
         flops = flops_per_token(trainee.model.config) * config.iter_tokens
-        pairs = [(matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)]  # a busy machine slows both
+        pairs = [
+            (matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)
+        ]  # a busy machine slows both
         shares = [flops / seconds / 1e12 / rate for rate, seconds in pairs]
-        found = dict(matmul_tflops=statistics.median(rate for rate, _ in pairs), mfu_of_matmul=statistics.median(shares),
-                     mfu_of_matmul_range=[min(shares), max(shares)], split_ms=split_ms(trainee))  # fmt: skip
+        found = dict(
+            matmul_tflops=statistics.median(rate for rate, _ in pairs),
+            mfu_of_matmul=statistics.median(shares),
+            mfu_of_matmul_range=[min(shares), max(shares)],
+            split_ms=split_ms(trainee),
+        )
         if options["profile"]:
             found["top_kernels"] = profile_step(trainee, Path(options["profile"]))
         return found
@@ -41,12 +47,21 @@ def step(config: Config, options: dict) -> dict:
     m, split = r["machine"], r["split_ms"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {describe(r)}")
-    say(f"         median of {r['trials']} windows of {r['iters_per_trial']} iterations, {r['step_ms_range'][0]:.1f} to "
-        f"{r['step_ms_range'][1]:.1f} ms")  # fmt: skip
+    say(
+        f"         median of {r['trials']} windows of {r['iters_per_trial']} iterations, {r['step_ms_range'][0]:.1f} to "
+        f"{r['step_ms_range'][1]:.1f} ms"
+    )
     say(f"compile  {r['compile_seconds']:.1f} s")
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that "
-        f"({r['mfu_of_matmul_range'][0]:.1%} to {r['mfu_of_matmul_range'][1]:.1%}, in turn)")  # fmt: skip
-    say("split    " + ", ".join(f"{part} {ms:.1f} ms ({ms / sum(split.values()):.0%})" for part, ms in split.items()))
+    say(
+        f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step is {r['mfu_of_matmul']:.1%} of that "
+        f"({r['mfu_of_matmul_range'][0]:.1%} to {r['mfu_of_matmul_range'][1]:.1%}, in turn)"
+    )
+    say(
+        "split    "
+        + ", ".join(
+            f"{part} {ms:.1f} ms ({ms / sum(split.values()):.0%})" for part, ms in split.items()
+        )
+    )
     for kernel in r.get("top_kernels", []):
         say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")
     return r
@@ -94,8 +109,12 @@ def split_ms(trainee: Trainee, iters: int = 3) -> dict[str, float]:
                 mark("backward")
             return getattr(trainee.scaler, name)
 
-    watched = replace(trainee, step_model=like(trainee.model, forward), scaler=Scaler(),
-                      between_micro_steps=lambda: mark("backward"))  # fmt: skip
+    watched = replace(
+        trainee,
+        step_model=like(trainee.model, forward),
+        scaler=Scaler(),
+        between_micro_steps=lambda: mark("backward"),
+    )
     for _ in range(iters):
         trainee.hw.synchronize()
         since = time.perf_counter()
@@ -112,7 +131,9 @@ def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
     profiler.export_chrome_trace(str(trace))
     on_cuda = trainee.hw.device.type == "cuda"
     spent = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-    events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA" or not on_cuda]  # operators repeat kernels
+    events = [
+        e for e in profiler.key_averages() if e.device_type.name == "CUDA" or not on_cuda
+    ]  # operators repeat kernels
     events.sort(key=lambda event: getattr(event, spent), reverse=True)
     return [dict(kernel=e.key, ms=getattr(e, spent) / 1000, calls=e.count) for e in events[:10]]
 
@@ -129,24 +150,43 @@ def sweep(config: Config, options: dict) -> dict:
         rows.append(attempt(with_batch(config, b), trials=options["trials"] or 3))
     measured = [r for r in rows if r["tokens_per_sec"]]
     if not measured:
-        raise UserError(f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones")
+        raise UserError(
+            f"batch_sizes: {', '.join(map(str, sizes))} all ran out of memory; try smaller ones"
+        )
     best = max(measured, key=lambda r: r["tokens_per_sec"])
-    say(f"{config.iter_tokens:,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}")
+    say(
+        f"{config.iter_tokens:,} tokens per iteration on {best['machine']['device']}, {best['machine']['dtype']}"
+    )
     for r in rows:
-        notes = [note for note, row in (("fastest", best), ("largest that fits", measured[-1])) if row is r]
-        what = describe(r) + ("  <- " + ", ".join(notes) if notes else "") if r["tokens_per_sec"] else "out of memory"
+        notes = [
+            note
+            for note, row in (("fastest", best), ("largest that fits", measured[-1]))
+            if row is r
+        ]
+        what = (
+            describe(r) + ("  <- " + ", ".join(notes) if notes else "")
+            if r["tokens_per_sec"]
+            else "out of memory"
+        )
         say(f"{r['batch_size']:>5} x {r['gradient_accumulation_steps']:<5} {what}")
     if options["write"]:
         write_config(Path(options["write"]), config, best)
     if options["png"]:
-        bars = {f"{r['batch_size']} x {r['gradient_accumulation_steps']}": [r["tokens_per_sec"]] for r in rows}
+        bars = {
+            f"{r['batch_size']} x {r['gradient_accumulation_steps']}": [r["tokens_per_sec"]]
+            for r in rows
+        }
         draw(Path(options["png"]), "micro-batch x accumulation", bars, [best["machine"]["device"]])
     return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=measured[-1]["batch_size"])
 
 
 def with_batch(config: Config, batch_size: int) -> Config:
     """The same tokens per iteration in other micro-batches."""
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=config.iter_sequences // batch_size)
+    return replace(
+        config,
+        batch_size=batch_size,
+        gradient_accumulation_steps=config.iter_sequences // batch_size,
+    )
 
 
 def sweep_sizes(config: Config, given: str | None) -> list[int]:
@@ -160,8 +200,10 @@ def sweep_sizes(config: Config, given: str | None) -> list[int]:
     except ValueError:
         raise UserError(f"batch_sizes: needs whole numbers such as 4,8,16, got {given!r}") from None
     if wrong := [str(n) for n in sizes if n not in fits]:
-        raise UserError(f"batch_sizes: {', '.join(wrong)} do not divide the {sequences} sequences of an iteration; "
-                        f"these do: {', '.join(map(str, fits[:20]))}")  # fmt: skip
+        raise UserError(
+            f"batch_sizes: {', '.join(wrong)} do not divide the {sequences} sequences of an iteration; "
+            f"these do: {', '.join(map(str, fits[:20]))}"
+        )
     return sizes
 
 
@@ -171,9 +213,11 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     keys = {name: getattr(config, name) for name in FIELDS if name in config.given} | pair
     keys.pop("tokens_per_iter", None)  # the pair says it
     m = best["machine"]
-    lines = [f"# The fastest micro-batch of a sweep: {describe(best)}",
-             f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}",
-             *(f"{name} = {value!r}" for name, value in keys.items())]  # fmt: skip
+    lines = [
+        f"# The fastest micro-batch of a sweep: {describe(best)}",
+        f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}",
+        *(f"{name} = {value!r}" for name, value in keys.items()),
+    ]
     path.write_text("\n".join(lines) + "\n")
     say(f"wrote {path}")
 
@@ -183,9 +227,19 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 
 # Each row: its name, the config keys it changes, the arguments of measure() it changes. Changes stay for the rows below.
 LADDER = [
-    ("float32", dict(dtype="float32", tf32=False, compile=False, flash=False, loss_chunk="off", pad_vocab_multiple=1,
-                     tie_weights=False),
-     dict(host_sync=True, read_ahead=False)),
+    (
+        "float32",
+        dict(
+            dtype="float32",
+            tf32=False,
+            compile=False,
+            flash=False,
+            loss_chunk="off",
+            pad_vocab_multiple=1,
+            tie_weights=False,
+        ),
+        dict(host_sync=True, read_ahead=False),
+    ),
     ("TF32", dict(tf32=True), {}),
     ("no host sync", {}, dict(host_sync=False)),
     ("AMP", {}, {}),  # the config's dtype, or this machine's best
@@ -194,7 +248,7 @@ LADDER = [
     ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
     ("tied weights", dict(tie_weights=True), {}),
     ("loader thread", {}, dict(read_ahead=True)),
-]  # fmt: skip
+]
 
 
 def ladder(config: Config, options: dict) -> dict:
@@ -202,7 +256,13 @@ def ladder(config: Config, options: dict) -> dict:
     device, arguments = hardware.set_up(config).device, dict(trials=options["trials"] or 3)
     columns = ("first", "largest") if device.type == "cuda" else ("first",)
     wanted, rows = "auto" if config.dtype == "float32" else config.dtype, []
-    say(" " * 18 + "  ".join([f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"] * len(columns)))
+    say(
+        " " * 18
+        + "  ".join(
+            [f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"]
+            * len(columns)
+        )
+    )
     for name, changes, more in LADDER:
         row = dict(name=name, why=missing(name, device, config))
         if not row["why"]:
@@ -213,18 +273,41 @@ def ladder(config: Config, options: dict) -> dict:
                 row["largest"] = attempt_largest(config, arguments, device)
         rows.append(row)
         for column in columns:
-            add_gains([row[column] for row in rows if column in row and row[column]["tokens_per_sec"]])
-        say(f"{name:<18}" + (f"   n/a: {row['why']}" if row["why"] else "  ".join(cell(row[column]) for column in columns)))
-    measured = {column: [row for row in rows if "gain" in row.get(column, {})] for column in columns}
+            add_gains(
+                [row[column] for row in rows if column in row and row[column]["tokens_per_sec"]]
+            )
+        say(
+            f"{name:<18}"
+            + (
+                f"   n/a: {row['why']}"
+                if row["why"]
+                else "  ".join(cell(row[column]) for column in columns)
+            )
+        )
+    measured = {
+        column: [row for row in rows if "gain" in row.get(column, {})] for column in columns
+    }
     if not measured["first"]:
-        raise UserError(f"batch_size: every row ran out of memory with {config.batch_size}; a smaller --batch_size")
-    for column, what in zip(columns, (f"micro-batch {config.batch_size}", "the largest micro-batch that fits")):
-        last, best = measured[column][-1], max(measured[column], key=lambda row: row[column]["total_gain"])
-        say(f"total gain at {what}: {last[column]['total_gain']:.1f}x with the last row, "
-            f"{best[column]['total_gain']:.1f}x with the best ({best['name']})")  # fmt: skip
+        raise UserError(
+            f"batch_size: every row ran out of memory with {config.batch_size}; a smaller --batch_size"
+        )
+    for column, what in zip(
+        columns, (f"micro-batch {config.batch_size}", "the largest micro-batch that fits")
+    ):
+        last, best = (
+            measured[column][-1],
+            max(measured[column], key=lambda row: row[column]["total_gain"]),
+        )
+        say(
+            f"total gain at {what}: {last[column]['total_gain']:.1f}x with the last row, "
+            f"{best[column]['total_gain']:.1f}x with the best ({best['name']})"
+        )
     say("each row runs in a process of its own; mfu is of the row's own dtype peak")
     if options["png"]:
-        bars = {row["name"]: [row.get(column, {}).get("tokens_per_sec") for column in columns] for row in rows}
+        bars = {
+            row["name"]: [row.get(column, {}).get("tokens_per_sec") for column in columns]
+            for row in rows
+        }
         labels = [f"micro-batch {config.batch_size}", "the largest that fits"][: len(columns)]
         draw(Path(options["png"]), "each row on top of those above", bars, labels)
     return dict(rows=rows)
@@ -234,7 +317,9 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
     """Why this machine or model has no such row."""
     if config.model == "fast" and name == "tied weights":
         return "the fast model has a head of its own"
-    if name == "TF32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+    if name == "TF32" and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return "needs a GPU from Ampere on"
     if name == "AMP" and device.type == "cpu" and hardware.best_dtype(device) == torch.float32:
         return "this processor computes in float32 alone"
@@ -244,7 +329,10 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
 def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
     """At the largest micro-batch by the memory model, the next smaller ones where it was wrong."""
     sequences = config.iter_sequences
-    model, dtype = model_config(config, GPT2_VOCAB), getattr(torch, config.dtype, hardware.best_dtype(device))
+    model, dtype = (
+        model_config(config, GPT2_VOCAB),
+        getattr(torch, config.dtype, hardware.best_dtype(device)),
+    )
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
     b = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1
     while not (result := attempt(with_batch(config, b), **arguments))["tokens_per_sec"] and b > 1:

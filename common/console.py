@@ -58,7 +58,9 @@ def parse_count(text: str) -> int:
             return int(number)
     except InvalidOperation:
         pass
-    raise argparse.ArgumentTypeError(f"needs a whole number above 0, such as 8 or 10M, got {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"needs a whole number above 0, such as 8 or 10M, got {text!r}"
+    )
 
 
 def duration(seconds: float) -> str:

@@ -46,7 +46,9 @@ def try_lock(file: BinaryIO) -> bool:
     try:
         import fcntl
 
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers keep flock's, not this one
+        fcntl.lockf(
+            file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # forked workers keep flock's, not this one
     except (BlockingIOError, PermissionError):
         return False
     except (ImportError, OSError):  # Windows; some network file systems

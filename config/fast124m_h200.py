@@ -1,20 +1,20 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB). Nothing here was measured on that card yet.
 # Modelled: 400,000 to 580,000 tokens/s, so 1.70B tokens take 50 to 71 minutes.
-out_dir = 'out/fast124m'
-dataset = 'fineweb_edu'
-init_from = 'auto' # the same command starts the run and goes on after a stop
+out_dir = "out/fast124m"
+dataset = "fineweb_edu"
+init_from = "auto"  # the same command starts the run and goes on after a stop
 
-model = 'fast' # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+model = "fast"  # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
 n_layer = 12
-n_head = 6 # heads of 128
+n_head = 6  # heads of 128
 n_embd = 768
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 64 # modelled: 40.3 GB
-gradient_accumulation_steps = 8 # 64 * 1024 * 8 = 524,288 tokens per iteration
+batch_size = 64  # modelled: 40.3 GB
+gradient_accumulation_steps = 8  # 64 * 1024 * 8 = 524,288 tokens per iteration
 
-optimizer = 'muon' # for the matrices of the layers; AdamW for embedding, head and vectors
+optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
 muon_lr = 0.025
 muon_momentum = 0.95
 muon_weight_decay = 0.05
@@ -24,12 +24,12 @@ vector_lr = 0.015
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
-grad_clip = 0.0 # Muon's moves have one size whatever the gradient's
+grad_clip = 0.0  # Muon's moves have one size whatever the gradient's
 
-max_iters = 3250 # 1.70B tokens; fewer iterations make a whole, shorter schedule: --max_iters=1600
+max_iters = 3250  # 1.70B tokens; fewer iterations make a whole, shorter schedule: --max_iters=1600
 warmup_iters = 0
-lr_schedule = 'wsd'
-decay_fraction = 0.7 # constant for 30 %, then down to nothing
+lr_schedule = "wsd"
+decay_fraction = 0.7  # constant for 30 %, then down to nothing
 min_lr = 0.0
 
 eval_interval = 125
@@ -38,5 +38,5 @@ checkpoint_interval = 250
 log_interval = 10
 sample_tokens = 100
 
-dtype = 'bfloat16'
+dtype = "bfloat16"
 compile = True

@@ -1,10 +1,10 @@
 # The fast recipe on the quickstart's data: two minutes on two CPU cores, and a lower loss than config/quickstart.py's.
 # python train.py config/fast_quickstart.py
-out_dir = 'out/fast_quickstart'
-dataset = 'python_stdlib' # made in seconds on the first run, no download
+out_dir = "out/fast_quickstart"
+dataset = "python_stdlib"  # made in seconds on the first run, no download
 
-model = 'fast'
-n_layer = 3 # more steps in the same time than with the quickstart's 4
+model = "fast"
+n_layer = 3  # more steps in the same time than with the quickstart's 4
 n_head = 4
 n_embd = 128
 bias = False
@@ -13,7 +13,7 @@ block_size = 128
 batch_size = 16
 gradient_accumulation_steps = 1
 
-optimizer = 'muon' # the rates are those of config/fast124m_4070.py
+optimizer = "muon"  # the rates are those of config/fast124m_4070.py
 muon_lr = 0.025
 muon_momentum = 0.95
 muon_weight_decay = 0.05
@@ -25,9 +25,9 @@ beta1 = 0.8
 beta2 = 0.95
 grad_clip = 0.0
 
-max_iters = 1200 # 2.5M bytes
+max_iters = 1200  # 2.5M bytes
 warmup_iters = 0
-lr_schedule = 'wsd'
+lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
 
@@ -37,5 +37,5 @@ log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1
 
-flash = False # with so short a context plain products are faster on a CPU, in bfloat16 twice
-compile = False # compiling takes longer than it would save here
+flash = False  # with so short a context plain products are faster on a CPU, in bfloat16 twice
+compile = False  # compiling takes longer than it would save here

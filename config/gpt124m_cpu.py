@@ -1,7 +1,7 @@
 # GPT-124M on a CPU: to try the whole machinery at full model size, not to finish a training.
 # Two cores with native bfloat16 do some 400 tokens/s: 10B tokens would take nine months.
-out_dir = 'out/gpt124m_cpu'
-dataset = 'fineweb_edu'
+out_dir = "out/gpt124m_cpu"
+dataset = "fineweb_edu"
 
 batch_size = 4
 block_size = 256
@@ -13,7 +13,7 @@ eval_interval = 50
 eval_tokens = 8192
 log_interval = 1
 
-device = 'cpu'
-dtype = 'auto' # bfloat16 where the processor computes in it, else float32
-flash = False # at 256 tokens plain products are faster on a CPU, backward most of all
-compile = True # takes a minute at first, then 3.3 GiB in place of 3.7 at much the same speed
+device = "cpu"
+dtype = "auto"  # bfloat16 where the processor computes in it, else float32
+flash = False  # at 256 tokens plain products are faster on a CPU, backward most of all
+compile = True  # takes a minute at first, then 3.3 GiB in place of 3.7 at much the same speed

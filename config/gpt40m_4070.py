@@ -1,16 +1,16 @@
 # A GPT of 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens, about 22 hours.
 # Users measured 3,900 ms per iteration with this batch: 134,433 tokens/s, 69 % of the card's 58.3 TFLOP/s.
-out_dir = 'out/gpt40m'
-dataset = 'fineweb_edu'
-init_from = 'auto'
+out_dir = "out/gpt40m"
+dataset = "fineweb_edu"
+init_from = "auto"
 
 # 16 * 1024 tokens at once, 32 times
-batch_size = 16 # modelled: 5.8 GB
+batch_size = 16  # modelled: 5.8 GB
 block_size = 1024
-gradient_accumulation_steps = 32 # 16 * 1024 * 32 = 524,288 tokens per iteration
+gradient_accumulation_steps = 32  # 16 * 1024 * 32 = 524,288 tokens per iteration
 
 n_layer = 12
-n_head = 6 # heads of 64
+n_head = 6  # heads of 64
 n_embd = 384
 bias = False
 
@@ -22,9 +22,9 @@ max_iters = 20000
 
 eval_interval = 500
 eval_tokens = 2097152
-checkpoint_interval = 250 # every 16 minutes
+checkpoint_interval = 250  # every 16 minutes
 log_interval = 10
 sample_tokens = 100
 
-dtype = 'bfloat16'
+dtype = "bfloat16"
 compile = True

@@ -37,7 +37,9 @@ class WindowOrder:
         self.epoch, self.first, self.shuffled = epoch, first, None
         self.random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         self.offset = int(self.random.integers(min(self.block_size, self.tokens - self.block_size)))
-        self.windows = (self.tokens - 1 - self.offset) // self.block_size  # a window's last target lies one beyond it
+        self.windows = (
+            self.tokens - 1 - self.offset
+        ) // self.block_size  # a window's last target lies one beyond it
 
     def start(self, n: int) -> int:
         """Position in the stream of the n-th sequence, counted from 0 over all epochs."""
@@ -62,11 +64,15 @@ class ShuffledWindows:
 
     def read(self, first: int, count: int) -> np.ndarray:
         """The windows of sequences `first` to first + count, (count, block_size + 1) int64. Raises RunError."""
-        return self.tokens.read_windows([self.order.start(n) for n in range(first, first + count)], self.block_size + 1)
+        return self.tokens.read_windows(
+            [self.order.start(n) for n in range(first, first + count)], self.block_size + 1
+        )
 
     def locate(self, n: int) -> str:
         """Where the n-th sequence stands, for messages."""
-        number, offset = self.tokens.locate(self.new_order().start(n))  # the reading thread uses the other order
+        number, offset = self.tokens.locate(
+            self.new_order().start(n)
+        )  # the reading thread uses the other order
         return f"{self.tokens.shards[number].path} at token {offset:,}"
 
     def close(self) -> None:
@@ -81,20 +87,39 @@ class TrainBatches:
     number of sequences that all processes together have used up before the first batch.
     """
 
-    def __init__(self, data: Dataset, config: Config, device: torch.device, consumed: int = 0,
-                 rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        data: Dataset,
+        config: Config,
+        device: torch.device,
+        consumed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         self.windows = data.stream or ShuffledWindows(data.train, config)
-        self.device, self.batch_size, self.stride = device, config.batch_size, world_size * config.batch_size
+        self.device, self.batch_size, self.stride = (
+            device,
+            config.batch_size,
+            world_size * config.batch_size,
+        )
         self.loaded: queue.SimpleQueue[tuple[Tensor, Tensor] | Exception] = queue.SimpleQueue()
-        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each batch that may be read ahead
+        self.room: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # one entry for each batch that may be read ahead
         for _ in range(PREFETCHED_BATCHES):
             self.room.put(None)
-        self.next_batch: tuple[Tensor, Tensor] | Exception | None = None  # taken out of `loaded` by ready()
+        self.next_batch: tuple[Tensor, Tensor] | Exception | None = (
+            None  # taken out of `loaded` by ready()
+        )
         self.closed = False
         # A daemon, so that a source that no longer answers cannot keep the process from ending
-        self.reader = threading.Thread(target=self.read_ahead, args=(consumed + rank * config.batch_size,), daemon=True)
+        self.reader = threading.Thread(
+            target=self.read_ahead, args=(consumed + rank * config.batch_size,), daemon=True
+        )
         self.reader.start()
-        atexit.register(self.close)  # a thread that still reads while Python shuts down can abort the process
+        atexit.register(
+            self.close
+        )  # a thread that still reads while Python shuts down can abort the process
 
     def read_ahead(self, first: int) -> None:
         try:
@@ -148,8 +173,15 @@ def move(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Te
     return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
 
 
-def eval_batches(stream: TokenStream | HeldTokens, tokens: int, config: Config, device: torch.device, spread: bool = False,
-                 rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor, int]]:
+def eval_batches(
+    stream: TokenStream | HeldTokens,
+    tokens: int,
+    config: Config,
+    device: torch.device,
+    spread: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[tuple[Tensor, Tensor, int]]:
     """
     The fixed windows that an evaluation reads, as (inputs, targets, number of tokens): the first `tokens` of the
     stream in order, or with `spread` as many windows evenly over the whole of it. The same tokens at any batch size
@@ -158,7 +190,11 @@ def eval_batches(stream: TokenStream | HeldTokens, tokens: int, config: Config, 
     T = config.block_size
     available = (len(stream) - 1) // T
     count = min(max(tokens // T, 1), available)
-    starts = [n * available // count * T for n in range(count)] if spread else [n * T for n in range(count)]
+    starts = (
+        [n * available // count * T for n in range(count)]
+        if spread
+        else [n * T for n in range(count)]
+    )
     for first in range(0, count, config.batch_size * world_size):
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]

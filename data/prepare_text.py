@@ -21,7 +21,9 @@ from itertools import accumulate
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of data/, whose files could hide others
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # in place of data/, whose files could hide others
 
 from common.console import Parser, UserError, parse_count, run_main
 from data.sources import Batch, Source
@@ -55,7 +57,10 @@ def stdlib_files(names: list[str]) -> list[Path]:
     """The source files of those modules, without importing them; a missing one is left out."""
     library = Path(sysconfig.get_path("stdlib"))
     places = [library.joinpath(*name.split(".")) for name in names]
-    files = [next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None) for place in places]
+    files = [
+        next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
+        for place in places
+    ]
     return [file for file in files if file]
 
 
@@ -63,12 +68,18 @@ def find_files(arguments: list[str]) -> list[Path]:
     """Files, folders and patterns as a list of files, in the order given, each folder sorted. Raises UserError."""
     files, problems = [], []
     for argument in arguments:
-        found = [Path(argument)] if os.path.exists(argument) else [Path(p) for p in sorted(glob.glob(argument, recursive=True))]
+        found = (
+            [Path(argument)]
+            if os.path.exists(argument)
+            else [Path(p) for p in sorted(glob.glob(argument, recursive=True))]
+        )
         if not found:
             problems.append(f"{argument}: no such file")
         for path in found:
             if path.is_dir():
-                inside = sorted(p for p in path.rglob("*") if p.suffix in TEXT + ROWS and p.is_file())
+                inside = sorted(
+                    p for p in path.rglob("*") if p.suffix in TEXT + ROWS and p.is_file()
+                )
                 problems += [] if inside else [f"{path}: holds no {', '.join(TEXT + ROWS)} files"]
                 files += inside
             elif path.suffix in TEXT + ROWS:
@@ -82,9 +93,13 @@ def find_files(arguments: list[str]) -> list[Path]:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # any line ends become \n, so that every system makes the same tokens
+        return path.read_text(
+            encoding="utf-8-sig"
+        )  # any line ends become \n, so that every system makes the same tokens
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start:,} is not UTF-8; convert it: iconv -f latin1 -t utf-8 {path}") from None
+        raise UserError(
+            f"{path}: byte {error.start:,} is not UTF-8; convert it: iconv -f latin1 -t utf-8 {path}"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
 
@@ -126,11 +141,30 @@ def measure(source: Source) -> tuple[list[int], str]:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("files", nargs="*", help="files, folders or patterns; none: the Python standard library")
-    parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="gpt2 needs 50,257 ids, byte 256")
-    parser.add_argument("--out", type=Path, help="the folder to make (default: data/ and the first argument's name)")
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="validation's share of the text (default: 0.05)")
-    parser.add_argument("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one per core)")
+    parser.add_argument(
+        "files", nargs="*", help="files, folders or patterns; none: the Python standard library"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        choices=("byte", "gpt2"),
+        default="byte",
+        help="gpt2 needs 50,257 ids, byte 256",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the folder to make (default: data/ and the first argument's name)"
+    )
+    parser.add_argument(
+        "--val_fraction",
+        type=float,
+        default=0.05,
+        help="validation's share of the text (default: 0.05)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=parse_count,
+        default=os.cpu_count(),
+        help="threads (default: one per core)",
+    )
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction < 1:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 1")
@@ -144,13 +178,20 @@ def main(argv: list[str]) -> int:
         files, title = find_files(arguments.files), " ".join(arguments.files[:3])
         title += f" and {len(arguments.files) - 3} more" if len(arguments.files) > 3 else ""
         first = Path(arguments.files[0])
-        out = arguments.out or Path("data", first.resolve().stem if first.exists() else files[0].stem)
+        out = arguments.out or Path(
+            "data", first.resolve().stem if first.exists() else files[0].stem
+        )
     else:
         validation = stdlib_files(VALIDATION)
-        files, title = validation + stdlib_files(TRAINING), f"Python {platform.python_version()} standard library"
+        files, title = (
+            validation + stdlib_files(TRAINING),
+            f"Python {platform.python_version()} standard library",
+        )
         out = arguments.out or Path("data", "python_stdlib")
         if len(files) < MOST * len(VALIDATION + TRAINING):
-            raise UserError(f"{sysconfig.get_path('stdlib')}: too few sources of the standard library; name files of your own")
+            raise UserError(
+                f"{sysconfig.get_path('stdlib')}: too few sources of the standard library; name files of your own"
+            )
     source = file_source(files)
     sizes, sha256 = measure(source)
     if not sizes:
@@ -162,7 +203,9 @@ def main(argv: list[str]) -> int:
         val_documents = len(validation)
     else:
         enough = arguments.val_fraction * sum(sizes)
-        val_documents = next(number for number, total in enumerate(accumulate(sizes), 1) if total >= enough)
+        val_documents = next(
+            number for number, total in enumerate(accumulate(sizes), 1) if total >= enough
+        )
     expected_tokens = sum(sizes) // (1 if tokenizer.kind == "byte" else 3) + len(sizes)
     plan = Plan(out, title, sha256, tokenizer, expected_tokens, val_documents=val_documents)
     return prepare(plan, source, arguments.workers)

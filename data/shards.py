@@ -22,7 +22,9 @@ from data.tokenizer import GPT2_VOCAB, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset: train.py makes it where it is missing
+PREPARED_ON_DEMAND = (
+    "python_stdlib"  # the quickstart's dataset: train.py makes it where it is missing
+)
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -45,15 +47,23 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: {error.strerror}; prepare the dataset again") from None
     if header[0] != SHARD_MAGIC:  # nanoGPT's: nothing but tokens
         if path.name not in ("train.bin", "val.bin"):
-            raise UserError(f"{path}: starts with {header[0]}, not with a shard's magic number {SHARD_MAGIC}")
+            raise UserError(
+                f"{path}: starts with {header[0]}, not with a shard's magic number {SHARD_MAGIC}"
+            )
         if size == 0 or size % 2:
-            raise UserError(f"{path}: {size:,} bytes are no whole number of 2-byte tokens, or none; prepare it again")
+            raise UserError(
+                f"{path}: {size:,} bytes are no whole number of 2-byte tokens, or none; prepare it again"
+            )
         return Shard(path, 0, size // 2)
     if header[1] != SHARD_VERSION:
-        raise UserError(f"{path}: shard version {header[1]}; this program reads version {SHARD_VERSION} (uint16 tokens)")
+        raise UserError(
+            f"{path}: shard version {header[1]}; this program reads version {SHARD_VERSION} (uint16 tokens)"
+        )
     if size != 4 * HEADER_INTS + 2 * int(header[2]):
         held = (size - 4 * HEADER_INTS) / 2
-        raise UserError(f"{path}: its header promises {header[2]:,} tokens, the file holds {held:,.1f}; prepare it again")
+        raise UserError(
+            f"{path}: its header promises {header[2]:,} tokens, the file holds {held:,.1f}; prepare it again"
+        )
     return Shard(path, 4 * HEADER_INTS, int(header[2]))
 
 
@@ -80,8 +90,12 @@ class TokenStream:
         try:
             self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
         except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}; larger shards, or a higher limit (ulimit -n)") from None
-        self.lock = threading.Lock()  # the thread that reads ahead and an evaluation share the files' positions
+            raise UserError(
+                f"{error.filename}: {error.strerror}; larger shards, or a higher limit (ulimit -n)"
+            ) from None
+        self.lock = (
+            threading.Lock()
+        )  # the thread that reads ahead and an evaluation share the files' positions
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -102,7 +116,9 @@ class TokenStream:
                 file.seek(shard.header_bytes + 2 * offset)
                 size = file.readinto(memoryview(piece).cast("B"))
             if size != piece.nbytes:
-                raise RunError(f"{shard.path}: ends before token {offset + len(piece):,}; it changed since the run began")
+                raise RunError(
+                    f"{shard.path}: ends before token {offset + len(piece):,}; it changed since the run began"
+                )
             filled += len(piece)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
@@ -130,7 +146,9 @@ class HeldTokens:
         return len(self.tokens)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
-        return np.stack([self.tokens[position : position + length] for position in positions]).astype(np.int64)
+        return np.stack(
+            [self.tokens[position : position + length] for position in positions]
+        ).astype(np.int64)
 
 
 @dataclass
@@ -149,27 +167,42 @@ class Dataset:
 
 
 def dataset_folder(name: str) -> Path:
-    return Path("data", name) if Path("data", name).is_dir() or not Path(name).is_dir() else Path(name)
+    return (
+        Path("data", name) if Path("data", name).is_dir() or not Path(name).is_dir() else Path(name)
+    )
 
 
 def open_dataset(name: str) -> Dataset:
     """Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per problem."""
     folder = dataset_folder(name)
     if not folder.is_dir():
-        command = "data/prepare_fineweb.py --out=" if "fineweb" in name else "data/prepare_text.py FILE --out="
-        raise UserError(f"dataset: there is no folder {folder}; make it with: python {command}{folder}")
+        command = (
+            "data/prepare_fineweb.py --out="
+            if "fineweb" in name
+            else "data/prepare_text.py FILE --out="
+        )
+        raise UserError(
+            f"dataset: there is no folder {folder}; make it with: python {command}{folder}"
+        )
     manifest = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
     meta = read_meta(folder / "meta.pkl") if (folder / "meta.pkl").exists() else {}
     try:
-        listed = {shard["name"]: dict(shard, tokens=int(shard["tokens"])) for shard in manifest.get("shards", [])}
+        listed = {
+            shard["name"]: dict(shard, tokens=int(shard["tokens"]))
+            for shard in manifest.get("shards", [])
+        }
         vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer") or ("char" if "itos" in meta else "gpt2"))
         if "itos" in meta:
             tokenizer["itos"] = [meta["itos"][i] for i in range(vocab)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder}: manifest.json or meta.pkl is damaged ({error!r}); prepare the dataset again") from None
+        raise UserError(
+            f"{folder}: manifest.json or meta.pkl is damaged ({error!r}); prepare the dataset again"
+        ) from None
     if manifest.get("complete") is False:
-        raise UserError(f"{folder}: its preparation is unfinished; run the command that began it again")
+        raise UserError(
+            f"{folder}: its preparation is unfinished; run the command that began it again"
+        )
     names = sorted(listed) or sorted(path.name for path in folder.glob("*.bin"))
     problems, shards = [], {"train": [], "val": []}
     for shard_name in names:
@@ -179,29 +212,39 @@ def open_dataset(name: str) -> Dataset:
             problems += error.problems
             continue
         if listed and listed[shard_name]["tokens"] != shard.tokens:
-            problems.append(f"{shard.path}: {shard.tokens:,} tokens; manifest.json says {listed[shard_name]['tokens']:,}")
+            problems.append(
+                f"{shard.path}: {shard.tokens:,} tokens; manifest.json says {listed[shard_name]['tokens']:,}"
+            )
         for split in ("train", "val"):
             if split in shard_name:
                 shards[split].append(shard)
     for split in ("train", "val"):
         if not sum(shard.tokens for shard in shards[split]) and not problems:
-            problems.append(f"{folder}: holds no tokens for {split} (*{split}*.bin); prepare the dataset again")
+            problems.append(
+                f"{folder}: holds no tokens for {split} (*{split}*.bin); prepare the dataset again"
+            )
     if problems:
         raise UserError(*problems)
     fingerprint = hashlib.sha256(json.dumps(listed, sort_keys=True).encode())
     streams = {split: TokenStream(shards[split], vocab) for split in shards}
     for stream in streams.values():
-        for number, shard in enumerate(stream.shards):  # look at both ends; the rest is checked as it is read
+        for number, shard in enumerate(
+            stream.shards
+        ):  # look at both ends; the rest is checked as it is read
             start, length = stream.ends[number] - shard.tokens, min(shard.tokens, 32768)
             ends = stream.read_windows([start, stream.ends[number] - length], length)
             fingerprint.update(f"{shard.path.name} {shard.tokens} ".encode() + ends.tobytes())
-    return Dataset(str(folder), streams["train"], streams["val"], vocab, tokenizer, fingerprint.hexdigest())
+    return Dataset(
+        str(folder), streams["train"], streams["val"], vocab, tokenizer, fingerprint.hexdigest()
+    )
 
 
 def is_made_on_demand(config: Config) -> bool:
     """Whether this is the quickstart's dataset and it is still to be made, or to be finished."""
     manifest = dataset_folder(config.dataset) / "manifest.json"
-    return config.dataset == PREPARED_ON_DEMAND and (not manifest.exists() or read_json(manifest).get("complete") is False)
+    return config.dataset == PREPARED_ON_DEMAND and (
+        not manifest.exists() or read_json(manifest).get("complete") is False
+    )
 
 
 def check_dataset(config: Config) -> list[str]:

@@ -25,22 +25,45 @@ COLUMN = "text"
 ROWS_PER_READ = 256  # of jsonl
 BYTES_PER_READ = 4_000_000  # of parquet, but no more than MAX_ROWS
 MAX_ROWS = 1024
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}  # file ending -> builder of the datasets library
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+}  # file ending -> builder of the datasets library
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")  # of Arrow
-BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)  # waits while the hub fails, on top of the library's own attempts
+BACKOFF_SECONDS = (
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+)  # waits while the hub fails, on top of the library's own attempts
 
 
 def local_files(source: str, flag: str = "--source") -> list[str]:
     """The files of a path, folder or pattern, sorted by name. Raises UserError, which names the flag."""
-    paths = [Path(source)] if os.path.exists(source) else [Path(path) for path in glob.glob(source, recursive=True)]
+    paths = (
+        [Path(source)]
+        if os.path.exists(source)
+        else [Path(path) for path in glob.glob(source, recursive=True)]
+    )
     if not paths:
         raise UserError(f"{flag}={source}: no such file")
-    files = [inner for path in paths for inner in (path.rglob("*") if path.is_dir() else [path]) if inner.is_file()]
+    files = [
+        inner
+        for path in paths
+        for inner in (path.rglob("*") if path.is_dir() else [path])
+        if inner.is_file()
+    ]
     names = sorted(str(file) for file in files if file_format(str(file)))
     if empty := [name for name in names if not os.path.getsize(name)]:
         raise UserError(*(f"{name}: is empty; remove it" for name in empty))
     if not names:
-        raise UserError(f"{flag}={source}: needs .parquet or .jsonl files (.jsonl.gz and .jsonl.zst too)")
+        raise UserError(
+            f"{flag}={source}: needs .parquet or .jsonl files (.jsonl.gz and .jsonl.zst too)"
+        )
     return names
 
 
@@ -49,7 +72,9 @@ def describe_files(files: list[str]) -> str:
     return f"{len(files)} files, {sum(os.path.getsize(file) for file in files)} bytes"
 
 
-def hub_files(dataset: str, name: str | None, revision: str | None, flag: str = "--source") -> tuple[list[str], str]:
+def hub_files(
+    dataset: str, name: str | None, revision: str | None, flag: str = "--source"
+) -> tuple[list[str], str]:
     """The addresses of a hub dataset's training files, in its own order, and the revision they are from. Raises UserError."""
     try:
         from huggingface_hub import HfApi
@@ -58,9 +83,13 @@ def hub_files(dataset: str, name: str | None, revision: str | None, flag: str = 
         builder = quiet_datasets().load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        raise UserError(f"{dataset}: {reason(error)}; mend that, or give local files with {flag}") from None
+        raise UserError(
+            f"{dataset}: {reason(error)}; mend that, or give local files with {flag}"
+        ) from None
     if not files or not all(map(file_format, files)):
-        raise UserError(f"{dataset} {name or ''}: has no training split of parquet or jsonl files; choose another --name")
+        raise UserError(
+            f"{dataset} {name or ''}: has no training split of parquet or jsonl files; choose another --name"
+        )
     return files, revision
 
 
@@ -88,13 +117,18 @@ def read_rows(name: str, row: int, turns: Iterator[bool]) -> Iterator[tuple[int,
     """
     import pyarrow
 
-    for first, rows, load in parquet_columns(name) if file_format(name) == "parquet" else json_columns(name):
+    for first, rows, load in (
+        parquet_columns(name) if file_format(name) == "parquet" else json_columns(name)
+    ):
         if first + rows <= row:
             continue
         skipped = max(row - first, 0)
         if next(turns):
             texts = load().slice(skipped).cast(pyarrow.large_binary()).to_pylist()
-            yield first + skipped, [text if text is None else text.decode(errors="replace") for text in texts]
+            yield (
+                first + skipped,
+                [text if text is None else text.decode(errors="replace") for text in texts],
+            )
         else:
             yield first + skipped, [None] * (rows - skipped)
 
@@ -109,15 +143,21 @@ def parquet_columns(name: str):
     from huggingface_hub import HfFileSystem
 
     with HfFileSystem().open(name) if "://" in name else open(name, "rb") as file:
-        parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)  # pre-buffered bytes are kept until the file's end
+        parquet = pyarrow.parquet.ParquetFile(
+            file, pre_buffer=False
+        )  # pre-buffered bytes are kept until the file's end
         check_column(name, parquet.schema_arrow)
         leaves = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
         column, first = leaves.index(COLUMN), 0
         for group in range(parquet.num_row_groups):
             metadata = parquet.metadata.row_group(group)
-            row_bytes = metadata.column(column).total_uncompressed_size // max(metadata.num_rows, 1) + 1
+            row_bytes = (
+                metadata.column(column).total_uncompressed_size // max(metadata.num_rows, 1) + 1
+            )
             size = min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
-            batches = enumerate(parquet.iter_batches(size, row_groups=[group], columns=[COLUMN]))  # reads when it is asked
+            batches = enumerate(
+                parquet.iter_batches(size, row_groups=[group], columns=[COLUMN])
+            )  # reads when it is asked
             for number, start in enumerate(range(0, metadata.num_rows, size)):
                 rows = min(size, metadata.num_rows - start)
                 yield first + start, rows, partial(find_column, batches, number)
@@ -131,9 +171,13 @@ def find_column(batches, wanted: int):
 def json_columns(name: str):
     pattern = name if "://" in name else glob.escape(name)
     stream = quiet_datasets().load_dataset(
-        "json", data_files=[pattern], split="train", streaming=True,
-        encoding="UTF-8", encoding_errors="replace",  # it repairs invalid UTF-8 only where that is not spelt utf-8
-    )  # fmt: skip
+        "json",
+        data_files=[pattern],
+        split="train",
+        streaming=True,
+        encoding="UTF-8",
+        encoding_errors="replace",  # it repairs invalid UTF-8 only where that is not spelt utf-8
+    )
     first = 0
     for table in stream.with_format("arrow").iter(batch_size=ROWS_PER_READ):
         check_column(name, table.schema)
@@ -148,8 +192,12 @@ def check_column(name: str, schema) -> None:
         raise UserError(f"{name}: its column {COLUMN} holds {schema.field(COLUMN).type}, not text")
 
 
-def files_source(files: list[str], backoff: tuple[float, ...] = (), turns: tuple[bool, ...] = (True,),
-                 again_from: tuple[int, int] | None = None) -> Source:
+def files_source(
+    files: list[str],
+    backoff: tuple[float, ...] = (),
+    turns: tuple[bool, ...] = (True,),
+    again_from: tuple[int, int] | None = None,
+) -> Source:
     """
     Parquet and jsonl files as a source. A file that fails is opened again at the same row after each wait of `backoff`.
     Of each len(turns) batches those are read whose turn is true, the others' texts are None. The source ends with the
@@ -160,7 +208,9 @@ def files_source(files: list[str], backoff: tuple[float, ...] = (), turns: tuple
         waits, batches = iter(backoff), 0
         while file < len(files):
             try:
-                for first, rows in read_rows(files[file], row, islice(cycle(turns), batches % len(turns), None)):
+                for first, rows in read_rows(
+                    files[file], row, islice(cycle(turns), batches % len(turns), None)
+                ):
                     yield file, first, rows
                     row, waits, batches = first + len(rows), iter(backoff), batches + 1
                 file, row = file + 1, 0
@@ -172,7 +222,9 @@ def files_source(files: list[str], backoff: tuple[float, ...] = (), turns: tuple
                 wait = next(waits, None)
                 if wait is None:
                     raise UserError(f"{files[file]}: {reason(error)}") from None
-                tqdm.write(f"warning: {files[file]}: {reason(error)}; again in {wait} s", file=sys.stderr)
+                tqdm.write(
+                    f"warning: {files[file]}: {reason(error)}; again in {wait} s", file=sys.stderr
+                )
                 time.sleep(wait)
 
     return source

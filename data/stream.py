@@ -28,7 +28,14 @@ from tqdm import tqdm
 from common.console import RunError, UserError
 from configurator import Config
 from data.shards import Dataset, HeldTokens
-from data.sources import BACKOFF_SECONDS, Source, describe_files, files_source, hub_files, local_files
+from data.sources import (
+    BACKOFF_SECONDS,
+    Source,
+    describe_files,
+    files_source,
+    hub_files,
+    local_files,
+)
 from data.tokenizer import Tokenizer
 from data.writer import encode_rows
 
@@ -36,7 +43,9 @@ TOKENIZER = {"kind": "gpt2"}
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 
-killed: list[Iterator] = []  # kept to Python's end: torch, freeing one, would wait for ever for a lock that its workers held
+killed: list[
+    Iterator
+] = []  # kept to Python's end: torch, freeing one, would wait for ever for a lock that its workers held
 
 # -----------------------------------------------------------------------------
 # What a worker process does
@@ -58,12 +67,18 @@ class Pieces(IterableDataset):
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray] | UserError]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed worker would leave behind
-        source = files_source(self.files, self.backoff, tuple(i == number for i in range(workers)), self.again_from)
+        tqdm.set_lock(
+            threading.RLock()
+        )  # its own is a semaphore of the system's, which a killed worker would leave behind
+        source = files_source(
+            self.files, self.backoff, tuple(i == number for i in range(workers)), self.again_from
+        )
         try:
             tokenizer = Tokenizer(self.tokenizer)
             for file, row, rows in islice(source(*self.first), number, None, workers):
-                documents = [tokens for tokens in encode_rows(rows, tokenizer) if tokens is not None]
+                documents = [
+                    tokens for tokens in encode_rows(rows, tokenizer) if tokens is not None
+                ]
                 yield file, row, np.concatenate([np.empty(0, dtype="<u2"), *documents])
         except UserError as error:  # DataLoader would make a traceback of it
             yield error
@@ -86,17 +101,30 @@ def end_with_parent(worker: int) -> None:
 class Stream:
     """The windows of a source in its order, from where a checkpoint's `position` says on, or from the beginning."""
 
-    def __init__(self, pieces: Pieces, block_size: int, workers: int, identity: dict, position: dict):
-        self.dataset, self.block_size, self.workers, self.identity = pieces, block_size, workers, identity
+    def __init__(
+        self, pieces: Pieces, block_size: int, workers: int, identity: dict, position: dict
+    ):
+        self.dataset, self.block_size, self.workers, self.identity = (
+            pieces,
+            block_size,
+            workers,
+            identity,
+        )
         self.pieces: Iterator | None = None
-        self.begins = position.get("sequence", 0) * block_size - position.get("token", 0)  # of the buffer, in the stream
+        self.begins = position.get("sequence", 0) * block_size - position.get(
+            "token", 0
+        )  # of the buffer, in the stream
         self.buffer = np.empty(0, dtype="<u2")
         self.anchors = [(self.begins, *pieces.first)]  # where in the stream some documents begin
 
     def position(self, n: int) -> dict:
         """Where the n-th sequence begins, for a checkpoint: so many tokens after the beginning of a document."""
-        begins, file, row = self.anchors[bisect.bisect_right(self.anchors, n * self.block_size, key=lambda a: a[0]) - 1]
-        return dict(self.identity, sequence=n, file=file, row=row, token=n * self.block_size - begins)
+        begins, file, row = self.anchors[
+            bisect.bisect_right(self.anchors, n * self.block_size, key=lambda a: a[0]) - 1
+        ]
+        return dict(
+            self.identity, sequence=n, file=file, row=row, token=n * self.block_size - begins
+        )
 
     def locate(self, n: int) -> str:
         place = self.position(n)
@@ -114,7 +142,9 @@ class Stream:
             self.buffer = np.concatenate([self.buffer[used:], tokens.numpy()])
             self.begins += used
         tokens = self.buffer[begin - self.begins : end - self.begins]
-        return np.lib.stride_tricks.sliding_window_view(tokens, self.block_size + 1)[:: self.block_size].astype(np.int64)
+        return np.lib.stride_tricks.sliding_window_view(tokens, self.block_size + 1)[
+            :: self.block_size
+        ].astype(np.int64)
 
     def next_piece(self) -> tuple[int, int, torch.Tensor]:
         if self.pieces is None:
@@ -124,11 +154,22 @@ class Stream:
         except RuntimeError:
             for number, worker in enumerate(getattr(self.pieces, "_workers", ())):
                 if worker.exitcode:
-                    how = f"was ended by {signal.Signals(-worker.exitcode).name}" if worker.exitcode < 0 else "failed"
-                    raise RunError(f"data worker {number} (process {worker.pid}) {how}; --init_from=resume goes on") from None
+                    how = (
+                        f"was ended by {signal.Signals(-worker.exitcode).name}"
+                        if worker.exitcode < 0
+                        else "failed"
+                    )
+                    raise RunError(
+                        f"data worker {number} (process {worker.pid}) {how}; --init_from=resume goes on"
+                    ) from None
             raise
         if isinstance(piece, UserError):
-            raise RunError(*(f"{problem}; once that is mended, --init_from=resume goes on" for problem in piece.problems))
+            raise RunError(
+                *(
+                    f"{problem}; once that is mended, --init_from=resume goes on"
+                    for problem in piece.problems
+                )
+            )
         return piece
 
     def start(self) -> None:
@@ -136,14 +177,21 @@ class Stream:
         Start the workers, in the thread that reads: torch would let the death of one raise in the middle of anything that
         the main thread does. New processes, since a fork of one with running threads can hang.
         """
-        if hasattr(signal, "pthread_sigmask"):  # Ctrl-C in a terminal reaches them too; they leave it to the main process
+        if hasattr(
+            signal, "pthread_sigmask"
+        ):  # Ctrl-C in a terminal reaches them too; they leave it to the main process
             resource_tracker.ensure_running()  # which would unblock it again
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        self.pieces = iter(DataLoader(
-            self.dataset, batch_size=None, num_workers=self.workers, multiprocessing_context="spawn" if self.workers else None,
-            worker_init_fn=end_with_parent,
-            generator=torch.Generator(),  # its own: drawing from torch's would change what dropout draws
-        ))  # fmt: skip
+        self.pieces = iter(
+            DataLoader(
+                self.dataset,
+                batch_size=None,
+                num_workers=self.workers,
+                multiprocessing_context="spawn" if self.workers else None,
+                worker_init_fn=end_with_parent,
+                generator=torch.Generator(),  # its own: drawing from torch's would change what dropout draws
+            )
+        )
 
     def close(self) -> None:
         if workers := getattr(self.pieces, "_workers", ()):
@@ -187,19 +235,29 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin = read_first(files_source(files, backoff), tokenizer, held_out)
     if len(train) <= config.block_size:
-        smaller = f"try --eval_tokens={max((len(val) + len(train)) // 20, 1)}" if len(val) else "choose another --dataset"
-        raise UserError(f"dataset: {name} holds {len(val):,} tokens for validation and {len(train):,} for training, which "
-                        f"needs more than block_size {config.block_size}; {smaller}")  # fmt: skip
+        smaller = (
+            f"try --eval_tokens={max((len(val) + len(train)) // 20, 1)}"
+            if len(val)
+            else "choose another --dataset"
+        )
+        raise UserError(
+            f"dataset: {name} holds {len(val):,} tokens for validation and {len(train):,} for training, which "
+            f"needs more than block_size {config.block_size}; {smaller}"
+        )
     identity = dict(revision=revision, held_out=held_out)
     what = json.dumps([identity, TOKENIZER, [os.path.basename(file) for file in files]])
     fingerprint = hashlib.sha256(what.encode() + val.tobytes()).hexdigest()
     first = (position["file"], position["row"]) if position else begin
     pieces = Pieces(files, backoff, TOKENIZER, first, begin)
     stream = Stream(pieces, config.block_size, config.data_workers, identity, position)
-    return Dataset(name, HeldTokens(train), HeldTokens(val), tokenizer.vocab, TOKENIZER, fingerprint, stream)
+    return Dataset(
+        name, HeldTokens(train), HeldTokens(val), tokenizer.vocab, TOKENIZER, fingerprint, stream
+    )
 
 
-def read_first(source: Source, tokenizer: Tokenizer, wanted: int) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+def read_first(
+    source: Source, tokenizer: Tokenizer, wanted: int
+) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """
     The first whole documents that make up `wanted` tokens, as many tokens of those after them, and the file and row
     where these begin.

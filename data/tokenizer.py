@@ -20,14 +20,18 @@ class Tokenizer:
     get its vocabulary.
     """
 
-    encode: Callable[[str], np.ndarray | list[int]]  # plain text, no special tokens; safe to call from many threads
+    encode: Callable[
+        [str], np.ndarray | list[int]
+    ]  # plain text, no special tokens; safe to call from many threads
     decode: Callable[[list[int]], str]
 
     def __init__(self, spec: dict):
         self.kind = spec["kind"]
         if self.kind == "byte":
             self.vocab, self.eot = 256, 0
-            self.encode = lambda text: np.frombuffer(text.replace("\0", "").encode(errors="replace"), dtype=np.uint8)
+            self.encode = lambda text: np.frombuffer(
+                text.replace("\0", "").encode(errors="replace"), dtype=np.uint8
+            )
             self.decode = lambda ids: bytes(ids).decode(errors="replace")
         elif self.kind == "char":
             itos, stoi = spec["itos"], {char: i for i, char in enumerate(spec["itos"])}
@@ -68,4 +72,6 @@ def read_meta(path: Path) -> dict:
         with open(path, "rb") as file:
             return dict(PlainUnpickler(file).load())
     except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(f"{path}: refused, not a plain dictionary ({error}); prepare the dataset again") from None
+        raise UserError(
+            f"{path}: refused, not a plain dictionary ({error}); prepare the dataset again"
+        ) from None

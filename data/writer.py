@@ -23,12 +23,28 @@ from tqdm import tqdm
 
 from common.console import RunError, UserError
 from common.files import free_bytes, fsync_folder, replacing, try_lock
-from data.shards import HEADER_INTS, SHARD_MAGIC, SHARD_VERSION, Shard, dataset_folder, open_shard, read_json
+from data.shards import (
+    HEADER_INTS,
+    SHARD_MAGIC,
+    SHARD_VERSION,
+    Shard,
+    dataset_folder,
+    open_shard,
+    read_json,
+)
 from data.sources import Batch, Rows, Source
 from data.tokenizer import Tokenizer
 
 FORMAT = "uint16 shards, llm.c header"
-IDENTITY = ("format", "tokenizer", "vocab", "eot", "source", "revision", "settings")  # must agree for a start to go on
+IDENTITY = (
+    "format",
+    "tokenizer",
+    "vocab",
+    "eot",
+    "source",
+    "revision",
+    "settings",
+)  # must agree for a start to go on
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
 CHARS_PER_TASK = 300_000  # what one thread tokenises at a time, some 15 ms of work
@@ -54,11 +70,22 @@ class Plan:
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
-        settings = {k: getattr(self, k) for k in ("train_tokens", "val_tokens", "val_documents", "shard_tokens")}
+        settings = {
+            k: getattr(self, k)
+            for k in ("train_tokens", "val_tokens", "val_documents", "shard_tokens")
+        }
         return dict(
-            format=FORMAT, tokenizer=self.tokenizer.kind, vocab=self.tokenizer.vocab, eot=self.tokenizer.eot,
-            source=self.source, revision=self.revision, settings=settings, documents=0, complete=False, shards=[],
-        )  # fmt: skip
+            format=FORMAT,
+            tokenizer=self.tokenizer.kind,
+            vocab=self.tokenizer.vocab,
+            eot=self.tokenizer.eot,
+            source=self.source,
+            revision=self.revision,
+            settings=settings,
+            documents=0,
+            complete=False,
+            shards=[],
+        )
 
 
 def prepare(plan: Plan, source: Source, workers: int) -> int:
@@ -69,7 +96,13 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         return 0
     start = writer.manifest.get("next") or dict(file=0, row=0, token=0)
     try:
-        with tqdm(total=plan.expected_tokens, initial=writer.tokens, unit="tok", unit_scale=True, disable=None) as bar:
+        with tqdm(
+            total=plan.expected_tokens,
+            initial=writer.tokens,
+            unit="tok",
+            unit_scale=True,
+            disable=None,
+        ) as bar:
             batches = encode_batches(source(start["file"], start["row"]), plan.tokenizer, workers)
             for file, first_row, documents in batches if not writer.has_all else ():
                 for row, tokens in enumerate(documents, first_row):
@@ -87,7 +120,9 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
     except RunError:
         raise
     except UserError as error:  # the source's
-        raise RunError(*(f"{problem}; {GO_ON}, from the same source" for problem in error.problems)) from None
+        raise RunError(
+            *(f"{problem}; {GO_ON}, from the same source" for problem in error.problems)
+        ) from None
     print(describe(plan.folder, writer.manifest))
     return 0
 
@@ -158,7 +193,9 @@ class ShardWriter:
     def __init__(self, plan: Plan):
         self.plan, self.folder = plan, plan.folder
         self.manifest, self.lock = open_folder(plan)
-        self.totals = tokens_of(self.manifest)  # tokens taken, those of the shard in the making included
+        self.totals = tokens_of(
+            self.manifest
+        )  # tokens taken, those of the shard in the making included
         self.split = "train" if self.totals["train"] else "val"
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
         self.filled = self.documents = 0  # tokens and first tokens of documents in the buffer
@@ -200,7 +237,9 @@ class ShardWriter:
             name = f"{self.split}_{len(self.manifest['shards']):06d}.bin"
             with clean_errors(self.folder / name):
                 sha256 = write_shard(self.folder / name, self.buffer[: self.filled])
-            self.manifest["shards"].append(dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents))
+            self.manifest["shards"].append(
+                dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents)
+            )
             self.manifest["documents"] += self.documents
             self.filled = self.documents = 0
         self.manifest["next"] = next_place
@@ -217,7 +256,11 @@ class ShardWriter:
                 self.folder.rmdir()
             if not self.tokens:
                 raise RunError(f"{self.plan.source}: holds no text")
-            smaller = f"--val_tokens={max(self.tokens // 20, 1)}" if self.plan.val_tokens else "a smaller --val_fraction"
+            smaller = (
+                f"--val_tokens={max(self.tokens // 20, 1)}"
+                if self.plan.val_tokens
+                else "a smaller --val_fraction"
+            )
             raise RunError(
                 f"{self.plan.source}: validation takes all of its {self.tokens:,} tokens and leaves none for training; "
                 f"try {smaller}"
@@ -247,7 +290,10 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 def tokens_of(manifest: dict) -> dict[str, int]:
     """The tokens that are in finished shards, by split."""
     shards = manifest["shards"]
-    return {split: sum(s["tokens"] for s in shards if s["name"].startswith(split)) for split in ("train", "val")}
+    return {
+        split: sum(s["tokens"] for s in shards if s["name"].startswith(split))
+        for split in ("train", "val")
+    }
 
 
 @contextmanager
@@ -261,7 +307,9 @@ def clean_errors(path: Path) -> Iterator[None]:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replace manifest.json in one step, after what it names is safe on the disk. "next" is kept only while unfinished."""
-    content = {key: value for key, value in manifest.items() if key != "next" or not manifest["complete"]}
+    content = {
+        key: value for key, value in manifest.items() if key != "next" or not manifest["complete"]
+    }
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
         fsync_folder(folder)  # the names of the shards
@@ -276,15 +324,25 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     folder, manifest = plan.folder, plan.manifest()
     if (folder / "manifest.json").exists():
         found = read_manifest(folder)
-        differs = [f"{key} {found.get(key)} (now {manifest[key]})" for key in IDENTITY if found.get(key) != manifest[key]]
+        differs = [
+            f"{key} {found.get(key)} (now {manifest[key]})"
+            for key in IDENTITY
+            if found.get(key) != manifest[key]
+        ]
         if differs:
-            raise UserError(f"{folder}: was made from {', '.join(differs)}; choose another --out, or delete that folder")
+            raise UserError(
+                f"{folder}: was made from {', '.join(differs)}; choose another --out, or delete that folder"
+            )
         for shard in found["shards"]:
             if open_shard(folder / shard["name"]).tokens != shard["tokens"]:
-                raise UserError(f"{folder / shard['name']}: not the shard that manifest.json names; delete {folder}")
+                raise UserError(
+                    f"{folder / shard['name']}: not the shard that manifest.json names; delete {folder}"
+                )
         manifest = found
     elif any(folder.glob("*.bin")):
-        raise UserError(f"{folder}: holds shards that were not made by this program; choose another --out")
+        raise UserError(
+            f"{folder}: holds shards that were not made by this program; choose another --out"
+        )
     if manifest["complete"]:
         return manifest, None
     check_space(plan, sum(tokens_of(manifest).values()))
@@ -292,19 +350,27 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "wb")
         if not try_lock(lock):
-            raise UserError(f"{folder}: another preparation is writing to it; wait for that one, or choose another --out")
+            raise UserError(
+                f"{folder}: another preparation is writing to it; wait for that one, or choose another --out"
+            )
         if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
-            raise UserError(f"{folder}: another preparation was writing to it until now; the same command goes on")
+            raise UserError(
+                f"{folder}: another preparation was writing to it until now; the same command goes on"
+            )
         write_manifest(folder, manifest)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); choose another --out"
+        ) from None
     return manifest, lock
 
 
 def read_manifest(folder: Path) -> dict:
     manifest = read_json(folder / "manifest.json")
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{folder / 'manifest.json'}: not a manifest of this program's; choose another folder")
+        raise UserError(
+            f"{folder / 'manifest.json'}: not a manifest of this program's; choose another folder"
+        )
     return manifest
 
 
@@ -329,7 +395,9 @@ def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None
         raise UserError(f"{folder}: has no manifest.json to check it against")
     manifest = read_manifest(folder)
     problems = []
-    with tqdm(total=sum(tokens_of(manifest).values()), unit="tok", unit_scale=True, disable=None) as bar:
+    with tqdm(
+        total=sum(tokens_of(manifest).values()), unit="tok", unit_scale=True, disable=None
+    ) as bar:
         for listed in manifest["shards"]:
             try:
                 problems += check_shard(open_shard(folder / listed["name"]), listed, manifest, bar)
@@ -337,17 +405,25 @@ def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None
                 problems += error.problems
     if problems:
         raise UserError(*problems)
-    print(f"{describe(folder, manifest)}: sizes, headers, sha256, ids and documents agree with manifest.json")
-    print(f"source: {manifest['source']} ({manifest['revision']}), tokenizer {manifest['tokenizer']}")
+    print(
+        f"{describe(folder, manifest)}: sizes, headers, sha256, ids and documents agree with manifest.json"
+    )
+    print(
+        f"source: {manifest['source']} ({manifest['revision']}), tokenizer {manifest['tokenizer']}"
+    )
     if not manifest["complete"]:
         print("unfinished: the command that began it goes on")
     train = [shard["name"] for shard in manifest["shards"] if shard["name"].startswith("train")]
     tokens = tokens_of(manifest)["train"]
     if train and max_iters:
         seen = max_iters * tokens_per_iter
-        print(f"{max_iters:,} iterations of {tokens_per_iter:,} tokens: {seen / 1e9:,.3f}B tokens, {seen / tokens:.2f} epochs")
+        print(
+            f"{max_iters:,} iterations of {tokens_per_iter:,} tokens: {seen / 1e9:,.3f}B tokens, {seen / tokens:.2f} epochs"
+        )
     elif train:
-        print(f"one epoch: {tokens / tokens_per_iter:,.1f} iterations of {tokens_per_iter:,} tokens")
+        print(
+            f"one epoch: {tokens / tokens_per_iter:,.1f} iterations of {tokens_per_iter:,} tokens"
+        )
     if train:
         print(f"the first training tokens: {excerpt(folder / train[0], manifest)}")
 
@@ -355,7 +431,9 @@ def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None
 def check_shard(shard: Shard, listed: dict, manifest: dict, bar: tqdm) -> list[str]:
     problems, documents, position = [], 0, 0
     if shard.tokens != listed["tokens"]:
-        return [f"{shard.path}: {shard.tokens:,} tokens; manifest.json says {listed['tokens']:,}; prepare it again"]
+        return [
+            f"{shard.path}: {shard.tokens:,} tokens; manifest.json says {listed['tokens']:,}; prepare it again"
+        ]
     with open(shard.path, "rb") as file:
         sha256 = hashlib.sha256(file.read(shard.header_bytes))
         while len(tokens := np.frombuffer(file.read(2 * CHECK_TOKENS), dtype="<u2")):
@@ -370,14 +448,20 @@ def check_shard(shard: Shard, listed: dict, manifest: dict, bar: tqdm) -> list[s
             position += len(tokens)
             bar.update(len(tokens))
     if documents != listed["documents"]:
-        problems.append(f"{shard.path}: {documents:,} documents begin in it; manifest.json says {listed['documents']:,}")
+        problems.append(
+            f"{shard.path}: {documents:,} documents begin in it; manifest.json says {listed['documents']:,}"
+        )
     if sha256.hexdigest() != listed["sha256"]:
-        problems.append(f"{shard.path}: its sha256 is not manifest.json's: it was changed or damaged; prepare it again")
+        problems.append(
+            f"{shard.path}: its sha256 is not manifest.json's: it was changed or damaged; prepare it again"
+        )
     return problems
 
 
 def excerpt(path: Path, manifest: dict, length: int = 120) -> str:
-    tokens = np.fromfile(path, dtype="<u2", count=length, offset=open_shard(path).header_bytes).tolist()
+    tokens = np.fromfile(
+        path, dtype="<u2", count=length, offset=open_shard(path).header_bytes
+    ).tolist()
     try:
         return repr(Tokenizer({"kind": manifest["tokenizer"]}).decode(tokens))
     except UserError as error:

@@ -12,8 +12,16 @@ from common.console import count, warn
 from reports.records import RunRecords, median, read_metrics
 
 PICTURE_POINTS = 600  # a line in a picture is drawn through at most this many means
-COLORS = BLUE, RED, GREEN, *_, GREY = "#4c78a8", "#e4572e", "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"
-
+COLORS = BLUE, RED, GREEN, *_, GREY = (
+    "#4c78a8",
+    "#e4572e",
+    "#54a24b",
+    "#b279a2",
+    "#d6a000",
+    "#17a2a2",
+    "#7f5f3f",
+    "#777777",
+)
 
 
 @np.errstate(all="ignore")  # odd records divide by zero, which is NaN and so not known
@@ -24,14 +32,18 @@ def draw_run(out_dir: Path) -> Path:
         save_picture([read_metrics(out_dir / "metrics.jsonl", most_steps=6_000)], path)
     except ImportError:  # matplotlib is not needed to train
         pass
-    except Exception as error:  # whatever a record holds or the disk does, the run is worth more than its picture
+    except (
+        Exception
+    ) as error:  # whatever a record holds or the disk does, the run is worth more than its picture
         warn(f"{path}: not drawn ({type(error).__name__}: {error})")
     return path
 
 
 def save_picture(runs: list[RunRecords], path: Path) -> None:
     """Write a PNG, all or nothing: one run's losses, checkpoints and speed, or several runs against tokens and hours."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and may look for a screen
+    from matplotlib.figure import (
+        Figure,
+    )  # not pyplot, which keeps every figure and may look for a screen
 
     alone = len(runs) == 1
     figure = Figure(figsize=(9, 6) if alone else (12, 7), facecolor="white", layout="constrained")
@@ -48,10 +60,24 @@ def draw_one(figure, run: RunRecords) -> None:
     mfu = (step["mfu"] > 0) & (step["tokens_per_sec"] > 0)
     draw_band(losses, step["tokens"], step["loss"], BLUE, "train loss, every log line")
     dots = dots_of(run)
-    losses.plot(evals["tokens"], evals["train_loss"], **dots | dict(linewidth=0), color=BLUE, label="train loss, evaluated")
+    losses.plot(
+        evals["tokens"],
+        evals["train_loss"],
+        **dots | dict(linewidth=0),
+        color=BLUE,
+        label="train loss, evaluated",
+    )
     losses.plot(evals["tokens"], evals["val_loss"], color=RED, **dots, label="val loss, evaluated")
-    losses.plot(saved["tokens"], np.full(len(saved["iter"]), 0.02), color=GREY, linewidth=0, marker="|", markersize=7,
-                transform=losses.get_xaxis_transform(), label="checkpoint")  # fmt: skip
+    losses.plot(
+        saved["tokens"],
+        np.full(len(saved["iter"]), 0.02),
+        color=GREY,
+        linewidth=0,
+        marker="|",
+        markersize=7,
+        transform=losses.get_xaxis_transform(),
+        label="checkpoint",
+    )
     draw_band(speed, step["tokens"], step["tokens_per_sec"], GREEN)
     finish(losses, "", "loss, nats per token")
     finish(speed, "tokens", "tok/s" if mfu.any() else "tok/s (MFU n/a)", from_zero=True)
@@ -59,20 +85,34 @@ def draw_one(figure, run: RunRecords) -> None:
     losses.legend(frameon=False, loc="upper right")
     if mfu.any():  # proportional to tok/s, so one line serves two axes
         percent = 100 * median(step["mfu"][mfu] / step["tokens_per_sec"][mfu])
-        speed.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent)).set_ylabel("MFU, %")
-    parts = [run.name, run.parameters > 0 and f"{count4(run.parameters)} parameters", run.device, run.dtype]
-    parts += [f"val loss {loss:.4f} at iter {it:.0f}" for loss, it in zip(evals["val_loss"][-1:], evals["iter"][-1:])]
+        speed.secondary_yaxis(
+            "right", functions=(lambda y: y * percent, lambda y: y / percent)
+        ).set_ylabel("MFU, %")
+    parts = [
+        run.name,
+        run.parameters > 0 and f"{count4(run.parameters)} parameters",
+        run.device,
+        run.dtype,
+    ]
+    parts += [
+        f"val loss {loss:.4f} at iter {it:.0f}"
+        for loss, it in zip(evals["val_loss"][-1:], evals["iter"][-1:])
+    ]
     figure.suptitle("   |   ".join(filter(None, parts)), fontsize=10, x=0.01, ha="left")
 
 
 def draw_several(figure, runs: list[RunRecords]) -> None:
     """Val and train loss over tokens, val loss over hours, tok/s and, where known, MFU over tokens; one colour a run."""
     knows_mfu = any(np.isfinite(run.step["mfu"]).any() for run in runs)
-    panels = figure.subplot_mosaic([["losses", "hours"], ["speed", "mfu" if knows_mfu else "speed"]], height_ratios=(5, 3))
+    panels = figure.subplot_mosaic(
+        [["losses", "hours"], ["speed", "mfu" if knows_mfu else "speed"]], height_ratios=(5, 3)
+    )
     losses, hours, speed, mfu = (panels.get(name) for name in ("losses", "hours", "speed", "mfu"))
     for run, color in zip(runs, itertools.cycle(COLORS)):
         step, evals = run.step, run.eval
-        losses.plot(*thin_out(step["tokens"], step["loss"])[:2], color=color, linewidth=0.8, alpha=0.4)
+        losses.plot(
+            *thin_out(step["tokens"], step["loss"])[:2], color=color, linewidth=0.8, alpha=0.4
+        )
         losses.plot(evals["tokens"], evals["val_loss"], color=color, **dots_of(run), label=run.name)
         hours.plot(evals["hours"], evals["val_loss"], color=color, **dots_of(run))
         draw_band(speed, step["tokens"], step["tokens_per_sec"], color)
@@ -104,10 +144,16 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     x, y = x[finite], y[finite]
     if not len(x):
         return x, y, y, y
-    starts = np.unique(np.linspace(0, len(x), min(len(x), PICTURE_POINTS), endpoint=False).astype(int))
+    starts = np.unique(
+        np.linspace(0, len(x), min(len(x), PICTURE_POINTS), endpoint=False).astype(int)
+    )
     sizes = np.diff(np.append(starts, len(x)))
-    return (np.add.reduceat(x, starts) / sizes, np.add.reduceat(y, starts) / sizes,
-            np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))  # fmt: skip
+    return (
+        np.add.reduceat(x, starts) / sizes,
+        np.add.reduceat(y, starts) / sizes,
+        np.minimum.reduceat(y, starts),
+        np.maximum.reduceat(y, starts),
+    )
 
 
 def finish(axes, x_label: str, y_label: str, title: str = "", from_zero: bool = False) -> None:

@@ -15,19 +15,45 @@ import train
 from common.console import run_main
 from data.writer import write_shard
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would its children
-torch.set_num_threads(1)  # models this small only wait for further threads, the longer the busier the machine
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background job ignores Ctrl-C, and so would its children
+torch.set_num_threads(
+    1
+)  # models this small only wait for further threads, the longer the busier the machine
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(
-    n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
-    warmup_iters=2, max_iters=8, eval_interval=4, eval_tokens=256, log_interval=1, device="cpu", dtype="float32", compile=False,
-)  # fmt: skip
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-2,
+    warmup_iters=2,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=256,
+    log_interval=1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
 FAST = dict(
-    model="fast", optimizer="muon", tie_weights=False, embed_lr=0.7, warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8,
-)  # fmt: skip
+    model="fast",
+    optimizer="muon",
+    tie_weights=False,
+    embed_lr=0.7,
+    warmup_iters=0,
+    grad_clip=0.0,
+    min_lr=0.0,
+    beta1=0.8,
+)
 
 
-def write_dataset(folder: Path, shard_tokens: list[int], vocab: int = 64, val_tokens: int = 700) -> Path:
+def write_dataset(
+    folder: Path, shard_tokens: list[int], vocab: int = 64, val_tokens: int = 700
+) -> Path:
     """A dataset of random tokens with a little structure to learn, in shards of the given sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -35,7 +61,9 @@ def write_dataset(folder: Path, shard_tokens: list[int], vocab: int = 64, val_to
     for i, tokens in enumerate([val_tokens, *shard_tokens]):
         ids = np.cumsum(rng.integers(0, 3, tokens)) % vocab
         name = f"{'train' if i else 'val'}_{i:06}.bin"
-        manifest["shards"].append(dict(name=name, tokens=tokens, sha256=write_shard(folder / name, ids)))
+        manifest["shards"].append(
+            dict(name=name, tokens=tokens, sha256=write_shard(folder / name, ids))
+        )
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -57,7 +85,9 @@ def restored_process_state():
 
 
 def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:
-    return [f"--{k}={v}" for k, v in (TINY | dict(dataset=dataset, out_dir=out_dir) | changes).items()]
+    return [
+        f"--{k}={v}" for k, v in (TINY | dict(dataset=dataset, out_dir=out_dir) | changes).items()
+    ]
 
 
 def run_here(dataset: Path, out_dir: Path, **changes) -> int:
@@ -68,9 +98,13 @@ def run_here(dataset: Path, out_dir: Path, **changes) -> int:
 def start_process(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen:
     """A script of the repository in its own process, its output in pipes."""
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+    )
 
 
 def run_process(*arguments: str, cwd: Path = ROOT, **environment: str) -> tuple[int, str, str]:

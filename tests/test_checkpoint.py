@@ -11,7 +11,12 @@ from training.checkpoint import find_damage, list_checkpoints, load_newest, mark
 
 
 def state(value=1.0):
-    return dict(model=dict(w=torch.full((1000,), value)), progress=dict(iter_num=int(value)), text="x", flag=True)
+    return dict(
+        model=dict(w=torch.full((1000,), value)),
+        progress=dict(iter_num=int(value)),
+        text="x",
+        flag=True,
+    )
 
 
 def path(folder, n):
@@ -98,7 +103,9 @@ def test_data_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_pat
     calls = []
     for name in ("fsync", "replace"):
         original = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, name=name, original=original: (calls.append(name), original(*a))[1])
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, original=original: (calls.append(name), original(*a))[1]
+        )
     save(state(), path(tmp_path, 1))
     assert calls == ["fsync", "replace", "fsync"]
 
@@ -106,7 +113,9 @@ def test_data_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_pat
 def test_too_little_space_is_noticed_before_writing(tmp_path, monkeypatch):
     import shutil
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
+    )
     with pytest.raises(OSError, match="GB free"):
         save(state(), path(tmp_path, 1))
     assert list(tmp_path.iterdir()) == []

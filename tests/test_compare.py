@@ -46,30 +46,86 @@ def write_notes_logs(folder: Path) -> list[Path]:
     """The two runs of the users' note: 16 x 32 at n_embd 384, then 8 x 64 at 768, on an RTX 4070."""
     paths = []
     for name, usual, mfu, values in (
-        ("old", 3900, 12.93, dict(batch_size=16, accum=32, n_embd=384, lr="1e-3", millions="40.56", val_500="5.5328")),
-        ("new", 9340, 15.38, dict(batch_size=8, accum=64, n_embd=768, lr="3e-4", millions="123.59", val_500="5.5194")),
+        (
+            "old",
+            3900,
+            12.93,
+            dict(
+                batch_size=16, accum=32, n_embd=384, lr="1e-3", millions="40.56", val_500="5.5328"
+            ),
+        ),
+        (
+            "new",
+            9340,
+            15.38,
+            dict(
+                batch_size=8, accum=64, n_embd=768, lr="3e-4", millions="123.59", val_500="5.5194"
+            ),
+        ),
     ):
         paths.append(folder / f"{name}.log")
-        paths[-1].write_text(NANOGPT_LOG.format(
-            usual=usual, early=usual - 10, late=usual + 10, evaluated=usual + 20000, mfu=mfu, spoilt=mfu - 1, **values,
-        ))  # fmt: skip
+        paths[-1].write_text(
+            NANOGPT_LOG.format(
+                usual=usual,
+                early=usual - 10,
+                late=usual + 10,
+                evaluated=usual + 20000,
+                mfu=mfu,
+                spoilt=mfu - 1,
+                **values,
+            )
+        )
     return paths
 
 
-def write_run(folder: Path, step_ms: float, val_losses: dict[int, float], tokens_per_iter: int = 1000, **config) -> Path:
+def write_run(
+    folder: Path,
+    step_ms: float,
+    val_losses: dict[int, float],
+    tokens_per_iter: int = 1000,
+    **config,
+) -> Path:
     """A finished run: a record for every iteration, evaluations of 2 s, a checkpoint of 1 s with each but the first."""
     folder.mkdir()
     config = dict(dataset="d", eval_tokens=4096, learning_rate=1e-3) | config
-    lines = [dict(kind="start", iter=0, config=config, parameters=5000, device="card", dtype="bfloat16", peak_tflops=1.0,
-                  flops_per_token=1000, tokens_per_iter=tokens_per_iter)]  # fmt: skip
+    lines = [
+        dict(
+            kind="start",
+            iter=0,
+            config=config,
+            parameters=5000,
+            device="card",
+            dtype="bfloat16",
+            peak_tflops=1.0,
+            flops_per_token=1000,
+            tokens_per_iter=tokens_per_iter,
+        )
+    ]
     for it in range(max(val_losses) + 1):
         if it in val_losses:
-            lines.append(dict(kind="eval", iter=it, train_loss=val_losses[it], val_loss=val_losses[it], seconds=2.0))
+            lines.append(
+                dict(
+                    kind="eval",
+                    iter=it,
+                    train_loss=val_losses[it],
+                    val_loss=val_losses[it],
+                    seconds=2.0,
+                )
+            )
         if it in val_losses and it > 0:
             lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1.0))
         if it < max(val_losses):
-            lines.append(dict(kind="step", iter=it, tokens=it * tokens_per_iter, loss=4.0, step_ms=step_ms,
-                              tokens_per_sec=tokens_per_iter / step_ms * 1e3, mfu=0.5))  # fmt: skip
+            lines.append(
+                dict(
+                    kind="step",
+                    iter=it,
+                    tokens=it * tokens_per_iter,
+                    loss=4.0,
+                    step_ms=step_ms,
+                    tokens_per_sec=tokens_per_iter / step_ms * 1e3,
+                    mfu=0.5,
+                )
+            )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -86,8 +142,14 @@ def png_size(path: Path) -> tuple[int, int]:
 
 def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
     old, new = write_notes_logs(tmp_path)
-    code, out, err = run_process("compare.py", str(old), str(new), "--gpu=4070", f"--json={tmp_path / 'table.json'}",
-                                 f"--png={tmp_path / 'both.png'}")  # fmt: skip
+    code, out, err = run_process(
+        "compare.py",
+        str(old),
+        str(new),
+        "--gpu=4070",
+        f"--json={tmp_path / 'table.json'}",
+        f"--png={tmp_path / 'both.png'}",
+    )
     assert code == 0, err
     table = json.loads((tmp_path / "table.json").read_text())
     for name, tokens_per_sec, mfu in (("old", 134_433, 0.692), ("new", 56_134, 0.823)):
@@ -96,7 +158,10 @@ def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
         assert round(table["runs"][name]["mfu"], 3) == mfu
     assert table["verdicts"]["tokens_per_sec"] == "old 2.39x faster"
     assert table["verdicts"]["val_loss_at_equal_iter"] == "new 0.0134 lower"
-    assert table["runs"]["old"]["config/batch_size"] == 16 and table["runs"]["new"]["config/batch_size"] == 8
+    assert (
+        table["runs"]["old"]["config/batch_size"] == 16
+        and table["runs"]["new"]["config/batch_size"] == 8
+    )
     assert "134,433" in out and "56,134" in out and "69.2%" in out and "82.3%" in out
     assert min(png_size(tmp_path / "both.png")) > 400
 
@@ -112,16 +177,24 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
 
 def test_mfu_without_a_printed_configuration_comes_from_nanogpts_own(tmp_path, script):
     log = tmp_path / "pasted.log"
-    log.write_text("tokens per iteration will be: 524,288\niter 100: loss 7.1, time 3900.00ms, mfu 12.93%\n"
-                   "iter 200: loss 6.5, time 3900.00ms, mfu 12.93%\n")  # fmt: skip
+    log.write_text(
+        "tokens per iteration will be: 524,288\niter 100: loss 7.1, time 3900.00ms, mfu 12.93%\n"
+        "iter 200: loss 6.5, time 3900.00ms, mfu 12.93%\n"
+    )
     script(compare.main, log, "--gpu=4070", f"--json={tmp_path / 'table.json'}")
     figures = json.loads((tmp_path / "table.json").read_text())["runs"]["pasted"]
-    assert figures["mfu"] == pytest.approx(0.1293 * 312 / 58.3)  # the same FLOP/s over the card's own peak
+    assert figures["mfu"] == pytest.approx(
+        0.1293 * 312 / 58.3
+    )  # the same FLOP/s over the card's own peak
 
 
 def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
-    log = write_notes_logs(tmp_path)[1]  # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
-    log.write_text(log.read_text().replace("mfu 15.38%", "mfu 1.92%").replace("mfu 14.38%", "mfu 1.80%"))
+    log = write_notes_logs(tmp_path)[
+        1
+    ]  # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
+    log.write_text(
+        log.read_text().replace("mfu 15.38%", "mfu 1.92%").replace("mfu 14.38%", "mfu 1.80%")
+    )
     script(compare.main, log, "--gpu=A100", f"--json={tmp_path / 'table.json'}")
     figures = json.loads((tmp_path / "table.json").read_text())["runs"]["new"]
     assert figures["mfu"] == pytest.approx(56_133.6 * 854.8e6 / 312e12 / 8, rel=1e-3)
@@ -129,7 +202,9 @@ def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
 
 def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
     a = write_run(tmp_path / "a", 36_000, {0: 8.0, 50: 4.0, 100: 3.0}, learning_rate=1e-3)
-    b = write_run(tmp_path / "b", 72_000, {0: 8.0, 40: 4.0, 80: 2.5}, tokens_per_iter=2000, learning_rate=2e-3)
+    b = write_run(
+        tmp_path / "b", 72_000, {0: 8.0, 40: 4.0, 80: 2.5}, tokens_per_iter=2000, learning_rate=2e-3
+    )
     code, _, err = script(compare.main, a, b, "--loss=4", f"--json={tmp_path / 'table.json'}")
     table = json.loads((tmp_path / "table.json").read_text())
     of_a, of_b = table["runs"]["a"], table["runs"]["b"]
@@ -140,20 +215,32 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
     assert of_a["hours"] == pytest.approx((3600 + 6 + 2) / 3600)
     assert of_a["pause_share"] == pytest.approx(8 / 3608)
     # no iteration after 0 is evaluated in both: at 80, a is 3/5 of the way from 4.0 to 3.0
-    assert (of_a["val_loss_at_equal_iter"], of_b["val_loss_at_equal_iter"]) == (pytest.approx(3.4), 2.5)
+    assert (of_a["val_loss_at_equal_iter"], of_b["val_loss_at_equal_iter"]) == (
+        pytest.approx(3.4),
+        2.5,
+    )
     # 100,000 tokens are b's iteration 50: 1/4 of the way from 4.0 to 2.5
-    assert (of_a["val_loss_at_equal_tokens"], of_b["val_loss_at_equal_tokens"]) == (3.0, pytest.approx(3.625))
+    assert (of_a["val_loss_at_equal_tokens"], of_b["val_loss_at_equal_tokens"]) == (
+        3.0,
+        pytest.approx(3.625),
+    )
     # a's last evaluation ends after 3600 + 6 + 1 s; b's second after 2880 + 4 s, its third after 5760 + 7 s
     between = (3607 - 2884) / (5767 - 2884)
     assert of_b["val_loss_at_equal_hours"] == pytest.approx(4.0 - 1.5 * between)
     assert (of_a["tokens_to_loss"], of_b["tokens_to_loss"]) == (50_000, 80_000)
-    assert (of_a["hours_to_loss"], of_b["hours_to_loss"]) == (pytest.approx(1804 / 3600), pytest.approx(2884 / 3600))
+    assert (of_a["hours_to_loss"], of_b["hours_to_loss"]) == (
+        pytest.approx(1804 / 3600),
+        pytest.approx(2884 / 3600),
+    )
     assert table["verdicts"]["step_ms_p50"] == "unequal tokens per iteration"
     assert table["verdicts"]["tokens_to_loss"] == "a 1.60x less"
 
 
 def test_a_loss_difference_within_seed_noise_decides_nothing(tmp_path, script):
-    a, b = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.002}), write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0})
+    a, b = (
+        write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.002}),
+        write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0}),
+    )
     _, out, _ = script(compare.main, a, b)
     assert row(out, "best val loss").endswith("equal within 0.005")
 
@@ -163,7 +250,9 @@ def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if line["kind"] == "step" and line["iter"] > 4:
-            line["tokens"] = 4000 + (line["iter"] - 4) * 3000  # from iteration 4 on, 3000 tokens each
+            line["tokens"] = (
+                4000 + (line["iter"] - 4) * 3000
+            )  # from iteration 4 on, 3000 tokens each
     again = lines[0] | dict(iter=4, tokens_per_iter=3000)  # what the resume says of itself
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, again])) + "\n")
     read = compare.read_run(run, None)
@@ -181,11 +270,15 @@ def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     assert png_size(out_dir / "loss.png") == drawn_in_training
     figures = json.loads((tmp_path / "table.json").read_text())["runs"]["run"]
     steps = records(out_dir, "step")
-    covered = np.diff([record["iter"] for record in steps], prepend=-1)  # iterations each record is the mean of
+    covered = np.diff(
+        [record["iter"] for record in steps], prepend=-1
+    )  # iterations each record is the mean of
     seconds = sum(n * record["step_ms"] / 1e3 for n, record in zip(covered, steps))
     assert figures["iterations"] == 12 and figures["tokens"] == 12 * 128
     assert figures["tokens_per_sec"] == pytest.approx(12 * 128 / seconds, rel=1e-5)
-    assert figures["best_val_loss"] == min(record["val_loss"] for record in records(out_dir, "eval"))
+    assert figures["best_val_loss"] == min(
+        record["val_loss"] for record in records(out_dir, "eval")
+    )
 
 
 def test_unequal_datasets_and_evaluations_are_warned_of(tmp_path, script):
@@ -215,8 +308,13 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     own.write_text("iter 100: loss 5.1234, time 168.20ms, mfu 41.20%, tok/s 134,433, lr 6.00e-04\n")
     code, out, err = script(compare.main, empty, tmp_path / "nowhere", wrong, own)
     assert (code, out) == (2, "")
-    assert [line.split(": ")[1] for line in err] == [str(p) for p in (empty, tmp_path / "nowhere", wrong, own)]
-    assert all(word in line for line, word in zip(err, ("metrics.jsonl", "No such file", "no iteration", "out_dir")))
+    assert [line.split(": ")[1] for line in err] == [
+        str(p) for p in (empty, tmp_path / "nowhere", wrong, own)
+    ]
+    assert all(
+        word in line
+        for line, word in zip(err, ("metrics.jsonl", "No such file", "no iteration", "out_dir"))
+    )
     run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     (log,) = write_notes_logs(tmp_path)[:1]
     for arguments, word in (
@@ -233,7 +331,9 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
 
 def test_a_log_without_its_tokens_per_iteration_says_what_to_add(tmp_path, script):
     log = tmp_path / "cut.log"
-    log.write_text("iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%\nstep 200: train loss 5.51, val loss 5.53\n")
+    log.write_text(
+        "iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%\nstep 200: train loss 5.51, val loss 5.53\n"
+    )
     code, out, err = script(compare.main, log)
     assert code == 0 and len(err) == 1 and "tokens per iteration will be" in err[0]
     assert row(out, "tok/s").split() == ["tok/s", "n/a"]
@@ -252,7 +352,8 @@ ODD_RECORDS = [
     '{"kind": "start", "iter": 0, "tokens_per_iter": "x", "parameters": "y", "config": 3}\n{"kind": "eval", "iter": 9}\n',
     '{"kind": "start", "config": null}\n{"kind": "eval", "iter": 9, "val_loss": "NaN"}\n',
     '{"kind": "start", "config": {"dataset": [], "eval_tokens": "x"}, "dtype": 1}\n{"kind": "eval", "iter": 9}\n',
-    '{"kind": "step", "iter": %s, "loss": 1}\n{"kind": "step", "iter": 1e999}\n{"kind": "eval", "iter": 9}\n' % ("9" * 400),
+    '{"kind": "step", "iter": %s, "loss": 1}\n{"kind": "step", "iter": 1e999}\n{"kind": "eval", "iter": 9}\n'
+    % ("9" * 400),
 ]
 
 
@@ -268,8 +369,18 @@ def test_odd_records_are_compared_or_refused_in_one_line(tmp_path, content, scri
     write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "metrics.jsonl").write_text(content)
-    code, out, err = script(compare.main, tmp_path / "a", tmp_path / "odd", "--gpu=4070", f"--json={tmp_path / 'table.json'}")
-    assert code == 0 and json.loads((tmp_path / "table.json").read_text()) or (code, out, len(err)) == (2, "", 1), err
+    code, out, err = script(
+        compare.main,
+        tmp_path / "a",
+        tmp_path / "odd",
+        "--gpu=4070",
+        f"--json={tmp_path / 'table.json'}",
+    )
+    assert (
+        code == 0
+        and json.loads((tmp_path / "table.json").read_text())
+        or (code, out, len(err)) == (2, "", 1)
+    ), err
 
 
 def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
@@ -291,10 +402,16 @@ def test_a_name_typed_by_a_person_finds_the_card():
     from common.console import UserError
     from training.gpus import resolve_gpu
 
-    for typed, name in (("4070", "NVIDIA GeForce RTX 4070"), ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER"),
-                        ("NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 4070"), ("T4", "Tesla T4")):  # fmt: skip
+    for typed, name in (
+        ("4070", "NVIDIA GeForce RTX 4070"),
+        ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER"),
+        ("NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 4070"),
+        ("T4", "Tesla T4"),
+    ):
         assert resolve_gpu(typed)["name"].split("|")[0] == name
-    assert float(resolve_gpu("3080 10GB")["bf16_tflops"]) != float(resolve_gpu("3080 12GB")["bf16_tflops"])
+    assert float(resolve_gpu("3080 10GB")["bf16_tflops"]) != float(
+        resolve_gpu("3080 12GB")["bf16_tflops"]
+    )
     for typed in ("3080", "H100", "geforce", "", "4711"):
         with pytest.raises(UserError):
             resolve_gpu(typed)

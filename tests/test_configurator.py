@@ -24,7 +24,10 @@ def problems_of(*argv):
 
 
 def test_later_files_and_flags_win(tmp_path):
-    a, b = write(tmp_path, "batch_size = 3\nn_layer = 2", "a.py"), write(tmp_path, "batch_size = 5", "b.py")
+    a, b = (
+        write(tmp_path, "batch_size = 3\nn_layer = 2", "a.py"),
+        write(tmp_path, "batch_size = 5", "b.py"),
+    )
     config = load_config([a, "--n_layer=4", b])
     assert (config.batch_size, config.n_layer) == (5, 4)
 
@@ -35,7 +38,9 @@ def test_a_file_sees_the_values_so_far(tmp_path):
 
 
 def test_modules_functions_and_underscored_names_in_a_file_are_ignored(tmp_path):
-    text = "import math\n_tokens = 4\ndef double(x):\n    return 2 * x\nbatch_size = double(_tokens)"
+    text = (
+        "import math\n_tokens = 4\ndef double(x):\n    return 2 * x\nbatch_size = double(_tokens)"
+    )
     assert load_config([write(tmp_path, text)]).batch_size == 8
 
 
@@ -61,7 +66,9 @@ def test_flags_nanogpt_stumbles_over(flag, name, value):
 
 
 def test_all_problems_are_reported_together(tmp_path):
-    found = problems_of("--batch_siz=4", "--n_embd=abc", "--dtype=bf16", "--n_layer=0", str(tmp_path / "none.py"))
+    found = problems_of(
+        "--batch_siz=4", "--n_embd=abc", "--dtype=bf16", "--n_layer=0", str(tmp_path / "none.py")
+    )
     assert len(found) == 5
     assert "did you mean batch_size?" in found[0]
 
@@ -98,8 +105,14 @@ def configs(draw):
     values["n_embd"] = values["n_head"] * 4 * draw(st.integers(1, 8))
     if values["model"] == "fast":
         values |= dict(tie_weights=False, dropout=0.0, flash=True)
-    values["n_head"], values["n_embd"] = min(values["n_head"], 8192), min(values["n_head"], 8192) * 8
-    values["tokens_per_iter"], values["loss_chunk"] = 0, draw(st.sampled_from(["auto", "off", "512"]))
+    values["n_head"], values["n_embd"] = (
+        min(values["n_head"], 8192),
+        min(values["n_head"], 8192) * 8,
+    )
+    values["tokens_per_iter"], values["loss_chunk"] = (
+        0,
+        draw(st.sampled_from(["auto", "off", "512"])),
+    )
     values["overwrite"] = values["overwrite"] and values["init_from"] not in ("resume", "auto")
     values["tracker"] = "wandb" if values["wandb_log"] else values["tracker"]
     return Config(**values)
@@ -127,7 +140,9 @@ def test_every_key_has_a_meaning_and_help_lists_it():
 
 
 def test_configurator_prints_the_resolved_configuration(tmp_path):
-    code, out, _ = run_process("configurator.py", "config/gpt124m_4070.py", "--batch_size=4", "--tokens_per_iter=524288")
+    code, out, _ = run_process(
+        "configurator.py", "config/gpt124m_4070.py", "--batch_size=4", "--tokens_per_iter=524288"
+    )
     assert code == 0
     config = load_config([write(tmp_path, out)])
     assert config.gradient_accumulation_steps == 128 and config.batch_size == 4
@@ -253,16 +268,24 @@ def test_a_rate_below_min_lr_does_not_rise():
 
 
 def test_duplicate_flags_are_an_error_unless_equal():
-    assert problems_of("--seed=1", "--seed=2") == ["--seed: given twice with different values; keep one"]
+    assert problems_of("--seed=1", "--seed=2") == [
+        "--seed: given twice with different values; keep one"
+    ]
     assert load_config(["--seed=1", "--seed=1"]).seed == 1
 
 
 def test_bad_command_line_exits_2_without_a_traceback_and_writes_nothing(tmp_path):
     """One real process: misspelt key, wrong type, missing dataset, missing device, indivisible tokens, all at once."""
     code, out, err = run_process(
-        str(ROOT / "train.py"), "--batch_siz=4", "--n_embd=x", "--dataset=nowhere", "--device=cuda:99",
-        "--tokens_per_iter=1000", f"--out_dir={tmp_path / 'out'}", cwd=tmp_path,
-    )  # fmt: skip
+        str(ROOT / "train.py"),
+        "--batch_siz=4",
+        "--n_embd=x",
+        "--dataset=nowhere",
+        "--device=cuda:99",
+        "--tokens_per_iter=1000",
+        f"--out_dir={tmp_path / 'out'}",
+        cwd=tmp_path,
+    )
     lines = err.splitlines()
     assert code == 2 and out == ""
     assert len(lines) == 5 and all(line.startswith("error: ") for line in lines)
@@ -273,15 +296,21 @@ def test_bad_command_line_exits_2_without_a_traceback_and_writes_nothing(tmp_pat
 def test_floats_survive_printing_to_the_last_bit(tmp_path):
     config = load_config([])
     config.learning_rate = math.nextafter(6e-4, 1)
-    assert load_config([write(tmp_path, print_config(config))]).learning_rate == config.learning_rate
+    assert (
+        load_config([write(tmp_path, print_config(config))]).learning_rate == config.learning_rate
+    )
 
 
 def test_home_is_meant_by_a_tilde_in_a_flag(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"  # shells leave it alone behind a =
+    assert (
+        load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"
+    )  # shells leave it alone behind a =
 
 
-@pytest.mark.parametrize("content", ["a\0b", "raise BaseException('x\\ny')", "(" * 500, "1/0", "\N{BELL}"])
+@pytest.mark.parametrize(
+    "content", ["a\0b", "raise BaseException('x\\ny')", "(" * 500, "1/0", "\N{BELL}"]
+)
 def test_a_config_file_that_fails_in_any_way_is_one_line(tmp_path, content, script):
     (tmp_path / "odd.py").write_text(content)
     code, _, err = script(main, tmp_path / "odd.py")

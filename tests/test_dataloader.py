@@ -42,7 +42,9 @@ def test_a_shard_is_llm_c_format(tmp_path):
 def test_windows_cross_shard_boundaries(tmp_path):
     stream = stream_of(tmp_path, [5, 1, 7, 30])
     assert len(stream) == 43
-    np.testing.assert_array_equal(stream.read_windows([3, 0, 33], 10), [range(3, 13), range(10), range(33, 43)])
+    np.testing.assert_array_equal(
+        stream.read_windows([3, 0, 33], 10), [range(3, 13), range(10), range(33, 43)]
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,23 +64,34 @@ def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
             n += 1
         starts.sort()
         assert starts[0] < block_size  # no window is left out at the start
-        assert all(b - a == block_size for a, b in zip(starts, starts[1:]))  # nor in between, and none comes twice
-        assert starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1  # only the tail is
+        assert all(
+            b - a == block_size for a, b in zip(starts, starts[1:])
+        )  # nor in between, and none comes twice
+        assert (
+            starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1
+        )  # only the tail is
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    split=st.tuples(st.integers(1, 5), st.integers(1, 4)), consumed=st.integers(0, 60), seed=st.integers(0, 99),
+    split=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    consumed=st.integers(0, 60),
+    seed=st.integers(0, 99),
     size=st.integers(18, 200),
-)  # fmt: skip
-def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(split, consumed, seed, size, tmp_path_factory):
+)
+def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(
+    split, consumed, seed, size, tmp_path_factory
+):
     batch_size, world_size = split
     stream = stream_of(tmp_path_factory.mktemp("d"), [size // 2, size - size // 2])
 
     def sequences(batch_size, world_size, count):
         config = Config(batch_size=batch_size, block_size=8, seed=seed)
         data = type("Data", (), dict(train=stream, stream=None))
-        ranks = [TrainBatches(data, config, CPU, consumed, rank, world_size) for rank in range(world_size)]
+        ranks = [
+            TrainBatches(data, config, CPU, consumed, rank, world_size)
+            for rank in range(world_size)
+        ]
         rows = []
         while len(rows) < count:
             for batches in ranks:
@@ -93,7 +106,9 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(split, c
 
 
 def test_seeds_and_epochs_give_other_orders(tmp_path):
-    starts = {seed: [WindowOrder(10_000, 10, seed).start(n) for n in range(3000)] for seed in (1, 2)}
+    starts = {
+        seed: [WindowOrder(10_000, 10, seed).start(n) for n in range(3000)] for seed in (1, 2)
+    }
     assert starts[1] != starts[2]
     first, second = starts[1][:999], starts[1][999:1998]
     assert sorted(first) != sorted(second) and first[0] % 10 != second[0] % 10
@@ -120,7 +135,10 @@ def test_evaluation_reads_the_same_tokens_at_any_batch_size(tmp_path):
 
 def test_evaluation_larger_than_the_split_takes_what_there_is(tmp_path):
     stream = stream_of(tmp_path, [45])
-    counts = [count for _, _, count in eval_batches(stream, 10**9, Config(batch_size=3, block_size=10), CPU)]
+    counts = [
+        count
+        for _, _, count in eval_batches(stream, 10**9, Config(batch_size=3, block_size=10), CPU)
+    ]
     assert sum(counts) == 40
 
 
@@ -128,9 +146,17 @@ def test_nanogpt_folder_is_read_as_it_is(tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "val.bin")
     itos = {i: chr(65 + i) for i in range(100)}
-    pickle.dump(dict(vocab_size=100, itos=itos, stoi={c: i for i, c in itos.items()}), open(tmp_path / "meta.pkl", "wb"))
+    pickle.dump(
+        dict(vocab_size=100, itos=itos, stoi={c: i for i, c in itos.items()}),
+        open(tmp_path / "meta.pkl", "wb"),
+    )
     data = open_dataset(str(tmp_path))
-    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == (100, 50, 100, "char")
+    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == (
+        100,
+        50,
+        100,
+        "char",
+    )
     assert data.tokenizer["itos"][:3] == ["A", "B", "C"]
     assert data.train.read_windows([98], 2).tolist() == [[98, 99]]
 
@@ -139,7 +165,12 @@ def test_llm_c_folder_without_manifest_is_read_as_it_is(tmp_path):
     write_shard(tmp_path / "edufineweb_train_000001.bin", np.arange(40))
     write_shard(tmp_path / "edufineweb_val_000000.bin", np.arange(30))
     data = open_dataset(str(tmp_path))
-    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == (40, 30, 50257, "gpt2")
+    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == (
+        40,
+        30,
+        50257,
+        "gpt2",
+    )
 
 
 def test_the_fingerprint_follows_the_tokens(tmp_path):
@@ -176,7 +207,9 @@ def test_reading_shards_does_not_take_memory_as_they_are_read(tmp_path):
     before = psutil.Process().memory_info().rss
     for position in range(0, len(stream), 1_000_000):
         stream.read_windows([position], 1_000_000)
-    assert psutil.Process().memory_info().rss - before < 30e6  # a window of a million tokens is 8 MB, and malloc keeps some
+    assert (
+        psutil.Process().memory_info().rss - before < 30e6
+    )  # a window of a million tokens is 8 MB, and malloc keeps some
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_shard_and_offset(tmp_path):
@@ -214,8 +247,12 @@ BAD_SHARDS = {
     "manifest disagrees": ("manifest.json", manifest("val_000000.bin"), "manifest.json says 3"),
     "meta that runs code": ("meta.pkl", pickle.dumps(Evil()), "refused"),
     "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "refused"),
-    "token beyond vocab": ("train_000001.bin", header(20240520, 1, 40) + b"\xff" * 80, "outside the vocabulary"),
-}  # fmt: skip
+    "token beyond vocab": (
+        "train_000001.bin",
+        header(20240520, 1, 40) + b"\xff" * 80,
+        "outside the vocabulary",
+    ),
+}
 
 
 @pytest.mark.parametrize("name, content, message", BAD_SHARDS.values(), ids=BAD_SHARDS.keys())
@@ -224,7 +261,9 @@ def test_bad_data_is_named_in_one_line(name, content, message, tmp_path, capsys)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         open_dataset(str(tmp_path))
-    assert message in str(error.value) and all("\n" not in problem for problem in error.value.problems)
+    assert message in str(error.value) and all(
+        "\n" not in problem for problem in error.value.problems
+    )
     assert "code ran" not in capsys.readouterr().out
 
 
@@ -248,4 +287,6 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
     )
     (tmp_path / "file").touch()
     code, _, err = run_process("-c", code, *flags(dataset, tmp_path / "file/out"))
-    assert code == 2 and err.splitlines()[-1].startswith(f"error: out_dir: {tmp_path / 'file/out'}: ")
+    assert code == 2 and err.splitlines()[-1].startswith(
+        f"error: out_dir: {tmp_path / 'file/out'}: "
+    )

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.gpu
     ids=["bf16 recomputed", "compiled", "fp32", "fast"],
 )
 def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, dataset, tmp_path):
-    options = dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
+    options = (
+        dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
+    )
     run_here(dataset, tmp_path / "straight", max_iters=8, **options)
     run_here(dataset, tmp_path / "broken", max_iters=4, lr_decay_iters=8, **options)
     run_here(dataset, tmp_path / "broken", max_iters=8, init_from="resume", **options)
@@ -27,7 +29,14 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, da
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(loss_chunk="16"), dict(recompute=True), dict(compile=True), FAST | dict(dropout=0.0)],
+    "changes",
+    [
+        dict(),
+        dict(loss_chunk="16"),
+        dict(recompute=True),
+        dict(compile=True),
+        FAST | dict(dropout=0.0),
+    ],
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
 def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, monkeypatch):
@@ -36,14 +45,25 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, mon
     calls = iter(range(100))
 
     def watched(*args):
-        torch.cuda.set_sync_debug_mode("error" if next(calls) > 1 else "default")  # the first ones allocate and set up
+        torch.cuda.set_sync_debug_mode(
+            "error" if next(calls) > 1 else "default"
+        )  # the first ones allocate and set up
         try:
             return original(*args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(train, "train_step", watched)
-    assert run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", **dict(dropout=0.1, n_embd=64) | changes) == 0
+    assert (
+        run_here(
+            dataset,
+            tmp_path,
+            device="cuda",
+            dtype="bfloat16",
+            **dict(dropout=0.1, n_embd=64) | changes,
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("recipe", [{}, FAST | dict(muon_lr=0.01)], ids=["classic", "fast"])
@@ -67,14 +87,28 @@ def test_step_time_memory_and_mfu_are_reported(dataset, tmp_path):
 def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
     """GPT-2's 12 layers of 768, 8 x 1024 tokens, all logits at once and (eager) in chunks."""
     for loss_chunk in ("off",) if compile else ("off", "1024"):
-        flags = dict(batch_size=8, gradient_accumulation_steps=2, compile=compile, loss_chunk=loss_chunk, dataset="none")
-        result = measure.attempt(load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1)
-        modelled = result["mem_model_gib"] - WORKSPACE_BYTES / hardware.GIB  # the allocator knows nothing of CUDA's own
+        flags = dict(
+            batch_size=8,
+            gradient_accumulation_steps=2,
+            compile=compile,
+            loss_chunk=loss_chunk,
+            dataset="none",
+        )
+        result = measure.attempt(
+            load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1
+        )
+        modelled = (
+            result["mem_model_gib"] - WORKSPACE_BYTES / hardware.GIB
+        )  # the allocator knows nothing of CUDA's own
         assert modelled == pytest.approx(result["mem_training_gib"], rel=0.1)
 
 
 def test_chunks_of_the_loss_change_no_loss(dataset, tmp_path):
     for chunk in ("off", "16"):
-        run_here(dataset, tmp_path / chunk, device="cuda", dtype="float16", n_embd=64, loss_chunk=chunk)
-    whole, chunked = ([r["loss"] for r in records(tmp_path / chunk, "step")] for chunk in ("off", "16"))
+        run_here(
+            dataset, tmp_path / chunk, device="cuda", dtype="float16", n_embd=64, loss_chunk=chunk
+        )
+    whole, chunked = (
+        [r["loss"] for r in records(tmp_path / chunk, "step")] for chunk in ("off", "16")
+    )
     assert chunked == pytest.approx(whole, rel=5e-3)  # losses of ~4 and float16's 11 bits

@@ -11,7 +11,13 @@ from common.console import UserError
 from configurator import Config, load_config
 from model import GPTConfig
 from training import hardware
-from training.gpus import WORKSPACE_BYTES, fitting_batch, memory_bytes, out_of_memory_advice, resolve_gpu
+from training.gpus import (
+    WORKSPACE_BYTES,
+    fitting_batch,
+    memory_bytes,
+    out_of_memory_advice,
+    resolve_gpu,
+)
 
 BF16 = torch.bfloat16
 GPT124M = GPTConfig(bias=False)
@@ -23,29 +29,46 @@ def peak_bytes(trainee: measure.Trainee) -> int:
     trainee.step()  # makes the optimizer's state
     moments = (v for state in trainee.optimizer.state.values() for v in state.values())
     resident = sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         trainee.step()
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return resident + max(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+    return resident + max(
+        itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns()))
+    )
 
 
 @pytest.mark.parametrize(
     "batch_size, compiled, gigabytes",
-    [(8, False, 10.5), (8, True, 6.5), (12, False, 14.4), (12, True, 8.3), (16, False, 18.2), (16, True, 10.1)],
+    [
+        (8, False, 10.5),
+        (8, True, 6.5),
+        (12, False, 14.4),
+        (12, True, 8.3),
+        (16, False, 18.2),
+        (16, True, 10.1),
+    ],
 )
 def test_memory_of_gpt124m(batch_size, compiled, gigabytes):
     """By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2 compiled; compiled
     another 2 C V = 0.08 GB; GB = 1e9."""
-    assert sum(memory_bytes(GPT124M, batch_size, BF16, compiled).values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
+    assert sum(memory_bytes(GPT124M, batch_size, BF16, compiled).values()) / 1e9 == pytest.approx(
+        gigabytes, abs=0.06
+    )
 
 
 def test_parts_of_gpt124m_by_hand():
     """N = 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768 = 124,373,760."""
     parts = memory_bytes(GPT124M, 8, BF16, compiled=True)
-    assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768  # positions are looked up in float32
+    assert (
+        parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768
+    )  # positions are looked up in float32
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
-    with_muon = memory_bytes(GPT124M, 8, BF16, compiled=True, optimizer="muon")  # one momentum of 12 * 12 * 768^2 weights
+    with_muon = memory_bytes(
+        GPT124M, 8, BF16, compiled=True, optimizer="muon"
+    )  # one momentum of 12 * 12 * 768^2 weights
     assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
@@ -54,12 +77,17 @@ def test_parts_of_gpt124m_by_hand():
 def test_recompute_keeps_the_stream_at_each_blocks_entry():
     """By hand: 6.5 GB less 8 * 1024 * 12 * (32 * 768 + 64) = 2.42 and autocast's copies of 11 blocks, 2 * 11 * 12 * 768^2."""
     parts = memory_bytes(replace(GPT124M, recompute=True), 8, BF16, compiled=True)
-    assert parts["activations"] == 8 * 1024 * (12 * 4 * 768 + 6 * 768)  # the logits outweigh one block's
+    assert parts["activations"] == 8 * 1024 * (
+        12 * 4 * 768 + 6 * 768
+    )  # the logits outweigh one block's
     assert sum(parts.values()) / 1e9 == pytest.approx(3.9, abs=0.06)
 
 
 def test_plain_attention_keeps_its_square_of_weights():
-    flash, plain = (memory_bytes(GPTConfig(bias=False, flash=f), 8, BF16, True)["activations"] for f in (True, False))
+    flash, plain = (
+        memory_bytes(GPTConfig(bias=False, flash=f), 8, BF16, True)["activations"]
+        for f in (True, False)
+    )
     assert plain - flash == 12 * 8 * 12 * 1024 * 1024 * 6
 
 
@@ -75,7 +103,9 @@ def test_out_of_memory_names_the_pair_that_fits():
         config = Config(batch_size=batch_size, gradient_accumulation_steps=accum)
         return out_of_memory_advice(config, GPT124M, BF16, capacity, world_size)
 
-    assert advice(32, 16).endswith("in about 10.1 GB: --batch_size=16 --gradient_accumulation_steps=32")
+    assert advice(32, 16).endswith(
+        "in about 10.1 GB: --batch_size=16 --gradient_accumulation_steps=32"
+    )
     assert advice(32, 16, world_size=2).endswith("--batch_size=16 --gradient_accumulation_steps=32")
     assert "--recompute=True" in advice(1, 64)
     # the model thinks that 8 fits, and it did not: the next below
@@ -83,7 +113,9 @@ def test_out_of_memory_names_the_pair_that_fits():
     assert "batch_size=0" not in advice(1, 64, 1e9)
 
 
-@pytest.mark.parametrize("typed, meant", [("4071", "4070"), ("RTX 4090x", "rtx 4090"), ("geforce 4070", None)])
+@pytest.mark.parametrize(
+    "typed, meant", [("4071", "4070"), ("RTX 4090x", "rtx 4090"), ("geforce 4070", None)]
+)
 def test_unknown_gpu_gets_a_hint(typed, meant):
     if meant is None:
         assert resolve_gpu(typed)["name"].endswith("RTX 4070")
@@ -97,8 +129,18 @@ def test_unknown_gpu_gets_a_hint(typed, meant):
 
 
 def trainee(folder, **changes) -> measure.Trainee:
-    keys = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu", compile=False,
-                dataset="none") | changes  # fmt: skip
+    keys = (
+        dict(
+            n_head=2,
+            batch_size=4,
+            block_size=256,
+            gradient_accumulation_steps=2,
+            device="cpu",
+            compile=False,
+            dataset="none",
+        )
+        | changes
+    )
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
     return measure.build(config, hardware.set_up(config), measure.open_data(config, folder))
 
@@ -111,18 +153,58 @@ def trainee(folder, **changes) -> measure.Trainee:
         dict(n_layer=2, n_embd=128, dtype="float32", loss_chunk=256),
         dict(n_layer=4, n_embd=128, dtype="bfloat16"),
         dict(n_layer=2, n_embd=128, dtype="float32", optimizer="muon"),
-        dict(n_layer=2, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False),
+        dict(
+            n_layer=2,
+            n_embd=128,
+            dtype="float32",
+            model="fast",
+            optimizer="muon",
+            tie_weights=False,
+        ),
         dict(n_layer=2, n_embd=128, dtype="float32", model="fast", tie_weights=False),
-        dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, loss_chunk="256"),
+        dict(
+            n_layer=4,
+            n_embd=256,
+            dtype="bfloat16",
+            model="fast",
+            optimizer="muon",
+            tie_weights=False,
+            loss_chunk="256",
+        ),
         dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True),
-        dict(n_layer=4, n_embd=256, dtype="float32", recompute=True, dataset="tiny"),  # few logits: the peak is in a block
+        dict(
+            n_layer=4, n_embd=256, dtype="float32", recompute=True, dataset="tiny"
+        ),  # few logits: the peak is in a block
         dict(n_layer=8, n_embd=128, dtype="bfloat16", recompute=True, dataset="tiny"),
-        dict(n_layer=4, n_embd=256, dtype="bfloat16", model="fast", optimizer="muon", tie_weights=False, recompute=True),
-        dict(n_layer=4, n_embd=128, dtype="float32", model="fast", optimizer="muon", tie_weights=False, recompute=True,
-             dataset="tiny"),  # fmt: skip
-        pytest.param(dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow),
-        pytest.param(dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow),
-        pytest.param(dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True, compile=True), marks=pytest.mark.slow),
+        dict(
+            n_layer=4,
+            n_embd=256,
+            dtype="bfloat16",
+            model="fast",
+            optimizer="muon",
+            tie_weights=False,
+            recompute=True,
+        ),
+        dict(
+            n_layer=4,
+            n_embd=128,
+            dtype="float32",
+            model="fast",
+            optimizer="muon",
+            tie_weights=False,
+            recompute=True,
+            dataset="tiny",
+        ),
+        pytest.param(
+            dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True, compile=True),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
@@ -130,7 +212,14 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
     """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
     t = trainee(tmp_path, **changes | (dict(dataset=dataset) if "dataset" in changes else {}))
     measured = peak_bytes(t)
-    modelled = sum(memory_bytes(t.model.config, 4, t.hw.dtype, t.config.compile, t.config.optimizer).values()) - WORKSPACE_BYTES
+    modelled = (
+        sum(
+            memory_bytes(
+                t.model.config, 4, t.hw.dtype, t.config.compile, t.config.optimizer
+            ).values()
+        )
+        - WORKSPACE_BYTES
+    )
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
@@ -138,9 +227,21 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
 def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
     """Also where its parent had more in use. Kept memory is not in one piece, and a machine's own: between -10 and +150 %."""
     ballast = torch.ones(3 * 2**28)  # 3 GiB
-    keys = dict(n_layer=4, n_head=4, n_embd=256, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu",
-                dtype="float32", compile=False, dataset="none")  # fmt: skip
-    result = measure.attempt(load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1)
+    keys = dict(
+        n_layer=4,
+        n_head=4,
+        n_embd=256,
+        batch_size=4,
+        block_size=256,
+        gradient_accumulation_steps=2,
+        device="cpu",
+        dtype="float32",
+        compile=False,
+        dataset="none",
+    )
+    result = measure.attempt(
+        load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1
+    )
     modelled = result["mem_model_gib"] - WORKSPACE_BYTES / 2**30
     assert 0.9 < result["mem_training_gib"] / modelled < 2.5
     assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 3 * 2**28

@@ -25,7 +25,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize(
     "name, sm_count, dtype, tf32, peak",
     [
-        ("NVIDIA GeForce RTX 4070", 46, BF16, True, 58.3),  # 116.6 would be the fp16-accumulate rate
+        (
+            "NVIDIA GeForce RTX 4070",
+            46,
+            BF16,
+            True,
+            58.3,
+        ),  # 116.6 would be the fp16-accumulate rate
         ("NVIDIA GeForce RTX 4070", 46, FP32, True, 29.1),
         ("NVIDIA GeForce RTX 4070 Ti", 60, BF16, True, 80.2),  # not the 4070 in its name
         ("NVIDIA A100-SXM4-40GB", 108, BF16, True, 312),
@@ -50,14 +56,25 @@ def test_peaks_by_whole_name_sm_count_and_dtype(name, sm_count, dtype, tf32, pea
 
 @pytest.mark.parametrize(
     "name, sm_count",
-    [("NVIDIA GeForce RTX 4070 Laptop GPU", 36), ("NVIDIA GeForce RTX 4070", 40), ("NVIDIA H100", 132), ("NVIDIA A100", 108),
-     ("GeForce", 46), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14), ("nvidia a10", 72), ("", 1)],
-)  # fmt: skip
+    [
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", 36),
+        ("NVIDIA GeForce RTX 4070", 40),
+        ("NVIDIA H100", 132),
+        ("NVIDIA A100", 108),
+        ("GeForce", 46),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14),
+        ("nvidia a10", 72),
+        ("", 1),
+    ],
+)
 def test_unknown_cut_down_or_partitioned_devices_have_no_peak(name, sm_count):
     assert find_row(name, sm_count) is None
 
 
-@pytest.mark.parametrize("name, sm_count", [("NVIDIA GeForce RTX 5090 D", 170), ("NVIDIA H20-3e", 78), ("NVIDIA B100", None)])
+@pytest.mark.parametrize(
+    "name, sm_count",
+    [("NVIDIA GeForce RTX 5090 D", 170), ("NVIDIA H20-3e", 78), ("NVIDIA B100", None)],
+)
 def test_unverified_rows_have_no_peak(name, sm_count):
     assert row_peak(find_row(name, sm_count), BF16, True) is None
 
@@ -85,14 +102,20 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
 @pytest.mark.parametrize(
     "tok_per_sec, peak, vocab_size, tie, mfu",
     [
-        (16_950, 19.5, 50257, False, 0.69), (40_900, 156, 50257, False, 0.209), (43_700, 312, 50257, False, 0.112),
-        (112_100, 312, 50257, False, 0.286), (132_200, 312, 50257, False, 0.338), (147_400, 312, 50304, False, 0.376),
+        (16_950, 19.5, 50257, False, 0.69),
+        (40_900, 156, 50257, False, 0.209),
+        (43_700, 312, 50257, False, 0.112),
+        (112_100, 312, 50257, False, 0.286),
+        (132_200, 312, 50257, False, 0.338),
+        (147_400, 312, 50304, False, 0.376),
         (148_600, 312, 50304, True, 0.379),
     ],
-)  # fmt: skip
+)
 def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
     """Context 512: 124M * 6 + 12 * 12 * 768 * 512 = 798 MFLOP/token, tied or not."""
-    flops = flops_per_token(GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True))
+    flops = flops_per_token(
+        GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True)
+    )
     assert hw(peak).mfu(flops, tok_per_sec) == pytest.approx(mfu, abs=0.006)
 
 
@@ -109,7 +132,9 @@ def test_peak_tflops_overrides_the_table():
 
 def test_a_t4_that_claims_bfloat16_gets_float16(monkeypatch):
     """nanoGPT #525: is_bf16_supported() counts emulation."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     assert hardware.best_dtype(torch.device("cuda")) == FP16
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert hardware.best_dtype(torch.device("cuda")) == BF16
@@ -144,22 +169,43 @@ def test_only_float16_scales_its_loss():
 
 
 def test_out_of_memory_is_known_in_any_form():
-    wrapped = torch._dynamo.exc.BackendCompilerFailed(print, RuntimeError("Triton Error [CUDA]: out of memory"), None)
+    wrapped = torch._dynamo.exc.BackendCompilerFailed(
+        print, RuntimeError("Triton Error [CUDA]: out of memory"), None
+    )
     caused = RuntimeError("compiling failed")
     caused.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
-    for error in (wrapped, caused, MemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")):
+    for error in (
+        wrapped,
+        caused,
+        MemoryError(),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    ):
         assert hardware.is_out_of_memory(error), error
-    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("memory"), None):
+    for error in (
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        KeyError("memory"),
+        None,
+    ):
         assert not hardware.is_out_of_memory(error)
 
 
 def test_hints_name_what_costs_speed_on_this_device():
-    cpu, gpu = (Hardware(torch.device(name), torch.bfloat16, "test", None) for name in ("cpu", "cuda"))
+    cpu, gpu = (
+        Hardware(torch.device(name), torch.bfloat16, "test", None) for name in ("cpu", "cuda")
+    )
     odd, short = Config(n_embd=100, n_head=10), Config(block_size=256)
-    assert hardware.speed_hints(Config(), 50304, gpu) == hardware.speed_hints(short, 50304, gpu) == []
+    assert (
+        hardware.speed_hints(Config(), 50304, gpu) == hardware.speed_hints(short, 50304, gpu) == []
+    )
     hints = hardware.speed_hints(odd, 50257, gpu)
-    assert len(hints) == 3 and all(hint.startswith("hint: ") and "tensor cores" in hint for hint in hints)
-    assert hardware.speed_hints(odd, 50257, cpu) == hardware.speed_hints(Config(block_size=256, flash=False), 50304, cpu) == []
+    assert len(hints) == 3 and all(
+        hint.startswith("hint: ") and "tensor cores" in hint for hint in hints
+    )
+    assert (
+        hardware.speed_hints(odd, 50257, cpu)
+        == hardware.speed_hints(Config(block_size=256, flash=False), 50304, cpu)
+        == []
+    )
     assert ["--flash=False" in hint for hint in hardware.speed_hints(short, 50304, cpu)] == [True]
 
 
@@ -179,11 +225,16 @@ def test_energy_is_what_nvml_counts(tmp_path, monkeypatch):
         int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *mj) { *mj = 7200000000; return UNSUPPORTED; }
     """)
     gpu = hardware.Hardware(torch.device("cuda"), torch.bfloat16, "a GPU", None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2")
+    )
     load = ctypes.CDLL
     for unsupported, expected in ((0, 2.0), (3, None)):
         library = tmp_path / f"nvml{unsupported}.so"
-        subprocess.run(["cc", "-shared", "-fPIC", f"-DUNSUPPORTED={unsupported}", "-o", library, source], check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", f"-DUNSUPPORTED={unsupported}", "-o", library, source],
+            check=True,
+        )
         monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: load(library))
         assert gpu.energy_kwh() == expected
     monkeypatch.undo()
@@ -209,7 +260,13 @@ before = resident()
 torch.ones(2**26)
 print(resident() - before)
 """
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and "MALLOC" not in name}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LD_PRELOAD" and "MALLOC" not in name
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, check=True, capture_output=True, text=True
+    )
     grown = float(done.stdout)
     assert grown > 200 if keep else grown < 100

@@ -10,7 +10,12 @@ from model import GPT, GPTConfig, generate, pad_vocab
 from training.build import build_model, count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # HF's Conv1D
+TRANSPOSED = (
+    "attn.c_attn.weight",
+    "attn.c_proj.weight",
+    "mlp.c_fc.weight",
+    "mlp.c_proj.weight",
+)  # HF's Conv1D
 
 
 def hf_twin(model: GPT):
@@ -20,10 +25,17 @@ def hf_twin(model: GPT):
     c = model.config
     hf = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=c.tie_weights,
+            vocab_size=c.vocab_size,
+            n_positions=c.block_size,
+            n_embd=c.n_embd,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=c.tie_weights,
         )
-    )  # fmt: skip
+    )
     weights = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in model.state_dict().items()}
     missing, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected and all("attn.bias" in k or "masked_bias" in k for k in missing)
@@ -68,8 +80,14 @@ def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_spli
     model = perturbed(GPTConfig(**SMALL)).train()
     hf = hf_twin(model).train()
     ours = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95))
-    matrices = [p for n, p in hf.named_parameters() if n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))]
-    vectors = [p for n, p in hf.named_parameters() if not n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))]
+    matrices = [
+        p for n, p in hf.named_parameters() if n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))
+    ]
+    vectors = [
+        p
+        for n, p in hf.named_parameters()
+        if not n.endswith(("wte.weight", "wpe.weight", *TRANSPOSED))
+    ]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
     theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), foreach=False)
     for step in range(50):
@@ -88,7 +106,12 @@ def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_spli
 
 @pytest.mark.parametrize(
     "n_layer, n_head, n_embd, parameters",
-    [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080), (48, 25, 1600, 1_557_611_200)],
+    [
+        (12, 12, 768, 124_439_808),
+        (24, 16, 1024, 354_823_168),
+        (36, 20, 1280, 774_030_080),
+        (48, 25, 1600, 1_557_611_200),
+    ],
 )
 def test_parameter_counts_of_the_four_gpt2_sizes(n_layer, n_head, n_embd, parameters):
     config = GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
@@ -111,8 +134,12 @@ def test_residual_projections_start_smaller_by_the_square_root_of_their_number()
     model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256, vocab_size=512))
     state = model.state_dict()
     assert state["transformer.h.0.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert state["transformer.h.7.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
-    assert state["transformer.h.3.attn.c_proj.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert state["transformer.h.7.mlp.c_proj.weight"].std().item() == pytest.approx(
+        0.02 / 4, rel=0.02
+    )
+    assert state["transformer.h.3.attn.c_proj.weight"].std().item() == pytest.approx(
+        0.02 / 4, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -156,11 +183,15 @@ def test_targets_of_minus_one_count_for_nothing():
         assert model(x, y).item() == pytest.approx(alone.item(), abs=1e-6)
 
 
-def loss_and_gradients(config: GPTConfig, dtype: torch.dtype, compiled: bool = False, scale: float = 1.0):
+def loss_and_gradients(
+    config: GPTConfig, dtype: torch.dtype, compiled: bool = False, scale: float = 1.0
+):
     torch.manual_seed(0)
     model = build_model(config)
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.02)  # the fast model's projections are born as zeros, which hide gradients
+        torch.nn.init.normal_(
+            p, std=0.02
+        )  # the fast model's projections are born as zeros, which hide gradients
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
     targets[0, :20] = -1
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -173,19 +204,30 @@ def loss_and_gradients(config: GPTConfig, dtype: torch.dtype, compiled: bool = F
     "dtype, compiled, scale, tolerance",
     [
         (torch.float32, False, 1.0, 1e-6),
-        (torch.bfloat16, False, 1.0, 5e-3),  # the head's gradient is rounded to 8 bits once for each chunk
+        (
+            torch.bfloat16,
+            False,
+            1.0,
+            5e-3,
+        ),  # the head's gradient is rounded to 8 bits once for each chunk
         (torch.float16, False, 2.0**12, 1e-3),  # with GradScaler's factor; 11 bits
-        pytest.param(torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow),  # compiled code rounds elsewhere too
+        pytest.param(
+            torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow
+        ),  # compiled code rounds elsewhere too
     ],
     ids=["float32", "bfloat16", "float16", "compiled"],
 )
-@pytest.mark.parametrize("changes", [dict(), dict(tie_weights=False), dict(model="fast", tie_weights=False)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(tie_weights=False), dict(model="fast", tie_weights=False)], ids=str
+)
 def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
     """7 chunks of 23 tokens of 150, the last one smaller, the first without a target."""
     whole, chunked = (GPTConfig(**SMALL | changes, loss_chunk=n) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
-    assert chunked_loss.item() == pytest.approx(loss.item(), rel=1e-6 if not compiled else tolerance)
+    assert chunked_loss.item() == pytest.approx(
+        loss.item(), rel=1e-6 if not compiled else tolerance
+    )
     assert (chunked_gradients - gradients).norm() / gradients.norm() < tolerance
 
 
@@ -208,7 +250,8 @@ COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in another or
 def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tolerance):
     """With dropout the second forward pass must draw the same masks."""
     (loss, kept), (again, recomputed) = (
-        loss_and_gradients(GPTConfig(**SMALL | changes, recompute=recompute), dtype, compiled) for recompute in (False, True)
+        loss_and_gradients(GPTConfig(**SMALL | changes, recompute=recompute), dtype, compiled)
+        for recompute in (False, True)
     )
     assert abs(loss - again) <= tolerance * loss
     assert (recomputed - kept).norm() <= tolerance * kept.norm()
@@ -230,9 +273,14 @@ def test_flops_per_token_by_hand():
     """6 N + 12 L H Q T. Tied 124M without biases: N = 50304*768 + 12*12*768^2 + 25*768 = 123,587,328."""
     tied = GPTConfig(bias=False)
     assert flops_per_token(tied) == 6 * 123_587_328 + 12 * 12 * 768 * 1024 == 854_770_176
-    assert flops_per_token(GPTConfig(bias=False, tie_weights=False)) == 854_770_176  # a look-up table costs no FLOPs
+    assert (
+        flops_per_token(GPTConfig(bias=False, tie_weights=False)) == 854_770_176
+    )  # a look-up table costs no FLOPs
     narrow = GPTConfig(bias=False, n_embd=384, n_head=6)
-    assert flops_per_token(narrow) == 6 * (50304 * 384 + 144 * 384**2 + 25 * 384) + 12 * 12 * 384 * 1024
+    assert (
+        flops_per_token(narrow)
+        == 6 * (50304 * 384 + 144 * 384**2 + 25 * 384) + 12 * 12 * 384 * 1024
+    )
 
 
 def test_padded_vocabulary():

@@ -15,7 +15,16 @@ from model import GPTConfig, KVCache, generate
 from model_fast import FastGPT, rotary_tables, rotate
 from training.build import count_parameters, flops_per_token
 
-SMALL = GPTConfig(model="fast", block_size=24, vocab_size=64, n_layer=2, n_head=2, n_embd=32, bias=False, tie_weights=False)
+SMALL = GPTConfig(
+    model="fast",
+    block_size=24,
+    vocab_size=64,
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    bias=False,
+    tie_weights=False,
+)
 
 
 def perturbed(config: GPTConfig = SMALL) -> FastGPT:
@@ -39,11 +48,16 @@ def test_rotary_is_multiplication_by_complex_numbers():
     angle = torch.arange(T, dtype=torch.float64)[:, None, None] * w
     expected = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), -angle)
     turned = rotate(x, *(table.double() for table in rotary_tables(torch.arange(T), hs)))
-    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), atol=1e-5, rtol=0)  # float32 tables
+    torch.testing.assert_close(
+        turned, torch.cat((expected.real, expected.imag), -1), atol=1e-5, rtol=0
+    )  # float32 tables
 
 
 def test_rotary_makes_scores_depend_on_distance_alone():
-    q, k = torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16), torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16)
+    q, k = (
+        torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16),
+        torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16),
+    )
     tables = rotary_tables(torch.arange(12), 16)
     scores = rotate(q, *tables).squeeze() @ rotate(k, *tables).squeeze().mT
     for distance in range(12):
@@ -51,7 +65,9 @@ def test_rotary_makes_scores_depend_on_distance_alone():
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
 
 
-def plain_logits(weights: dict[str, torch.Tensor], idx: torch.Tensor, config: GPTConfig) -> torch.Tensor:
+def plain_logits(
+    weights: dict[str, torch.Tensor], idx: torch.Tensor, config: GPTConfig
+) -> torch.Tensor:
     """The whole model by its formulas, one head and one query at a time."""
 
     def rms(x):
@@ -60,7 +76,9 @@ def plain_logits(weights: dict[str, torch.Tensor], idx: torch.Tensor, config: GP
     def turn(x, position):  # (hs,) as complex pairs
         half = len(x) // 2
         w = [1024 ** (-i / (half // 2 - 1)) if i < half // 2 else 0.0 for i in range(half)]
-        z = torch.complex(x[:half], x[half:]) * torch.exp(-1j * position * torch.tensor(w, dtype=torch.float64))
+        z = torch.complex(x[:half], x[half:]) * torch.exp(
+            -1j * position * torch.tensor(w, dtype=torch.float64)
+        )
         return torch.cat((z.real, z.imag))
 
     C, hs = config.n_embd, config.n_embd // config.n_head
@@ -76,11 +94,20 @@ def plain_logits(weights: dict[str, torch.Tensor], idx: torch.Tensor, config: GP
                 out = []
                 for t in range(len(sequence)):
                     query = turn(rms(q[t, cut]), t)
-                    scores = torch.stack([1.36 / math.sqrt(hs) * query @ turn(rms(k[s, cut]), s) for s in range(t + 1)])
+                    scores = torch.stack(
+                        [
+                            1.36 / math.sqrt(hs) * query @ turn(rms(k[s, cut]), s)
+                            for s in range(t + 1)
+                        ]
+                    )
                     out.append(scores.softmax(0) @ v[: t + 1, cut])
                 heads.append(torch.stack(out))
             x = x + torch.cat(heads, -1) @ weights[name + "attn.c_proj.weight"].T
-            x = x + (rms(x) @ weights[name + "mlp.c_fc.weight"].T).clamp(min=0) ** 2 @ weights[name + "mlp.c_proj.weight"].T
+            x = (
+                x
+                + (rms(x) @ weights[name + "mlp.c_fc.weight"].T).clamp(min=0) ** 2
+                @ weights[name + "mlp.c_proj.weight"].T
+            )
         z = rms(x) @ weights["lm_head.weight"].T
         rows.append(15 * z / (z**2 + 225).sqrt())
     return torch.stack(rows)
@@ -96,15 +123,30 @@ def test_logits_equal_the_plain_formulas():
 
 def test_gradients_equal_finite_differences(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # float64 throughout
-    config = GPTConfig(model="fast", block_size=5, vocab_size=7, n_layer=1, n_head=1, n_embd=8, bias=True, tie_weights=False)
+    config = GPTConfig(
+        model="fast",
+        block_size=5,
+        vocab_size=7,
+        n_layer=1,
+        n_head=1,
+        n_embd=8,
+        bias=True,
+        tie_weights=False,
+    )
     model, idx = perturbed(config).double(), tokens(1, 5, 7)
-    names, weights = zip(*((name, p.detach().requires_grad_()) for name, p in model.named_parameters()))
-    assert torch.autograd.gradcheck(lambda *w: functional_call(model, dict(zip(names, w)), (idx, idx.flip(1))), weights)
+    names, weights = zip(
+        *((name, p.detach().requires_grad_()) for name, p in model.named_parameters())
+    )
+    assert torch.autograd.gradcheck(
+        lambda *w: functional_call(model, dict(zip(names, w)), (idx, idx.flip(1))), weights
+    )
 
 
 def test_first_loss_is_that_of_a_fair_die():
     torch.manual_seed(0)
-    assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(math.log(64), abs=1e-5)
+    assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(
+        math.log(64), abs=1e-5
+    )
 
 
 def test_parameters_and_flops_of_the_124m_by_hand():
@@ -118,7 +160,9 @@ def test_parameters_and_flops_of_the_124m_by_hand():
 @pytest.mark.parametrize("T", [1, 7, 24])
 def test_any_length_up_to_the_context(T):
     model = perturbed()
-    torch.testing.assert_close(model(tokens(2, 24))[:, :T], model(tokens(2, 24)[:, :T]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model(tokens(2, 24))[:, :T], model(tokens(2, 24)[:, :T]), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
@@ -134,7 +178,9 @@ def test_one_token_continues_a_cache():
     model, idx = perturbed().eval(), tokens(2, 12)
     caches = [KVCache(24) for _ in range(2)]
     model.next_logits(idx[:, :11], caches)
-    torch.testing.assert_close(model.next_logits(idx[:, 11:], caches), model(idx)[:, -1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model.next_logits(idx[:, 11:], caches), model(idx)[:, -1], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(dataset, tmp_path):
@@ -146,7 +192,10 @@ def test_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(dataset, 
 
 
 def test_adamw_trains_the_fast_model_and_muon_gpt2(dataset, tmp_path):
-    for name, changes in (("fast", dict(model="fast", tie_weights=False)), ("muon", dict(optimizer="muon"))):
+    for name, changes in (
+        ("fast", dict(model="fast", tie_weights=False)),
+        ("muon", dict(optimizer="muon")),
+    ):
         assert run_here(dataset, tmp_path / name, **changes, max_iters=30, eval_interval=30) == 0
         first, last = (records(tmp_path / name, "eval")[n]["val_loss"] for n in (0, -1))
         assert last < first - 0.5, name
@@ -163,19 +212,31 @@ def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tm
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
     with pytest.raises(UserError) as error:
         run_here(dataset, tmp_path, model="fast", dropout=0.1, n_embd=36, n_head=6)
-    assert [problem.partition(":")[0] for problem in error.value.problems] == ["n_head", "tie_weights", "dropout"]
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "n_head",
+        "tie_weights",
+        "dropout",
+    ]
 
 
 def test_sampling_works_and_export_says_what_it_cannot(dataset, tmp_path, script):
     assert run_here(dataset, tmp_path / "run", **FAST) == 0
-    code, out, _ = script(sample.main, f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=40", "--num_samples=1")
+    code, out, _ = script(
+        sample.main, f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=40", "--num_samples=1"
+    )
     assert code == 0 and out
     code, _, err = script(convert.main, "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
-    assert code == 2 and len(err) == 1 and "no architecture" in err[0] and not (tmp_path / "hf").exists()
+    assert (
+        code == 2
+        and len(err) == 1
+        and "no architecture" in err[0]
+        and not (tmp_path / "hf").exists()
+    )
 
 
 def test_a_shorter_context_needs_no_other_weights(dataset, tmp_path):
     run_here(dataset, tmp_path / "long", **FAST)
-    assert run_here(dataset, tmp_path / "short", **FAST, init_from=tmp_path / "long", block_size=8) == 0
-
-
+    assert (
+        run_here(dataset, tmp_path / "short", **FAST, init_from=tmp_path / "long", block_size=8)
+        == 0
+    )

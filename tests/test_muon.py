@@ -12,8 +12,25 @@ from model_fast import FastGPT
 from training.build import build_optimizer
 from training.muon import Muon, orthogonalize, parameters_by_role
 
-CONFIG = Config(optimizer="muon", muon_lr=0.02, embed_lr=0.1, head_lr=0.01, vector_lr=0.03, weight_decay=0.01, beta1=0.8)
-SMALL = GPTConfig(model="fast", block_size=8, vocab_size=32, n_layer=2, n_head=2, n_embd=16, bias=True, tie_weights=False)
+CONFIG = Config(
+    optimizer="muon",
+    muon_lr=0.02,
+    embed_lr=0.1,
+    head_lr=0.01,
+    vector_lr=0.03,
+    weight_decay=0.01,
+    beta1=0.8,
+)
+SMALL = GPTConfig(
+    model="fast",
+    block_size=8,
+    vocab_size=32,
+    n_layer=2,
+    n_head=2,
+    n_embd=16,
+    bias=True,
+    tie_weights=False,
+)
 
 
 def fast_model() -> FastGPT:
@@ -53,7 +70,10 @@ def test_matrices_move_as_with_torchs_own_muon(shape):
     ours = nn.Parameter(torch.randn(shape))
     theirs = nn.Parameter(ours.detach().clone())
     group = dict(params=[ours], lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
-    optimizers = Muon([group], torch.bfloat16), torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.2)
+    optimizers = (
+        Muon([group], torch.bfloat16),
+        torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.2),
+    )
     for _ in range(5):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
@@ -65,7 +85,10 @@ def test_matrices_move_as_with_torchs_own_muon(shape):
 
 def test_q_k_and_v_are_a_matrix_each():
     torch.manual_seed(0)
-    fused, apart = nn.Parameter(torch.zeros(48, 16)), [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)]
+    fused, apart = (
+        nn.Parameter(torch.zeros(48, 16)),
+        [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)],
+    )
     fused.grad = torch.randn(48, 16)
     for p, grad in zip(apart, fused.grad.chunk(3)):
         p.grad = grad.clone()
@@ -95,7 +118,10 @@ def test_everything_else_moves_as_with_adamw():
             torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("model", [GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16)), FastGPT(SMALL)])
+@pytest.mark.parametrize(
+    "model",
+    [GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16)), FastGPT(SMALL)],
+)
 def test_every_parameter_has_one_role(model):
     found = [id(p) for group in parameters_by_role(model).values() for p in group]
     assert sorted(found) == sorted(id(p) for p in model.parameters())
@@ -127,8 +153,13 @@ def test_a_skipped_update_changes_nothing():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
     model = fast_model()
-    optimizer, scaler = build_optimizer(model, CONFIG, torch.float32), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = Muon([dict(group, fused=fused) for group in optimizer.param_groups], torch.float32, fused)
+    optimizer, scaler = (
+        build_optimizer(model, CONFIG, torch.float32),
+        torch.amp.GradScaler("cpu", init_scale=1024.0),
+    )
+    optimizer = Muon(
+        [dict(group, fused=fused) for group in optimizer.param_groups], torch.float32, fused
+    )
     before = copy.deepcopy(model.state_dict())
     idx = torch.arange(8)[None]
     for factor, moved in ((float("inf"), False), (1.0, True)):
@@ -138,4 +169,6 @@ def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
         scaler.update()
         optimizer.zero_grad()
         assert scaler.get_scale() == 512.0
-        assert any(not torch.equal(p, before[name]) for name, p in model.state_dict().items()) == moved
+        assert (
+            any(not torch.equal(p, before[name]) for name, p in model.state_dict().items()) == moved
+        )

@@ -53,7 +53,10 @@ def bytes_for_tokens(monkeypatch):
 def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
     """Documents of very different lengths, with nulls and empty ones among them."""
     rng = random.Random(seed)
-    made = [" ".join(rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1)) for _ in range(count)]
+    made = [
+        " ".join(rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1))
+        for _ in range(count)
+    ]
     for at in rng.sample(range(count), count // 10):
         made[at] = rng.choice([None, ""])
     return made
@@ -61,12 +64,16 @@ def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
 
 def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=100)
+    pq.write_table(
+        pa.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=100
+    )
     return path
 
 
 def write_jsonl(path: Path, texts: list) -> Path:
-    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    )
     return path
 
 
@@ -77,7 +84,10 @@ def stored(folder: Path, split: str) -> np.ndarray:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 def fineweb(*flags: str) -> int:
@@ -87,9 +97,13 @@ def fineweb(*flags: str) -> int:
 
 def start(*command: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | environment,
-    )  # fmt: skip
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -104,7 +118,9 @@ def test_stdlib_dataset_is_small_representative_and_the_same_every_time(tmp_path
     data = open_dataset(str(tmp_path / "first"))
     total = len(data.train) + len(data.val)
     assert 2e6 < total < 6e6 and 0.03 < len(data.val) / total < 0.08
-    assert bytes(stored(tmp_path / "first", "val")[1:40].tolist()).startswith(b'"""Text wrapping and filling.\n"""')
+    assert bytes(stored(tmp_path / "first", "val")[1:40].tolist()).startswith(
+        b'"""Text wrapping and filling.\n"""'
+    )
     assert (stored(tmp_path / "first", "val") == 0).sum() == len(prepare_text.VALIDATION)
 
 
@@ -114,23 +130,41 @@ def test_text_files_and_rows_become_documents_in_order(tmp_path):
     (tmp_path / "empty.py").write_text("")
     rows = write_jsonl(tmp_path / "c.jsonl", ["three", None, "", "four"])
     sources = [tmp_path / "a.txt", tmp_path / "*.md", tmp_path / "empty.py", rows]
-    assert prepare_text.main([*map(str, sources), f"--out={tmp_path / 'out'}", "--val_fraction=0.2"]) == 0
+    assert (
+        prepare_text.main([*map(str, sources), f"--out={tmp_path / 'out'}", "--val_fraction=0.2"])
+        == 0
+    )
     assert bytes(stored(tmp_path / "out", "val").tolist()) == b"\0one\ntwo"
     assert bytes(stored(tmp_path / "out", "train").tolist()) == b"\0# na\xc3\xafve\0three\0four"
     shutil.rmtree(tmp_path / "out")
-    assert prepare_text.main([str(tmp_path), f"--out={tmp_path / 'out'}", "--val_fraction=0.2"]) == 0  # the folder, sorted
+    assert (
+        prepare_text.main([str(tmp_path), f"--out={tmp_path / 'out'}", "--val_fraction=0.2"]) == 0
+    )  # the folder, sorted
     assert bytes(stored(tmp_path / "out", "train").tolist()) == b"\0# na\xc3\xafve\0three\0four"
 
 
 def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
     paragraphs = [f"paragraph {i} " * 5 + "\nand a line" for i in range(40)]
     (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
-    assert prepare_text.main([str(tmp_path / "book.txt"), f"--out={tmp_path / 'out'}", "--val_fraction=0.25"]) == 0
-    val, train = (bytes(stored(tmp_path / "out", split).tolist()[1:]).decode() for split in ("val", "train"))
-    assert val + train == "\n\n".join(paragraphs) and train.startswith("paragraph") and val.endswith("a line\n\n")
+    assert (
+        prepare_text.main(
+            [str(tmp_path / "book.txt"), f"--out={tmp_path / 'out'}", "--val_fraction=0.25"]
+        )
+        == 0
+    )
+    val, train = (
+        bytes(stored(tmp_path / "out", split).tolist()[1:]).decode() for split in ("val", "train")
+    )
+    assert (
+        val + train == "\n\n".join(paragraphs)
+        and train.startswith("paragraph")
+        and val.endswith("a line\n\n")
+    )
     assert 0.25 <= len(val) / len(val + train) < 0.3
     with pytest.raises(UserError, match="was made from revision"):
-        prepare_text.main([str(tmp_path / "book.txt"), f"--out={tmp_path / 'out'}", "--val_fraction=0.5"])
+        prepare_text.main(
+            [str(tmp_path / "book.txt"), f"--out={tmp_path / 'out'}", "--val_fraction=0.5"]
+        )
 
 
 def test_text_that_cannot_be_used(tmp_path):
@@ -139,13 +173,19 @@ def test_text_that_cannot_be_used(tmp_path):
     (tmp_path / "c.docx").write_text("")
     out = f"--out={tmp_path / 'out'}"
     for flags, code, message in [
-        (["a.txt", "b.txt", "--val_fraction=0.9"], 1, "leaves none for training; try a smaller --val_fraction"),
+        (
+            ["a.txt", "b.txt", "--val_fraction=0.9"],
+            1,
+            "leaves none for training; try a smaller --val_fraction",
+        ),
         (["c.docx"], 2, "c.docx: not one of .txt, .md, .py, .jsonl, .parquet"),
         (["nowhere.txt"], 2, "nowhere.txt: no such file"),
         (["a.txt", "--val_fraction=1"], 2, "--val_fraction: 1.0 is not between 0 and 1"),
     ]:
         with pytest.raises(UserError, match=message) as raised:
-            prepare_text.main([str(tmp_path / flag) if flag[0] != "-" else flag for flag in flags] + [out])
+            prepare_text.main(
+                [str(tmp_path / flag) if flag[0] != "-" else flag for flag in flags] + [out]
+            )
         assert raised.value.exit_code == code and not (tmp_path / "out").exists()
 
 
@@ -157,17 +197,33 @@ def test_fineweb_shards_hold_every_document_once_in_order(vocabulary, tmp_path, 
     write(tmp_path / "source" / f"a.{form}", texts[:450])
     write(tmp_path / "source" / f"b.{form}", texts[450:])
     out = tmp_path / "out"
-    assert fineweb(f"--source={tmp_path / 'source'}", f"--out={out}", "--val_tokens=1k", "--shard_tokens=3k") == 0
+    assert (
+        fineweb(
+            f"--source={tmp_path / 'source'}",
+            f"--out={out}",
+            "--val_tokens=1k",
+            "--shard_tokens=3k",
+        )
+        == 0
+    )
     import tiktoken
 
-    expected = [[EOT, *tiktoken.get_encoding("gpt2").encode_ordinary(text)] for text in texts if text]
+    expected = [
+        [EOT, *tiktoken.get_encoding("gpt2").encode_ordinary(text)] for text in texts if text
+    ]
     sums = list(accumulate(map(len, expected)))
     split = next(i for i, tokens in enumerate(sums) if tokens >= 1000) + 1
     assert stored(out, "val").tolist() == sum(expected[:split], [])
     assert stored(out, "train").tolist() == sum(expected[split:], [])
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["documents"] == len(expected) == sum(shard["documents"] for shard in manifest["shards"])
-    assert [shard["tokens"] for shard in manifest["shards"][1:-1]] == [3000] * (len(manifest["shards"]) - 2)
+    assert (
+        manifest["documents"]
+        == len(expected)
+        == sum(shard["documents"] for shard in manifest["shards"])
+    )
+    assert [shard["tokens"] for shard in manifest["shards"][1:-1]] == [3000] * (
+        len(manifest["shards"]) - 2
+    )
     for shard in manifest["shards"]:
         content = (out / shard["name"]).read_bytes()
         assert np.frombuffer(content[:12], "<i4").tolist() == [20240520, 1, shard["tokens"]]
@@ -180,7 +236,15 @@ SAMPLE = ROOT.parent / "shared" / "corpora" / "fineweb_sample.parquet"
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="the FineWeb sample is not beside this checkout")
 def test_real_fineweb_documents(vocabulary, tmp_path):
-    assert fineweb(f"--source={SAMPLE}", f"--out={tmp_path / 'out'}", "--val_tokens=20k", "--shard_tokens=100k") == 0
+    assert (
+        fineweb(
+            f"--source={SAMPLE}",
+            f"--out={tmp_path / 'out'}",
+            "--val_tokens=20k",
+            "--shard_tokens=100k",
+        )
+        == 0
+    )
     counts = 346_497, 387  # GPT-2 tokens and documents, as counted by those who made the file
     assert sum(len(stored(tmp_path / "out", split)) for split in ("train", "val")) == sum(counts)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["documents"] == counts[1]
@@ -188,7 +252,13 @@ def test_real_fineweb_documents(vocabulary, tmp_path):
 
 def test_exactly_as_many_training_tokens_as_asked_for(bytes_for_tokens, tmp_path):
     source = write_parquet(tmp_path / "a.parquet", documents(300))
-    fineweb(f"--source={source}", f"--out={tmp_path / 'out'}", "--tokens=5k", "--val_tokens=500", "--shard_tokens=2k")
+    fineweb(
+        f"--source={source}",
+        f"--out={tmp_path / 'out'}",
+        "--tokens=5k",
+        "--val_tokens=500",
+        "--shard_tokens=2k",
+    )
     assert len(stored(tmp_path / "out", "train")) == 5000
 
 
@@ -207,14 +277,21 @@ def test_invalid_utf8_becomes_the_replacement_character(bytes_for_tokens, tmp_pa
 @given(st.data())
 def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
     """Shards against a few lines of list arithmetic, with the source failing at random documents on the way."""
-    texts = data.draw(st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=2, max_size=30))
+    texts = data.draw(
+        st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=2, max_size=30)
+    )
     val_tokens, shard_tokens = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 50))
     train_tokens = data.draw(st.none() | st.integers(1, 200))
     failures = data.draw(st.lists(st.integers(0, len(texts)), max_size=3))
     out = tmp_path_factory.mktemp("out")
-    plan = Plan(out, "s", "r", Tokenizer({"kind": "byte"}), 0, train_tokens, val_tokens, 1, shard_tokens)
+    plan = Plan(
+        out, "s", "r", Tokenizer({"kind": "byte"}), 0, train_tokens, val_tokens, 1, shard_tokens
+    )
     expected = [[0, *text.encode()] for text in texts if text]
-    split = next((i + 1 for i, total in enumerate(accumulate(map(len, expected))) if total >= val_tokens), len(expected))
+    split = next(
+        (i + 1 for i, total in enumerate(accumulate(map(len, expected))) if total >= val_tokens),
+        len(expected),
+    )
     train = sum(expected[split:], [])[:train_tokens]
 
     def source(file, row):
@@ -233,7 +310,10 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
             if "gone" not in str(error):  # no tokens are left for training
                 assert not train and not any(out.glob("*"))
                 return
-    assert stored(out, "val").tolist() == sum(expected[:split], []) and stored(out, "train").tolist() == train
+    assert (
+        stored(out, "val").tolist() == sum(expected[:split], [])
+        and stored(out, "train").tolist() == train
+    )
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["complete"] and "next" not in manifest
     assert all(shard["tokens"] <= shard_tokens for shard in manifest["shards"])
@@ -289,16 +369,23 @@ def test_stopped_anywhere_the_same_command_ends_with_the_same_bytes(source, stra
         process = slow_fineweb(source, out, workers=1 + attempt % 2)
         wait_for_shards(out, shards, process)
         if stop:
-            time.sleep(rng.random() / 50)  # in the middle of a shard, of writing one, or of writing the manifest
+            time.sleep(
+                rng.random() / 50
+            )  # in the middle of a shard, of writing one, or of writing the manifest
             process.send_signal(stop)
         stderr = process.communicate(timeout=60)[1]
-        assert process.returncode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, None: 0}[stop], stderr
+        assert (
+            process.returncode
+            == {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, None: 0}[stop]
+        ), stderr
         manifest = json.loads((out / "manifest.json").read_text())
         assert manifest["complete"] == (stop is None)
         if stop == signal.SIGINT:
             assert stderr == "stopped: the same command goes on after the last finished shard\n"
             assert not list(out.glob("*.tmp"))
-            with pytest.raises(UserError, match="unfinished"):  # more tokens later would be another dataset to resume on
+            with pytest.raises(
+                UserError, match="unfinished"
+            ):  # more tokens later would be another dataset to resume on
                 open_dataset(str(out))
     assert contents(out) == contents(straight)
 
@@ -315,14 +402,18 @@ def test_two_preparations_in_one_folder_do_not_touch_each_other(source, straight
     assert first.wait(60) == 0 and contents(out) == contents(straight)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left"
+)
 def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, tmp_path):
     source = write_parquet(tmp_path / "a.parquet", documents(400))
     flags = [f"--source={source}", "--val_tokens=1k", "--shard_tokens=3k"]
     out = tmp_path / "out"
     out.mkdir()
     (out / "train_000002.tmp").symlink_to("/dev/full")
-    with pytest.raises(RunError, match="train_000002.bin: No space left on device; .*the same command goes on"):
+    with pytest.raises(
+        RunError, match="train_000002.bin: No space left on device; .*the same command goes on"
+    ):
         fineweb(*flags, f"--out={out}")
     assert sorted(contents(out)) == ["lock", "manifest.json", "train_000001.bin", "val_000000.bin"]
     assert fineweb(*flags, f"--out={out}") == 0
@@ -345,9 +436,13 @@ run_main(prepare_fineweb.main)
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which is root's alone
         os.chmod(folder, 0o555)
         write_parquet(Path(folder, "a.parquet"), documents(40))
-        process = start("-c", script, f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10")
+        process = start(
+            "-c", script, f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10"
+        )
         stderr = process.communicate(timeout=60)[1]
-        expected = f"error: {folder}/out: cannot be written (Permission denied); choose another --out\n"
+        expected = (
+            f"error: {folder}/out: cannot be written (Permission denied); choose another --out\n"
+        )
         assert (process.returncode, stderr) == (2, expected)
         os.chmod(folder, 0o755)
 
@@ -356,7 +451,9 @@ run_main(prepare_fineweb.main)
 # The hub: a local server that speaks as much of its protocol as the datasets library asks for
 
 REVISION = "a" * 40
-CARD = "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: small/*\n---\n"
+CARD = (
+    "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: small/*\n---\n"
+)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -370,7 +467,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body)), "X-Repo-Commit": REVISION} | headers).items():
+        for name, value in (
+            {"Content-Length": str(len(body)), "X-Repo-Commit": REVISION} | headers
+        ).items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
@@ -381,11 +480,16 @@ class Hub(BaseHTTPRequestHandler):
         if path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
             sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]
-            self.answer(200, json.dumps(dict(id="org/name", sha=sha, siblings=siblings, tags=[])).encode())
+            self.answer(
+                200, json.dumps(dict(id="org/name", sha=sha, siblings=siblings, tags=[])).encode()
+            )
         elif path.startswith(f"/api/datasets/org/name/tree/{REVISION}"):
             folder = path.partition(REVISION)[2].strip("/")
             inside = [name for name in self.files if name.rpartition("/")[0] == folder]
-            entries = [dict(type="file", path=name, size=len(self.files[name]), oid=name) for name in inside]
+            entries = [
+                dict(type="file", path=name, size=len(self.files[name]), oid=name)
+                for name in inside
+            ]
             below = [] if folder else [dict(type="directory", path="small", size=0, oid="small")]
             self.answer(200, json.dumps(entries + below).encode())
         elif (name := path.partition(f"{REVISION}/")[2]) in self.files:
@@ -402,14 +506,20 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(410)
         else:
             Hub.downloads_allowed -= 1
-            first, last = (int(number) for number in self.headers["Range"].removeprefix("bytes=").split("-"))
+            first, last = (
+                int(number) for number in self.headers["Range"].removeprefix("bytes=").split("-")
+            )
             part = content[first : last + 1]
-            self.answer(206, part, Content_Range=f"bytes {first}-{first + len(part) - 1}/{len(content)}")
+            self.answer(
+                206, part, Content_Range=f"bytes {first}-{first + len(part) - 1}/{len(content)}"
+            )
 
 
 @pytest.fixture
 def hub(source):
-    Hub.files = {"README.md": CARD.encode()} | {f"small/{path.name}": path.read_bytes() for path in source.iterdir()}
+    Hub.files = {"README.md": CARD.encode()} | {
+        f"small/{path.name}": path.read_bytes() for path in source.iterdir()
+    }
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -419,23 +529,37 @@ def hub(source):
 
 def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[int, str]:
     script = SLOW.replace("run_main(", f"prepare_fineweb.BACKOFF_SECONDS = {backoff}\nrun_main(")
-    flags = ["--dataset=org/name", "--name=small", "--tokens=1M", "--val_tokens=10k", "--shard_tokens=20k"]
+    flags = [
+        "--dataset=org/name",
+        "--name=small",
+        "--tokens=1M",
+        "--val_tokens=10k",
+        "--shard_tokens=20k",
+    ]
     process = start("-c", script, *flags, f"--out={out}", HF_ENDPOINT=address, HF_HOME=str(home))
     stderr = process.communicate(timeout=60)[1]
     return process.returncode, stderr
 
 
-def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked_again(hub, straight, tmp_path):
+def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked_again(
+    hub, straight, tmp_path
+):
     Hub.downloads_allowed = 5  # not enough for the second file
     code, stderr = from_hub(hub, tmp_path / "out", tmp_path, backoff="(0.01,)")
     assert code == 1, stderr
     assert 1 < len(list((tmp_path / "out").glob("*.bin"))) < len(list(straight.glob("*.bin")))
     warning, error = stderr.splitlines()
     assert "again in 0.01 s" in warning and error.startswith("error: hf://datasets/org/name@")
-    assert error.endswith("the same command goes on after the last finished shard, from the same source")
+    assert error.endswith(
+        "the same command goes on after the last finished shard, from the same source"
+    )
     Hub.downloads_allowed, Hub.newest = 10**9, "b" * 40  # meanwhile there is a newer revision
     assert from_hub(hub, tmp_path / "out", tmp_path) == (0, "")
-    shards = {name: sha256 for name, sha256 in contents(tmp_path / "out").items() if name != "manifest.json"}
+    shards = {
+        name: sha256
+        for name, sha256 in contents(tmp_path / "out").items()
+        if name != "manifest.json"
+    }
     assert shards.items() < contents(straight).items()
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["revision"] == REVISION
 
@@ -492,48 +616,71 @@ def bad_file(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name, code, message", [
-    ("other_column.parquet", 2, "has no column text; its columns: id, body"),
-    ("other_key.jsonl", 2, "has no column text; its columns: body"),
-    ("numbers.parquet", 2, "its column text holds int64, not text"),
-    ("no_rows.parquet", 2, "holds no documents"),
-    ("nothing.parquet", 1, "holds no text"),
-    ("broken.jsonl", 2, "JSON parse error"),
-    ("garbage.parquet", 2, "not a parquet file"),
-    ("empty.parquet", 2, "is empty; remove it"),
-    ("notes.docx", 2, "needs .parquet or .jsonl files"),
-    ("small.parquet", 1, "leaves none for training; try --val_tokens=12"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, code, message",
+    [
+        ("other_column.parquet", 2, "has no column text; its columns: id, body"),
+        ("other_key.jsonl", 2, "has no column text; its columns: body"),
+        ("numbers.parquet", 2, "its column text holds int64, not text"),
+        ("no_rows.parquet", 2, "holds no documents"),
+        ("nothing.parquet", 1, "holds no text"),
+        ("broken.jsonl", 2, "JSON parse error"),
+        ("garbage.parquet", 2, "not a parquet file"),
+        ("empty.parquet", 2, "is empty; remove it"),
+        ("notes.docx", 2, "needs .parquet or .jsonl files"),
+        ("small.parquet", 1, "leaves none for training; try --val_tokens=12"),
+    ],
+)
 def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, message):
     with pytest.raises(UserError) as raised:
         fineweb(f"--source={bad_file(tmp_path, name)}", f"--out={tmp_path / 'out'}")
     assert raised.value.exit_code == code and len(raised.value.problems) == 1
-    assert message in str(raised.value) and "\n" not in str(raised.value) and name in str(raised.value)
+    assert (
+        message in str(raised.value) and "\n" not in str(raised.value) and name in str(raised.value)
+    )
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flag, message", [
-    ("--tokens=ten", "--tokens: needs a whole number above 0, such as 8 or 10M, got 'ten'"),
-    ("--tokens=0", "got '0'"),
-    ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
-    ("--workers=0", "--workers: needs a whole number above 0, such as 8 or 10M, got '0'"),
-    ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
-    ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
-    ("--tokens=1e15", "needs 2,000,000.05 GB of disk"),
-    ("--out=FILE/below", "FILE/below: cannot be written (Not a directory); choose another --out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--tokens=ten", "--tokens: needs a whole number above 0, such as 8 or 10M, got 'ten'"),
+        ("--tokens=0", "got '0'"),
+        ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
+        ("--workers=0", "--workers: needs a whole number above 0, such as 8 or 10M, got '0'"),
+        ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
+        ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
+        ("--tokens=1e15", "needs 2,000,000.05 GB of disk"),
+        (
+            "--out=FILE/below",
+            "FILE/below: cannot be written (Not a directory); choose another --out",
+        ),
+    ],
+)
 def test_a_command_that_cannot_work(bytes_for_tokens, tmp_path, monkeypatch, flag, message):
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     write_parquet(Path("a.parquet"), documents(20))
     with pytest.raises(UserError) as raised:
         fineweb("--source=a.parquet", "--out=out", "--val_tokens=10", flag)
-    assert raised.value.exit_code == 2 and message in str(raised.value) and "\n" not in str(raised.value)
+    assert (
+        raised.value.exit_code == 2
+        and message in str(raised.value)
+        and "\n" not in str(raised.value)
+    )
     assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
-    "text, number", [("1B", 10**9), ("10M", 10**7), ("1.5k", 1500), ("8.2M", 8_200_000), ("1e9", 10**9), ("1_000", 1000)]
+    "text, number",
+    [
+        ("1B", 10**9),
+        ("10M", 10**7),
+        ("1.5k", 1500),
+        ("8.2M", 8_200_000),
+        ("1e9", 10**9),
+        ("1_000", 1000),
+    ],
 )
 def test_numbers_of_tokens(text, number):
     assert parse_count(text) == number
@@ -558,7 +705,9 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     with pytest.raises(UserError, match="was made from settings .*choose another --out, or delete"):
         fineweb(*flags, "--shard_tokens=1k")
     write_parquet(source, documents(60))
-    with pytest.raises(UserError, match="was made from revision 1 files.*choose another --out, or delete"):
+    with pytest.raises(
+        UserError, match="was made from revision 1 files.*choose another --out, or delete"
+    ):
         fineweb(*flags)
     (out / "manifest.json").unlink()
     with pytest.raises(UserError, match="holds shards that were not made by this program"):
@@ -566,7 +715,9 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     assert contents(out).items() < before.items()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc for the peak of memory")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="needs Linux's /proc for the peak of memory"
+)
 def test_a_document_of_50_megabytes(vocabulary, tmp_path):
     """Beside ordinary ones, through the whole command, within a gigabyte of memory."""
     sentence = "the quick brown fox jumps over the lazy dog, "
@@ -576,14 +727,20 @@ def test_a_document_of_50_megabytes(vocabulary, tmp_path):
         "import re, sys\nfrom data.prepare_fineweb import main\nmain(sys.argv[1:])\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])"
     )
-    process = start("-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=1")
+    process = start(
+        "-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=1"
+    )
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     tokens = [len(vocabulary.encode(text)) for text in (texts[0], sentence * 2, sentence, texts[2])]
-    per_sentence = tokens[1] - tokens[2]  # each repetition but the first begins with the space before it
+    per_sentence = (
+        tokens[1] - tokens[2]
+    )  # each repetition but the first begins with the space before it
     expected = tokens[2] + per_sentence * (50_000_000 // len(sentence) - 1) + tokens[3] + 2
     assert len(stored(tmp_path / "out", "train")) == expected
-    peak_bytes = int(stdout.split()[-1]) * 1024  # not ru_maxrss, which begins with what the parent had in use
+    peak_bytes = (
+        int(stdout.split()[-1]) * 1024
+    )  # not ru_maxrss, which begins with what the parent had in use
     assert peak_bytes < 1e9
 
 
@@ -605,7 +762,11 @@ def test_check_prints_documents_tokens_epochs_and_an_excerpt(checked, capsys):
     tokens = len(stored(checked, "train"))
     fineweb(f"--check={checked}", f"--tokens_per_iter={tokens}", "--max_iters=3")
     printed = capsys.readouterr().out
-    assert "36 documents" in printed and f"{tokens:,} tokens for training" in printed and "3.00 epochs" in printed
+    assert (
+        "36 documents" in printed
+        and f"{tokens:,} tokens for training" in printed
+        and "3.00 epochs" in printed
+    )
     assert "the first training tokens: '\\x00" in printed
 
 
@@ -621,19 +782,36 @@ def overwrite(path: Path, at: int, content: bytes) -> None:
         file.write(content)
 
 
-@pytest.mark.parametrize("damage, messages", [
-    (lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\x41\0"), ["its sha256 is not manifest.json's"]),
-    (lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\0\1"),
-     ["token 256 at offset 7 is outside the vocabulary of 256", "its sha256 is not"]),
-    (lambda f: overwrite(f / "train_000001.bin", 0, b"\0"), ["not with a shard's magic number"]),
-    (lambda f: overwrite(f / "train_000001.bin", 8, b"\0"), ["its header promises"]),
-    (lambda f: os.truncate(f / "train_000001.bin", 2000), ["its header promises"]),
-    (lambda f: (f / "val_000000.bin").unlink(), ["No such file"]),
-    (lambda f: edit_manifest(f, lambda m: m["shards"][0].update(tokens=5)), ["manifest.json says 5"]),
-    (lambda f: edit_manifest(f, lambda m: m["shards"][1].update(documents=5)), ["35 documents begin in it"]),
-    (lambda f: (f / "manifest.json").unlink(), ["has no manifest.json"]),
-    (lambda f: (f / "manifest.json").write_text("[]"), ["not a manifest of this program's"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage, messages",
+    [
+        (
+            lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\x41\0"),
+            ["its sha256 is not manifest.json's"],
+        ),
+        (
+            lambda f: overwrite(f / "train_000001.bin", 1024 + 2 * 7, b"\0\1"),
+            ["token 256 at offset 7 is outside the vocabulary of 256", "its sha256 is not"],
+        ),
+        (
+            lambda f: overwrite(f / "train_000001.bin", 0, b"\0"),
+            ["not with a shard's magic number"],
+        ),
+        (lambda f: overwrite(f / "train_000001.bin", 8, b"\0"), ["its header promises"]),
+        (lambda f: os.truncate(f / "train_000001.bin", 2000), ["its header promises"]),
+        (lambda f: (f / "val_000000.bin").unlink(), ["No such file"]),
+        (
+            lambda f: edit_manifest(f, lambda m: m["shards"][0].update(tokens=5)),
+            ["manifest.json says 5"],
+        ),
+        (
+            lambda f: edit_manifest(f, lambda m: m["shards"][1].update(documents=5)),
+            ["35 documents begin in it"],
+        ),
+        (lambda f: (f / "manifest.json").unlink(), ["has no manifest.json"]),
+        (lambda f: (f / "manifest.json").write_text("[]"), ["not a manifest of this program's"]),
+    ],
+)
 def test_check_finds_every_damage(checked, damage, messages):
     damage(checked)
     with pytest.raises(UserError) as raised:

@@ -22,9 +22,22 @@ RECIPES = dict(classic=dict(), fast=dict(model="fast", optimizer="muon", tie_wei
 OPTIONS = dict(gradient_accumulation_steps=4, max_iters=50, eval_interval=25, log_interval=1)
 
 
-def start_torchrun(n: int, *arguments: str, out=subprocess.PIPE, prefix=(), cwd=ROOT, **environment) -> subprocess.Popen:
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
+def start_torchrun(
+    n: int, *arguments: str, out=subprocess.PIPE, prefix=(), cwd=ROOT, **environment
+) -> subprocess.Popen:
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={n}",
+        *arguments,
+    ]
+    environment = (
+        os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        | environment
+    )
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=out, text=True)
 
 
@@ -38,7 +51,9 @@ def torchrun(n, *arguments):
 def test_two_ranks_train_as_one(recipe, dataset, tmp_path):
     options = OPTIONS | recipe
     run_here(dataset, tmp_path / "1", **options)
-    code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options, recompute=True))
+    code, out, err = torchrun(
+        2, "train.py", *flags(dataset, tmp_path / "2", **options, recompute=True)
+    )
     assert code == 0, err
     assert out.count("step 50:") == 1 and out.count("\niter 49:") == 1  # one voice
     one, two = (records(tmp_path / n, "step") for n in "12")
@@ -50,7 +65,9 @@ def test_two_ranks_train_as_one(recipe, dataset, tmp_path):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
-    options = OPTIONS | recipe | dict(max_iters=1, learning_rate=6e-4)  # Adam divides by |gradient|, which magnifies rounding
+    options = (
+        OPTIONS | recipe | dict(max_iters=1, learning_rate=6e-4)
+    )  # Adam divides by |gradient|, which magnifies rounding
     run_here(dataset, tmp_path / "1", **options)
     assert torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))[0] == 0
     one, two = (load(tmp_path / n, 1)["model"] for n in "12")
@@ -66,8 +83,20 @@ def test_a_run_that_diverges_says_so_once_for_all_ranks(dataset, tmp_path):
 @pytest.mark.slow
 def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(dataset, tmp_path):
     run_here(dataset, tmp_path / "1", **OPTIONS)
-    assert torchrun(4, "train.py", *flags(dataset, tmp_path / "4", **OPTIONS | dict(max_iters=25, lr_decay_iters=50)))[0] == 0
-    assert torchrun(2, "train.py", *flags(dataset, tmp_path / "4", **OPTIONS | dict(init_from="resume")))[0] == 0
+    assert (
+        torchrun(
+            4,
+            "train.py",
+            *flags(dataset, tmp_path / "4", **OPTIONS | dict(max_iters=25, lr_decay_iters=50)),
+        )[0]
+        == 0
+    )
+    assert (
+        torchrun(
+            2, "train.py", *flags(dataset, tmp_path / "4", **OPTIONS | dict(init_from="resume"))
+        )[0]
+        == 0
+    )
     one, other = (records(tmp_path / n, "step") for n in "14")
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-4
 
@@ -76,12 +105,16 @@ def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(data
 def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
     run_here(dataset, tmp_path / "1", max_iters=8)
     for max_iters in (4, 8):
-        options = dict(init_from="auto", compile=True, recompute=True, max_iters=max_iters, lr_decay_iters=8)
+        options = dict(
+            init_from="auto", compile=True, recompute=True, max_iters=max_iters, lr_decay_iters=8
+        )
         code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
         assert code == 0 and out.count("compile: ") == 1, err
     one, two = (records(tmp_path / n, "step") for n in "12")
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-4
-    assert not records(tmp_path / "2", "event")  # nothing was compiled again inside DistributedDataParallel
+    assert not records(
+        tmp_path / "2", "event"
+    )  # nothing was compiled again inside DistributedDataParallel
 
 
 def wait_until(condition, process):
@@ -132,18 +165,37 @@ def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp
     options = OPTIONS | dict(max_iters=1000, eval_interval=500, checkpoint_interval=2)
     arguments = [str(ROOT / "train.py"), *flags(dataset, "run", init_from="auto", **options)]
     prefixes, address, interface = machines
-    meeting = ["--nnodes=2", f"--master_addr={address}", f"--master_port={random.randrange(20000, 30000)}"]
+    meeting = [
+        "--nnodes=2",
+        f"--master_addr={address}",
+        f"--master_port={random.randrange(20000, 30000)}",
+    ]
     nodes, log = [], tmp_path / "log"
     for rank, prefix in enumerate(prefixes):
         (tmp_path / str(rank)).mkdir()
         with open(log, "a") as out:
-            nodes.append(start_torchrun(1, *meeting, f"--node_rank={rank}", "--max-restarts=3", *arguments, out=out,
-                                        prefix=prefix, cwd=tmp_path / str(rank), GLOO_SOCKET_IFNAME=interface))  # fmt: skip
+            nodes.append(
+                start_torchrun(
+                    1,
+                    *meeting,
+                    f"--node_rank={rank}",
+                    "--max-restarts=3",
+                    *arguments,
+                    out=out,
+                    prefix=prefix,
+                    cwd=tmp_path / str(rank),
+                    GLOO_SOCKET_IFNAME=interface,
+                )
+            )
     try:
         for node in nodes:
             lines = log.read_text().count("\niter ")
             wait_until(lambda lines=lines: log.read_text().count("\niter ") > lines, node)
-            (worker,) = (p for p in psutil.Process(node.pid).children() if str(ROOT / "train.py") in p.cmdline())
+            (worker,) = (
+                p
+                for p in psutil.Process(node.pid).children()
+                if str(ROOT / "train.py") in p.cmdline()
+            )
             worker.kill()
         assert [node.wait(timeout=200) for node in nodes] == [0, 0]
     except BaseException:
@@ -153,15 +205,23 @@ def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp
         raise
     assert not (tmp_path / "1" / "run").exists()
     run_here(dataset, tmp_path / "straight", **options)
-    broken, straight = (records(folder, "eval")[-1] for folder in (tmp_path / "0" / "run", tmp_path / "straight"))
+    broken, straight = (
+        records(folder, "eval")[-1] for folder in (tmp_path / "0" / "run", tmp_path / "straight")
+    )
     assert broken["iter"] == straight["iter"] == 1000
-    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)  # two ranks against one: other sums
+    assert broken["val_loss"] == pytest.approx(
+        straight["val_loss"], abs=1e-4
+    )  # two ranks against one: other sums
 
 
 @pytest.mark.slow
-def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(dataset, tmp_path):
+def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
+    dataset, tmp_path
+):
     """No kill may cost more than one of the 20 restarts. Every other life is ended while it starts up."""
-    options = OPTIONS | dict(max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10)
+    options = OPTIONS | dict(
+        max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
+    )
     arguments = ["train.py", *flags(dataset, tmp_path / "broken", init_from="auto", **options)]
     random.seed(1)
     log, killed, startup_seconds = tmp_path / "log", [], 0.0
@@ -191,7 +251,14 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
         print(log.read_text()[-5000:])
         process.terminate()
         raise
-    assert torchrun(2, "train.py", *flags(dataset, tmp_path / "straight", **options | dict(checkpoint_interval=0)))[0] == 0
+    assert (
+        torchrun(
+            2,
+            "train.py",
+            *flags(dataset, tmp_path / "straight", **options | dict(checkpoint_interval=0)),
+        )[0]
+        == 0
+    )
     broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
     assert broken["iter"] == straight["iter"] == 1000
     assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
@@ -219,12 +286,20 @@ def counted(self, model):
     return model
 ranks.Ranks.data_parallel = counted
 """
-    options = OPTIONS | dict(gradient_accumulation_steps=6, max_iters=4)  # three micro-steps on each rank
-    code, _, err = torchrun(2, patched(tmp_path, count), *flags(dataset, tmp_path / "run", **options))
+    options = OPTIONS | dict(
+        gradient_accumulation_steps=6, max_iters=4
+    )  # three micro-steps on each rank
+    code, _, err = torchrun(
+        2, patched(tmp_path, count), *flags(dataset, tmp_path / "run", **options)
+    )
     assert code == 0, err
     exchanged = [int(line.split()[1]) for line in err.splitlines() if line.startswith("exchanged ")]
-    parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32  # 64 ids padded to 128, 2 layers of 32, no biases
-    assert sum(exchanged) == 2 * 4 * 4 * parameters  # 2 ranks, 4 iterations, 4 bytes for each parameter
+    parameters = (
+        128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
+    )  # 64 ids padded to 128, 2 layers of 32, no biases
+    assert (
+        sum(exchanged) == 2 * 4 * 4 * parameters
+    )  # 2 ranks, 4 iterations, 4 bytes for each parameter
 
 
 def error_lines(err: str) -> list[str]:
@@ -234,26 +309,38 @@ def error_lines(err: str) -> list[str]:
 
 BAD_STARTS = {
     "an accumulation that cannot be shared": (
-        "", dict(gradient_accumulation_steps=3),
+        "",
+        dict(gradient_accumulation_steps=3),
         "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; 2 or 4 can",
     ),
-    "GPUs where there are none": ("ranks.torch.cuda.is_available = lambda: False", dict(device="cuda"), "device: "),
+    "GPUs where there are none": (
+        "ranks.torch.cuda.is_available = lambda: False",
+        dict(device="cuda"),
+        "device: ",
+    ),
     "another configuration": (
-        "sys.argv += ['--seed=5'] if RANK == '1' else []", {},
+        "sys.argv += ['--seed=5'] if RANK == '1' else []",
+        {},
         "rank 1 has another configuration than rank 0; start all processes with the same",
     ),
     "other data": (
-        "os.chdir(RANK)", dict(dataset="x"), "rank 1 has another dataset than rank 0; start all processes with the same",
+        "os.chdir(RANK)",
+        dict(dataset="x"),
+        "rank 1 has another dataset than rank 0; start all processes with the same",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("code, changes, message", BAD_STARTS.values(), ids=BAD_STARTS.keys())
-def test_a_bad_start_is_one_line_before_the_first_iteration(code, changes, message, dataset, tmp_path):
+def test_a_bad_start_is_one_line_before_the_first_iteration(
+    code, changes, message, dataset, tmp_path
+):
     for rank in "01":
         write_dataset(tmp_path / rank / "data" / "x", [1000 + int(rank)])
     arguments = flags(changes.pop("dataset", dataset), tmp_path / "run", **OPTIONS | changes)
-    returned, _, err = torchrun(2, patched(tmp_path, f"os.chdir({str(tmp_path)!r})\n{code}"), *arguments)
+    returned, _, err = torchrun(
+        2, patched(tmp_path, f"os.chdir({str(tmp_path)!r})\n{code}"), *arguments
+    )
     (line,) = error_lines(err)
     assert line.startswith("error: " + message) and returned != 0
     assert not (tmp_path / "run").exists()
@@ -265,9 +352,13 @@ def save(state, path):
     raise OSError(28, "No space left on device")
 train.checkpoint.save = save
 """
-    code, _, err = torchrun(2, patched(tmp_path, full), *flags(dataset, tmp_path / "run", **OPTIONS))
+    code, _, err = torchrun(
+        2, patched(tmp_path, full), *flags(dataset, tmp_path / "run", **OPTIONS)
+    )
     assert code != 0
-    assert error_lines(err) == ["error: checkpoint 25: [Errno 28] No space left on device; and there is no older one"]
+    assert error_lines(err) == [
+        "error: checkpoint 25: [Errno 28] No space left on device; and there is no older one"
+    ]
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):
@@ -284,12 +375,22 @@ def step(*arguments):
 train.train_step = step
 """
     assert ranks.TIMEOUT <= datetime.timedelta(minutes=10)
-    code, _, err = torchrun(2, patched(tmp_path, hang), *flags(dataset, tmp_path / "run", **OPTIONS))
+    code, _, err = torchrun(
+        2, patched(tmp_path, hang), *flags(dataset, tmp_path / "run", **OPTIONS)
+    )
     (line,) = error_lines(err)
-    assert code != 0 and "rank 0 lost another rank" in line and "look at that one's last lines, or at the network" in line
+    assert (
+        code != 0
+        and "rank 0 lost another rank" in line
+        and "look at that one's last lines, or at the network" in line
+    )
 
 
 def test_a_process_alone_needs_no_group():
     ranks = Ranks()
     assert ranks.first and ranks.reduce([1, 2]) == [1, 2] and ranks.gather("x") == ["x"]
-    assert ranks.from_first(lambda: 3) == 3 and ranks.check_config(None) == [] and not torch.distributed.is_initialized()
+    assert (
+        ranks.from_first(lambda: 3) == 3
+        and ranks.check_config(None) == []
+        and not torch.distributed.is_initialized()
+    )

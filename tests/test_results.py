@@ -34,14 +34,23 @@ def test_what_cannot_be_a_study_is_one_line(arguments, says, tmp_path):
 
 
 def test_a_study_goes_on_where_it_stopped_and_compares_at_equal_tokens(dataset, tmp_path):
-    options = shlex.join(option for option in flags(dataset, tmp_path, eval_interval=2) if not option.startswith("--out_dir"))
-    variants = [f"slow={options}", f"quick={options.replace('--learning_rate=0.01', '--learning_rate=0.03')}"]
+    options = shlex.join(
+        option
+        for option in flags(dataset, tmp_path, eval_interval=2)
+        if not option.startswith("--out_dir")
+    )
+    variants = [
+        f"slow={options}",
+        f"quick={options.replace('--learning_rate=0.01', '--learning_rate=0.03')}",
+    ]
     command = ["results/ablate.py", str(tmp_path / "study"), "--seeds=2"]
     assert run_process(*command, variants[0])[0] == 0
     first = (tmp_path / "study/slow-1/metrics.jsonl").read_text()
     code, out, err = run_process(*command, *variants)
     assert code == 0, err
-    assert (tmp_path / "study/slow-1/metrics.jsonl").read_text() == first  # a finished run is left alone
+    assert (
+        tmp_path / "study/slow-1/metrics.jsonl"
+    ).read_text() == first  # a finished run is left alone
     result = json.loads((tmp_path / "study/ablation.json").read_text())
     slow, quick = result["variants"]
     finals = [records(tmp_path / f"study/slow-{seed}", "eval")[-1]["val_loss"] for seed in (1, 2)]

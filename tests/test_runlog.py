@@ -37,8 +37,16 @@ def clock():
 
 
 def make_log(tmp_path, clock, ledger, **changes):
-    config = Config(out_dir=str(tmp_path), batch_size=8, block_size=1024, gradient_accumulation_steps=64, **changes)
-    log = RunLog(config, ledger, Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3), Ranks())
+    config = Config(
+        out_dir=str(tmp_path),
+        batch_size=8,
+        block_size=1024,
+        gradient_accumulation_steps=64,
+        **changes,
+    )
+    log = RunLog(
+        config, ledger, Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3), Ranks()
+    )
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
     return log
 
@@ -63,8 +71,12 @@ def test_every_second_is_booked_once(clock):
         raise KeyError
     assert ledger.total() == clock.now == 15.25
     assert {k: v for k, v in ledger.seconds.items() if v} == {
-        "start-up": 3, "steps": 6, "data wait": 2, "evaluation": 4, "other": 0.25,
-    }  # fmt: skip
+        "start-up": 3,
+        "steps": 6,
+        "data wait": 2,
+        "evaluation": 4,
+        "other": 0.25,
+    }
 
 
 def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clock, capsys):
@@ -90,7 +102,9 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
     )
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert record["step_ms"] == pytest.approx(9340) and record["data_wait_ms"] == pytest.approx(340)
-    assert record["mfu"] == pytest.approx(0.823, abs=0.0005) and record["tokens_per_sec"] == pytest.approx(56133.6, abs=0.1)
+    assert record["mfu"] == pytest.approx(0.823, abs=0.0005) and record[
+        "tokens_per_sec"
+    ] == pytest.approx(56133.6, abs=0.1)
 
 
 def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
@@ -104,7 +118,9 @@ def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
     log.steps(Batches())
     log.evaluation(0, 10.9, 10.95, 3.0)
     iteration, evaluation = capsys.readouterr().out.splitlines()
-    assert re.match(r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%", iteration)
+    assert re.match(
+        r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%", iteration
+    )
     assert re.match(r"step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})", evaluation)
 
 
@@ -133,7 +149,10 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
     log.results.append(result(2))
     log.steps(Batches())
     # iteration 1 begins at sequence 512; micro-step 5 of 8 sequences each
-    assert "iter 1: update skipped" in (err := capsys.readouterr().err) and f"sequence {512 + 5 * 8}" in err
+    assert (
+        "iter 1: update skipped" in (err := capsys.readouterr().err)
+        and f"sequence {512 + 5 * 8}" in err
+    )
     log.results.append(result(3, norm=float("inf")))
     log.results.append(result(4, norm=float("nan")))
     with pytest.raises(RunError, match="2 updates in a row"):
@@ -149,7 +168,10 @@ def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, cap
     log.results.append(result(10, loss=poisoned, norm=float("nan")))
     log.check_skips(Batches())
     event = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert event["iter"] == 10 and f"micro-batch 7 reads sequence {10 * 512 + 7 * 8}" in event["message"]
+    assert (
+        event["iter"] == 10
+        and f"micro-batch 7 reads sequence {10 * 512 + 7 * 8}" in event["message"]
+    )
 
 
 def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(tmp_path, clock, capsys):
@@ -160,7 +182,11 @@ def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(tmp_pa
     clock.sleep(1)
     log.ledger.switch("other")
     log.results += [result(it, norm=float("inf")) for it in range(16)] + [result(16)]
-    log.results += [result(17, norm=float("inf")), result(18, loss=float("nan"), norm=float("nan")), result(19)]
+    log.results += [
+        result(17, norm=float("inf")),
+        result(18, loss=float("nan"), norm=float("nan")),
+        result(19),
+    ]
     log.steps(Batches())
     warnings = [line for line in capsys.readouterr().err.splitlines() if "update skipped" in line]
     assert len(warnings) == 1 and "iter 18" in warnings[0]
@@ -194,10 +220,21 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     path.write_text(whole + 'not a record\n{"kind": "step", "iter": 6, "lo')
     drop_records(path, iter_num=4, evaluated_at=4)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["iter"] for r in kept if r["kind"] == "step"] == [0, 1, 2, 3]  # the run goes on with iteration 4
-    assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2, 4]  # the one that ckpt-4 was saved after stays
+    assert [r["iter"] for r in kept if r["kind"] == "step"] == [
+        0,
+        1,
+        2,
+        3,
+    ]  # the run goes on with iteration 4
+    assert [r["iter"] for r in kept if r["kind"] == "eval"] == [
+        0,
+        2,
+        4,
+    ]  # the one that ckpt-4 was saved after stays
     assert not [r for r in kept if r["kind"] == "event"]
-    drop_records(path, iter_num=4, evaluated_at=2)  # a signal came before the evaluation, which the resumed run makes up for
+    drop_records(
+        path, iter_num=4, evaluated_at=2
+    )  # a signal came before the evaluation, which the resumed run makes up for
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2]
 
@@ -231,13 +268,22 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path, clock, capsys, monkey
 
 
 @pytest.mark.parametrize(
-    "number, text", [(0, "0"), (999, "999"), (20480, "20.5k"), (52_428_800, "52.4M"), (123.4e6, "123M"), (10.5e9, "10.5B")]
+    "number, text",
+    [
+        (0, "0"),
+        (999, "999"),
+        (20480, "20.5k"),
+        (52_428_800, "52.4M"),
+        (123.4e6, "123M"),
+        (10.5e9, "10.5B"),
+    ],
 )
 def test_count(number, text):
     assert count(number) == text
 
 
-@pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59, "59s"), (61, "1m01s"), (11520, "3h12m"), (180000, "50h00m")])
+@pytest.mark.parametrize(
+    "seconds, text", [(0.4, "0s"), (59, "59s"), (61, "1m01s"), (11520, "3h12m"), (180000, "50h00m")]
+)
 def test_duration(seconds, text):
     assert duration(seconds) == text
-

@@ -26,7 +26,12 @@ def run(tmp_path_factory) -> Path:
     for split in ("train", "val"):
         write_shard(folder / f"{split}_000000.bin", np.frombuffer(TEXT, dtype=np.uint8))
     (folder / "manifest.json").write_text(json.dumps(dict(tokenizer="byte", vocab=256, eot=0)))
-    assert run_here(folder, folder / "run", max_iters=60, eval_interval=60, log_interval=20, batch_size=16) == 0
+    assert (
+        run_here(
+            folder, folder / "run", max_iters=60, eval_interval=60, log_interval=20, batch_size=16
+        )
+        == 0
+    )
     return folder / "run"
 
 
@@ -35,10 +40,18 @@ def reference_gpt2(model: GPT):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
-    sizes = dict(vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head)
+    sizes = dict(
+        vocab_size=c.vocab_size,
+        n_positions=c.block_size,
+        n_embd=c.n_embd,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+    )
     reference = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     weights = {
-        name: tensor.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else tensor
+        name: tensor.t()
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        else tensor
         for name, tensor in model.state_dict().items()
     }
     reference.load_state_dict(weights)
@@ -47,7 +60,9 @@ def reference_gpt2(model: GPT):
 
 def small_model(**changes) -> GPT:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**dict(block_size=24, vocab_size=128, n_layer=3, n_head=2, n_embd=32) | changes)).eval()
+    model = GPT(
+        GPTConfig(**dict(block_size=24, vocab_size=128, n_layer=3, n_head=2, n_embd=32) | changes)
+    ).eval()
     for parameter in model.parameters():
         parameter.data.mul_(4)  # far from uniform, so that argmax is clear
     return model
@@ -61,7 +76,13 @@ def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
     model = small_model()
     reference = reference_gpt2(model)
     idx = torch.randint(128, (3, 5))
-    expected = reference.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=19, do_sample=False, use_cache=False)
+    expected = reference.generate(
+        idx,
+        attention_mask=torch.ones_like(idx),
+        max_new_tokens=19,
+        do_sample=False,
+        use_cache=False,
+    )
     assert torch.equal(generate(model, idx, 19, 128, temperature=0), expected)
 
 
@@ -81,14 +102,19 @@ def test_past_the_context_each_token_follows_from_the_last_window(flash, prompt)
 
 def test_padded_ids_are_never_drawn_not_even_when_the_model_wants_them():
     model = small_model(tie_weights=False, bias=True)
-    model.lm_head.weight.data[100:] = 50 * model.transformer.ln_f.bias.data.normal_()  # the padding is by far the likeliest
+    model.lm_head.weight.data[100:] = (
+        50 * model.transformer.ln_f.bias.data.normal_()
+    )  # the padding is by far the likeliest
     assert model(torch.zeros(1, 4, dtype=torch.int64))[0, -1].argmax() >= 100
     for temperature in (0.0, 1.0, 5.0):
-        assert generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature).max() < 100
+        assert (
+            generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature).max() < 100
+        )
 
 
 @pytest.mark.parametrize(
-    "top_k, top_p, temperature", [(3, 1, 1), (0, 0.7, 1), (5, 0.6, 2), (1, 1, 1), (0, 1e-9, 1), (0, 1e-46, 1)]
+    "top_k, top_p, temperature",
+    [(3, 1, 1), (0, 0.7, 1), (5, 0.6, 2), (1, 1, 1), (0, 1e-9, 1), (0, 1e-46, 1)],
 )
 def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -101,7 +127,9 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature)
     drawn = draw(logits.expand(20_000, -1), temperature, top_k, top_p, generator).flatten()
     found = torch.bincount(drawn, minlength=12) / 20_000
     assert torch.equal(found > 0, expected > 0)
-    assert (found - expected).abs().max() < 0.02  # five standard deviations of a share of 20,000 draws
+    assert (
+        found - expected
+    ).abs().max() < 0.02  # five standard deviations of a share of 20,000 draws
 
 
 # -----------------------------------------------------------------------------
@@ -109,26 +137,45 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature)
 
 
 def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
-    arguments = [f"--out_dir={run}", "--num_samples=3", "--max_new_tokens=40", "--start=import ", "--device=cpu"]
+    arguments = [
+        f"--out_dir={run}",
+        "--num_samples=3",
+        "--max_new_tokens=40",
+        "--start=import ",
+        "--device=cpu",
+    ]
     code, out, err = run_process("sample.py", *arguments)
     assert (code, err) == (0, "")
     samples = out.split(f"\n{sample.RULER}\n")
     assert len(samples) == 4 and samples.pop() == ""
-    assert all(text.startswith("import ") and len(text) > 20 for text in samples) and len(set(samples)) == 3
+    assert (
+        all(text.startswith("import ") and len(text) > 20 for text in samples)
+        and len(set(samples)) == 3
+    )
     assert script(sample.main, *arguments)[1] == out
     assert script(sample.main, *arguments, "--seed=1")[1] != out
 
 
 def test_greedy_samples_are_those_of_an_uncached_model(run, script):
-    code, out, _ = script(sample.main, f"--out_dir={run}", "--num_samples=2", "--max_new_tokens=30", "--temperature=0",
-                          "--start=def test", "--device=cpu", "--dtype=float32")  # fmt: skip
+    code, out, _ = script(
+        sample.main,
+        f"--out_dir={run}",
+        "--num_samples=2",
+        "--max_new_tokens=30",
+        "--temperature=0",
+        "--start=def test",
+        "--device=cpu",
+        "--dtype=float32",
+    )
     state = checkpoint.load_newest(run)
     model = GPT(GPTConfig(**state["model_config"])).eval()
     model.load_state_dict(state["model"])
     reference, idx = reference_gpt2_biasless(model), torch.tensor([list(b"def test")])
     with torch.no_grad():
         for _ in range(30):
-            idx = torch.cat((idx, reference(idx[:, -16:]).logits[:, -1:, :256].argmax(dim=-1)), dim=1)
+            idx = torch.cat(
+                (idx, reference(idx[:, -16:]).logits[:, -1:, :256].argmax(dim=-1)), dim=1
+            )
     expected = bytes(idx[0].tolist()).decode(errors="replace")
     assert code == 0 and out == f"{expected}\n{sample.RULER}\n{expected}\n{sample.RULER}\n"
 
@@ -141,15 +188,28 @@ def reference_gpt2_biasless(model: GPT):
 
 
 def test_a_sample_stops_at_the_end_of_text(tmp_path, script):
-    config = GPTConfig(block_size=16, vocab_size=256, n_layer=1, n_head=1, n_embd=8, tie_weights=False)
+    config = GPTConfig(
+        block_size=16, vocab_size=256, n_layer=1, n_head=1, n_embd=8, tie_weights=False
+    )
     model = GPT(config)
     for parameter in model.parameters():
         parameter.data.zero_()
     model.transformer.ln_f.bias.data[0] = 1.0
     model.lm_head.weight.data[0, 0] = 100.0  # whatever comes before, id 0 follows
-    state = dict(model=model.state_dict(), model_config=asdict(config), vocab=256, tokenizer=dict(kind="byte"))
+    state = dict(
+        model=model.state_dict(),
+        model_config=asdict(config),
+        vocab=256,
+        tokenizer=dict(kind="byte"),
+    )
     checkpoint.save(state, tmp_path / "x.pt")
-    code, out, _ = script(sample.main, f"--init_from={tmp_path / 'x.pt'}", "--start=The end", "--num_samples=2", "--device=cpu")
+    code, out, _ = script(
+        sample.main,
+        f"--init_from={tmp_path / 'x.pt'}",
+        "--start=The end",
+        "--num_samples=2",
+        "--device=cpu",
+    )
     assert code == 0 and out == f"The end\n{sample.RULER}\nThe end\n{sample.RULER}\n"
 
 
@@ -173,8 +233,14 @@ def test_text_appears_while_it_grows_and_never_half_a_character(capsys, monkeypa
 
 def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, tmp_path, script):
     (tmp_path / "prompt.txt").write_text("import os\n" * 10)
-    code, out, err = script(sample.main, f"--out_dir={run}", f"--start=FILE:{tmp_path / 'prompt.txt'}", "--num_samples=1",
-                            "--max_new_tokens=5", "--device=cpu")  # fmt: skip
+    code, out, err = script(
+        sample.main,
+        f"--out_dir={run}",
+        f"--start=FILE:{tmp_path / 'prompt.txt'}",
+        "--num_samples=1",
+        "--max_new_tokens=5",
+        "--device=cpu",
+    )
     assert code == 0 and out.startswith("import os\n" * 10)
     assert err == ["start: 100 tokens, of which the model sees the last 16"]
 
@@ -186,7 +252,9 @@ def test_end_of_text_in_a_prompt_is_one_token():
 
 
 def test_bytes_in_a_prompt_that_are_no_text_become_question_marks():
-    assert sample.read_prompt("a\udcff\udcfeb") == "a??b"  # what Python makes of the bytes ff fe in a command line
+    assert (
+        sample.read_prompt("a\udcff\udcfeb") == "a??b"
+    )  # what Python makes of the bytes ff fe in a command line
 
 
 def test_a_character_model_leaves_out_what_it_does_not_know(capsys):
@@ -204,9 +272,19 @@ def test_gpt2_weights_and_bpe_from_a_hugging_face_folder(tmp_path, script):
     reference.transformer.wte.weight.data.mul_(50)
     reference.save_pretrained(tmp_path / "hf")
     idx = torch.tensor([tokens])
-    expected = reference.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=6, do_sample=False)[0].tolist()
-    code, out, _ = script(sample.main, f"--init_from={tmp_path / 'hf'}", "--start=Hello world", "--temperature=0",
-                          "--num_samples=1", "--max_new_tokens=6", "--device=cpu", "--dtype=float32")  # fmt: skip
+    expected = reference.generate(
+        idx, attention_mask=torch.ones_like(idx), max_new_tokens=6, do_sample=False
+    )[0].tolist()
+    code, out, _ = script(
+        sample.main,
+        f"--init_from={tmp_path / 'hf'}",
+        "--start=Hello world",
+        "--temperature=0",
+        "--num_samples=1",
+        "--max_new_tokens=6",
+        "--device=cpu",
+        "--dtype=float32",
+    )
     assert code == 0 and out == f"{bpe_or_skip().decode(expected)}\n{sample.RULER}\n"
 
 
@@ -242,10 +320,21 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
         (["--device=tpu"], "tpu"),
     ):
         code, out, err = script(sample.main, f"--out_dir={run}", "--device=cpu", *arguments)
-        assert (code, out) == (2, "") and len(err) == 1 and err[0].startswith("error: "), (arguments, err)
+        assert (code, out) == (2, "") and len(err) == 1 and err[0].startswith("error: "), (
+            arguments,
+            err,
+        )
         assert all(word in err[0] for word in words), err
-    code, _, err = script(sample.main, f"--out_dir={run}", "--temperature=-1", "--top_p=0", "--num_samples=0",
-                          "--max_new_tokens=0", "--top_k=-1", "--compile=perhaps")  # fmt: skip
+    code, _, err = script(
+        sample.main,
+        f"--out_dir={run}",
+        "--temperature=-1",
+        "--top_p=0",
+        "--num_samples=0",
+        "--max_new_tokens=0",
+        "--top_k=-1",
+        "--compile=perhaps",
+    )
     assert code == 2 and len(err) == 6
     for arguments in (["--temprature=1"], ["--seed=x"], ["--dtype=int8"]):
         assert script(sample.main, *arguments)[0] == 2
@@ -254,6 +343,11 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
 def test_a_missing_vocabulary_is_one_line(run, tmp_path):
     state = checkpoint.load_newest(run) | dict(tokenizer=dict(kind="gpt2"))
     checkpoint.save(state, tmp_path / "x.pt")
-    code, _, err = run_process("sample.py", f"--init_from={tmp_path / 'x.pt'}", "--device=cpu",
-                               TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), https_proxy="http://127.0.0.1:9")  # fmt: skip
+    code, _, err = run_process(
+        "sample.py",
+        f"--init_from={tmp_path / 'x.pt'}",
+        "--device=cpu",
+        TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+        https_proxy="http://127.0.0.1:9",
+    )
     assert code == 2 and len(err.splitlines()) == 1 and "TIKTOKEN_CACHE_DIR" in err

@@ -26,7 +26,9 @@ from training import checkpoint
 from training.start import open_data
 
 CPU = torch.device("cpu")
-TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]  # with nulls and empty ones
+TEXTS = [
+    text for part in range(3) for text in documents(160, seed=part, words=40)
+]  # with nulls and empty ones
 BYTES = "from data import stream\nstream.TOKENIZER = {'kind': 'byte'}\n"  # bytes for tokens need no vocabulary
 TRAIN = BYTES + "import train; from common import console\nconsole.run_main(train.main)"
 
@@ -56,7 +58,10 @@ def split_by_hand(texts: list, held_out: int) -> tuple[list[int], list[int]]:
 
 def windows_by_hand(tokens: list[int], block_size: int, first: int, count: int) -> list[list[int]]:
     endless = np.resize(np.array(tokens), (first + count) * block_size + 1)
-    return [endless[n * block_size : (n + 1) * block_size + 1].tolist() for n in range(first, first + count)]
+    return [
+        endless[n * block_size : (n + 1) * block_size + 1].tolist()
+        for n in range(first, first + count)
+    ]
 
 
 def config_for(dataset, **changes) -> Config:
@@ -64,12 +69,16 @@ def config_for(dataset, **changes) -> Config:
     return Config(stream=True, dataset=str(dataset), **(options | changes))
 
 
-def take(config: Config, count: int, position: dict | None = None, rank: int = 0, world_size: int = 1) -> tuple[list, dict]:
+def take(
+    config: Config, count: int, position: dict | None = None, rank: int = 0, world_size: int = 1
+) -> tuple[list, dict]:
     """The first `count` micro-batches as rows of T + 1 tokens, and the position behind them (all ranks')."""
     data = open_data(config, position)
     consumed = position["sequence"] if position else 0
     batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
-    rows = [row for x, y in islice(batches, count) for row in torch.cat([x, y[:, -1:]], dim=1).tolist()]
+    rows = [
+        row for x, y in islice(batches, count) for row in torch.cat([x, y[:, -1:]], dim=1).tolist()
+    ]
     end = data.stream.position(consumed + count * world_size * config.batch_size)
     batches.close()
     return rows, end
@@ -88,7 +97,9 @@ def test_any_number_of_workers_reads_the_windows_counted_by_hand(folder, workers
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_factory, data):
-    texts = data.draw(st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=8, max_size=40))
+    texts = data.draw(
+        st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=8, max_size=40)
+    )
     texts += ["the last ones leave something for training"] * 2
     T, held_out = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 30))
     batch_size, world_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
@@ -97,45 +108,77 @@ def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_fact
     config = config_for(prepared, block_size=T, eval_tokens=held_out, batch_size=batch_size)
     val, tokens = split_by_hand(texts, max(held_out, T + 1))
     position, n = None, 0
-    for _ in range(3):  # a run and two resumes, perhaps with another number of processes, each anywhere
+    for _ in range(
+        3
+    ):  # a run and two resumes, perhaps with another number of processes, each anywhere
         steps = data.draw(st.integers(0, 20))
         ranks = [take(config, steps, position, rank, world_size) for rank in range(world_size)]
-        rows = [[rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for rows, _ in ranks]
+        rows = [
+            [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for rows, _ in ranks
+        ]
         in_turn = [row for batches in zip(*rows) for batch in batches for row in batch]
         assert in_turn == windows_by_hand(tokens, T, n, steps * world_size * batch_size)
         position, n = ranks[0][1], n + steps * world_size * batch_size
-        assert position["sequence"] == n and all(type(value) in (int, str) for value in position.values())
+        assert position["sequence"] == n and all(
+            type(value) in (int, str) for value in position.values()
+        )
         world_size = data.draw(st.integers(1, 3))
 
 
 def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch):
     """With dropout and accumulation, across the source's end, and another number of workers in the second half."""
     monkeypatch.setattr(stream, "ANCHOR_TOKENS", 2000)
-    options = dict(stream=True, dropout=0.1, gradient_accumulation_steps=3, block_size=128, batch_size=16, eval_tokens=1000)
+    options = dict(
+        stream=True,
+        dropout=0.1,
+        gradient_accumulation_steps=3,
+        block_size=128,
+        batch_size=16,
+        eval_tokens=1000,
+    )
     tokens = len(split_by_hand(TEXTS, 1000)[1])
     assert 4 * 3 * 16 * 128 < tokens < 8 * 3 * 16 * 128
     run_here(folder, tmp_path / "halves", **options, data_workers=1, max_iters=4, lr_decay_iters=8)
-    run_here(folder, tmp_path / "halves", **options, data_workers=0, init_from="resume", max_iters=8)
+    run_here(
+        folder, tmp_path / "halves", **options, data_workers=0, init_from="resume", max_iters=8
+    )
     run_here(folder, tmp_path / "whole", **options, data_workers=0, lr_decay_iters=8)
     halves, whole = load(tmp_path / "halves", 8), load(tmp_path / "whole", 8)
     assert_same_state(halves, whole)
-    assert load(tmp_path / "halves", 4)["stream"]["token"] < 4 * 3 * 16 * 128  # counted from a document on the way
-    losses = [[(r["iter"], r["loss"]) for r in records(tmp_path / run, "step")] for run in ("halves", "whole")]
+    assert (
+        load(tmp_path / "halves", 4)["stream"]["token"] < 4 * 3 * 16 * 128
+    )  # counted from a document on the way
+    losses = [
+        [(r["iter"], r["loss"]) for r in records(tmp_path / run, "step")]
+        for run in ("halves", "whole")
+    ]
     assert losses[0] == losses[1]
 
 
 def test_the_held_out_documents_stay_when_a_resumed_run_evaluates_on_more(folder, tmp_path):
     run_here(folder, tmp_path, stream=True, data_workers=0, max_iters=2)
-    run_here(folder, tmp_path, stream=True, data_workers=0, max_iters=4, init_from="resume", eval_tokens=3000)
+    run_here(
+        folder,
+        tmp_path,
+        stream=True,
+        data_workers=0,
+        max_iters=4,
+        init_from="resume",
+        eval_tokens=3000,
+    )
     assert [load(tmp_path, i)["stream"]["held_out"] for i in (2, 4)] == [256, 256]
 
 
 def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeypatch):
     read = stream.Stream.read
-    monkeypatch.setattr(stream.Stream, "read", lambda *arguments: time.sleep(0.1) or read(*arguments))
+    monkeypatch.setattr(
+        stream.Stream, "read", lambda *arguments: time.sleep(0.1) or read(*arguments)
+    )
     run_here(folder, tmp_path, stream=True, data_workers=0, eval_interval=100)
     for step in records(tmp_path, "step")[4:]:  # the first are on what was read ahead meanwhile
-        assert step["step_ms"] > step["data_wait_ms"] > 50  # two micro-batches of 100 ms, less what the reading overlaps
+        assert (
+            step["step_ms"] > step["data_wait_ms"] > 50
+        )  # two micro-batches of 100 ms, less what the reading overlaps
 
 
 # -----------------------------------------------------------------------------
@@ -143,11 +186,18 @@ def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeyp
 
 
 def start_training(dataset, out_dir, **changes) -> subprocess.Popen:
-    options = dict(stream=True, data_workers=2, n_embd=64, max_iters=10**6, eval_interval=10**6) | changes
+    options = (
+        dict(stream=True, data_workers=2, n_embd=64, max_iters=10**6, eval_interval=10**6) | changes
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", TRAIN, *flags(dataset, out_dir, **options)], cwd=ROOT, text=True, start_new_session=True,
-        stdout=open(out_dir / "stdout", "w"), stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", TRAIN, *flags(dataset, out_dir, **options)],
+        cwd=ROOT,
+        text=True,
+        start_new_session=True,
+        stdout=open(out_dir / "stdout", "w"),
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def wait_for(process, out_dir, text) -> None:
@@ -157,13 +207,19 @@ def wait_for(process, out_dir, text) -> None:
 
 
 def workers_of(process) -> list[int]:
-    return sorted(child.pid for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline()))
+    return sorted(
+        child.pid
+        for child in psutil.Process(process.pid).children()
+        if "spawn_main" in " ".join(child.cmdline())
+    )
 
 
 def is_gone(pid: int) -> bool:
     for _ in range(300):
         try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:  # in a container nobody may bury it
+            if (
+                psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            ):  # in a container nobody may bury it
                 return True
         except psutil.NoSuchProcess:
             return True
@@ -179,9 +235,15 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_checkpoint(folder, tmp
     os.kill(workers[1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert stderr == f"error: data worker 1 (process {workers[1]}) was ended by SIGKILL; --init_from=resume goes on\n"
+    assert (
+        stderr
+        == f"error: data worker 1 (process {workers[1]}) was ended by SIGKILL; --init_from=resume goes on\n"
+    )
     saved = checkpoint.load_newest(tmp_path)
-    assert saved["progress"]["iter_num"] > 3 and saved["stream"]["sequence"] == saved["progress"]["sequences"]
+    assert (
+        saved["progress"]["iter_num"] > 3
+        and saved["stream"]["sequence"] == saved["progress"]["sequences"]
+    )
     assert all(map(is_gone, workers))
 
 
@@ -206,11 +268,16 @@ def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(folder, tmp_path):
     wait_for(process, tmp_path, "tokens per iteration")  # the workers are still starting
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (130, "stopping: saving a checkpoint first; once more to stop at once\n")
+    assert (process.returncode, stderr) == (
+        130,
+        "stopping: saving a checkpoint first; once more to stop at once\n",
+    )
     assert checkpoint.load_newest(tmp_path) is not None
 
 
-@pytest.mark.parametrize("moment", ["tokens per iteration", "iter 3"])  # while they start, and later
+@pytest.mark.parametrize(
+    "moment", ["tokens per iteration", "iter 3"]
+)  # while they start, and later
 def test_workers_end_with_a_killed_run(moment, folder, tmp_path):
     process = start_training(folder, tmp_path)
     wait_for(process, tmp_path, moment)
@@ -224,23 +291,34 @@ def test_workers_end_with_a_killed_run(moment, folder, tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_ends_without_a_word_to_stderr(workers, folder, tmp_path):
     options = flags(folder, tmp_path, stream=True, data_workers=workers)
-    process = subprocess.run([sys.executable, "-c", TRAIN, *options], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    process = subprocess.run(
+        [sys.executable, "-c", TRAIN, *options],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(folder):
-    script = BYTES + (
-        "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
-        "if __name__ == '__main__':\n"
-        "    config = Config(stream=True, dataset=sys.argv[1], block_size=64, batch_size=4, eval_tokens=500, data_workers=1)\n"
-        "    data = open_data(config)\n"
-        "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
-        "    next(batches)\n"
-        "    data.stream.pieces._workers_done_event._cond.acquire()\n"  # as a worker does now and then, for microseconds
-        "    batches.close()\n"
-        "    del batches, data\n"
+    script = (
+        BYTES
+        + (
+            "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
+            "if __name__ == '__main__':\n"
+            "    config = Config(stream=True, dataset=sys.argv[1], block_size=64, batch_size=4, eval_tokens=500, data_workers=1)\n"
+            "    data = open_data(config)\n"
+            "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
+            "    next(batches)\n"
+            "    data.stream.pieces._workers_done_event._cond.acquire()\n"  # as a worker does now and then, for microseconds
+            "    batches.close()\n"
+            "    del batches, data\n"
+        )
     )
-    process = subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    process = subprocess.run(
+        [sys.executable, "-c", script, folder], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
     assert (process.returncode, process.stderr) == (0, "")
 
 
@@ -259,9 +337,13 @@ def test_the_hub_and_local_files_give_the_same_stream(hub, source, tmp_path):  #
         "        batches.close()\n"
     )
     process = subprocess.run(
-        [sys.executable, "-c", script, "org/name:small", str(source)], cwd=ROOT, text=True, capture_output=True, timeout=120,
+        [sys.executable, "-c", script, "org/name:small", str(source)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
         env=os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert process.returncode == 0 and process.stderr == "", process.stderr
     from_hub, local = (line.split(maxsplit=1) for line in process.stdout.splitlines())
     assert from_hub[0] == "a" * 40 and "hf://datasets/org/name@" in from_hub[1]
@@ -287,27 +369,42 @@ def broken_source(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name, message", [
-    ("other.parquet", "has no column text; its columns: id, body"),
-    ("nothing.jsonl", "holds 0 tokens for validation and 0 for training, which needs more than block_size 16; choose another"),
-    ("small.parquet", "holds 240 tokens for validation and 0 for training, which needs more than block_size 16; "
-                      "try --eval_tokens=12"),
-    ("broken.jsonl", "JSON parse error"),
-    ("nowhere*.parquet", "no such file"),
-    ("empty", "needs .parquet or .jsonl files"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("other.parquet", "has no column text; its columns: id, body"),
+        (
+            "nothing.jsonl",
+            "holds 0 tokens for validation and 0 for training, which needs more than block_size 16; choose another",
+        ),
+        (
+            "small.parquet",
+            "holds 240 tokens for validation and 0 for training, which needs more than block_size 16; "
+            "try --eval_tokens=12",
+        ),
+        ("broken.jsonl", "JSON parse error"),
+        ("nowhere*.parquet", "no such file"),
+        ("empty", "needs .parquet or .jsonl files"),
+    ],
+)
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):
     broken = broken_source(tmp_path, name)
-    code, _, lines = script(train.main, *flags(broken, tmp_path / "out", stream=True, data_workers=0))
+    code, _, lines = script(
+        train.main, *flags(broken, tmp_path / "out", stream=True, data_workers=0)
+    )
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
     assert message in lines[0] and name in lines[0] and not (tmp_path / "out").exists()
 
 
 def test_without_a_network_one_line_names_the_way_out(tmp_path):
     process = subprocess.run(
-        [sys.executable, "-c", TRAIN, *flags("org/name:small", tmp_path / "out", stream=True)], cwd=ROOT, text=True,
-        capture_output=True, timeout=120, env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
-    )  # fmt: skip
+        [sys.executable, "-c", TRAIN, *flags("org/name:small", tmp_path / "out", stream=True)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
+    )
     assert process.returncode == 2 and process.stderr.count("\n") == 1, process.stderr
     assert "give local files with --dataset" in process.stderr and not (tmp_path / "out").exists()
 
@@ -316,12 +413,26 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
 def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script, workers):
     write_parquet(tmp_path / "a.parquet", documents(400))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 damaged")
-    options = dict(stream=True, data_workers=workers, n_embd=64, max_iters=10**6, eval_interval=10**6, log_interval=10**6)
+    options = dict(
+        stream=True,
+        data_workers=workers,
+        n_embd=64,
+        max_iters=10**6,
+        eval_interval=10**6,
+        log_interval=10**6,
+    )
     code, _, lines = script(train.main, *flags(tmp_path, tmp_path / "out", **options))
-    assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0] and lines[0].endswith("--init_from=resume goes on")
+    assert (
+        code == 1
+        and len(lines) == 1
+        and "b.parquet" in lines[0]
+        and lines[0].endswith("--init_from=resume goes on")
+    )
     saved = checkpoint.load_newest(tmp_path / "out")
     tokens = len(split_by_hand(documents(400), 256)[1])
-    assert tokens // (16 * 8) - 2 <= saved["progress"]["iter_num"] <= tokens // (16 * 8)  # all that was there was trained on
+    assert (
+        tokens // (16 * 8) - 2 <= saved["progress"]["iter_num"] <= tokens // (16 * 8)
+    )  # all that was there was trained on
 
 
 def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
@@ -352,7 +463,13 @@ def test_a_share_of_the_batches_leaves_the_others_unread(tmp_path, monkeypatch, 
     whole = list(prepare_fineweb.files_source([str(path)])(0, 37))
     monkeypatch.setattr(prepare_fineweb, "read_rows", failing)
     all_turns = [(True, False, False), (False, True, False), (False, False, True)]
-    shares = [list(prepare_fineweb.files_source([str(path)], (0, 0), turns)(0, 37)) for turns in all_turns]
+    shares = [
+        list(prepare_fineweb.files_source([str(path)], (0, 0), turns)(0, 37)) for turns in all_turns
+    ]
     for turn, (batch, *shared) in enumerate(zip(whole, *shares, strict=True)):
         assert shared[turn % 3] == batch
-        assert all(other == (*batch[:2], [None] * len(batch[2])) for i, other in enumerate(shared) if i != turn % 3)
+        assert all(
+            other == (*batch[:2], [None] * len(batch[2]))
+            for i, other in enumerate(shared)
+            if i != turn % 3
+        )

@@ -12,27 +12,52 @@ from conftest import flags, records, run_here, run_process
 def expected_numbers(out_dir: Path) -> dict:
     return {
         (f"{record['kind']}/{name}", record["iter"]): value
-        for record in records(out_dir) if record["kind"] in ("step", "eval")
-        for name, value in record.items() if name not in ("kind", "iter") and value is not None
-    }  # fmt: skip
+        for record in records(out_dir)
+        if record["kind"] in ("step", "eval")
+        for name, value in record.items()
+        if name not in ("kind", "iter") and value is not None
+    }
 
 
 def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert run_here(dataset, tmp_path, tracker="tensorboard") == 0
-    (tmp_path / "ckpt-00000008.pt").unlink()  # as if killed before: iterations 4 to 7 are made again
+    (
+        tmp_path / "ckpt-00000008.pt"
+    ).unlink()  # as if killed before: iterations 4 to 7 are made again
     assert run_here(dataset, tmp_path, tracker="tensorboard", init_from="resume") == 0
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    found = {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
+    found = {
+        (tag, event.step): event.value
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+    }
     expected = expected_numbers(tmp_path)
     assert len(expected) > 50 and found == pytest.approx(expected, rel=1e-6)  # it keeps float32
     assert [event.step for event in events.Scalars("eval/val_loss")] == [0, 4, 8]
-    assert [event.step for event in events.Scalars("step/loss")] == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # 4 is the same again
+    assert [event.step for event in events.Scalars("step/loss")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+        7,
+    ]  # 4 is the same again
 
 
 def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(dataset, tmp_path):
     pytest.importorskip("wandb")
-    arguments = flags(dataset, tmp_path, wandb_log=True, wandb_project="project", wandb_run_name="named", learning_rate=0.0123)
+    arguments = flags(
+        dataset,
+        tmp_path,
+        wandb_log=True,
+        wandb_project="project",
+        wandb_run_name="named",
+        learning_rate=0.0123,
+    )
     code, _, err = run_process("train.py", *arguments, WANDB_MODE="offline", HOME=str(tmp_path))
     assert code == 0 and "warning" not in err, err
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -68,13 +93,17 @@ class Failing:
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
 @pytest.mark.parametrize("failing", ["init", "log", "close"])
-def test_a_failing_tracker_never_stops_a_run(dataset, tmp_path, monkeypatch, capsys, tracker, failing):
+def test_a_failing_tracker_never_stops_a_run(
+    dataset, tmp_path, monkeypatch, capsys, tracker, failing
+):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Failing(failing).init))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Failing(failing).init))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Failing(failing).init)
+    )
     assert run_here(dataset, tmp_path, tracker=tracker) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")] == [
-        f"warning: tracker {tracker}: no network; going on without it"
-    ]
+    assert [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")
+    ] == [f"warning: tracker {tracker}: no network; going on without it"]
     assert records(tmp_path)[-1]["kind"] == "end"
 
 

@@ -9,7 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import FAST, ROOT, assert_same_state, flags, load, records, run_here, run_process, write_dataset
+from conftest import (
+    FAST,
+    ROOT,
+    assert_same_state,
+    flags,
+    load,
+    records,
+    run_here,
+    run_process,
+    write_dataset,
+)
 
 import train
 from common.console import UserError
@@ -23,13 +33,27 @@ from training.hardware import set_up
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
     """nanoGPT runs one iteration too many, and saves nothing at the end."""
-    assert run_here(dataset, tmp_path, max_iters=7, eval_interval=3, checkpoint_interval=2, keep_checkpoints=10) == 0
+    assert (
+        run_here(
+            dataset,
+            tmp_path,
+            max_iters=7,
+            eval_interval=3,
+            checkpoint_interval=2,
+            keep_checkpoints=10,
+        )
+        == 0
+    )
     assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1, 2, 3, 4, 5, 6]
     assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 3, 6, 7]
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 3, 4, 6, 7]
     out = capsys.readouterr().out
-    assert re.search(r"^step 7: train loss \d\.\d{4}, val loss \d\.\d{4}, time \d+\.\ds$", out, re.M)
-    assert re.search(rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds$", out, re.M)
+    assert re.search(
+        r"^step 7: train loss \d\.\d{4}, val loss \d\.\d{4}, time \d+\.\ds$", out, re.M
+    )
+    assert re.search(
+        rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds$", out, re.M
+    )
     assert records(tmp_path, "end")[0]["reason"] == "max_iters"
 
 
@@ -38,14 +62,19 @@ def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
     steps, evals = records(tmp_path, "step"), records(tmp_path, "eval")
     assert steps[0]["loss"] == pytest.approx(math.log(128), abs=0.3)  # 64 ids, padded to 128
     assert evals[-1]["val_loss"] < 2.5
-    assert steps[10]["tokens"] == 10 * 4 * 16 * 2  # what the weights behind this loss were trained on
+    assert (
+        steps[10]["tokens"] == 10 * 4 * 16 * 2
+    )  # what the weights behind this loss were trained on
 
 
 @pytest.mark.parametrize(
     "name, changes",
     [
         ("fp32 with dropout and accumulation", dict(dropout=0.1, gradient_accumulation_steps=3)),
-        ("bf16, recomputed", dict(dtype="bfloat16", dropout=0.1, gradient_accumulation_steps=3, recompute=True)),
+        (
+            "bf16, recomputed",
+            dict(dtype="bfloat16", dropout=0.1, gradient_accumulation_steps=3, recompute=True),
+        ),
         ("across epochs", dict(max_iters=32, batch_size=8)),
         ("untied, wsd", dict(tie_weights=False, lr_schedule="wsd")),
     ],
@@ -58,30 +87,50 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit(name, changes, dataset, tmp_pa
     run_here(dataset, tmp_path / "broken", max_iters=total // 2, lr_decay_iters=total, **changes)
     run_here(dataset, tmp_path / "broken", max_iters=total, init_from="resume", **changes)
     assert_same_state(load(tmp_path / "straight", total), load(tmp_path / "broken", total))
-    losses = [[r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "broken")]
+    losses = [
+        [r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "broken")
+    ]
     assert losses[0] == losses[1]
     if name == "across epochs":
         assert total * 8 * 2 > 5 * 95
 
 
-PLAIN = dict(flash=False, loss_chunk="off", pad_vocab_multiple=1, tf32=False, n_embd=64, max_iters=20, eval_interval=20)
+PLAIN = dict(
+    flash=False,
+    loss_chunk="off",
+    pad_vocab_multiple=1,
+    tf32=False,
+    n_embd=64,
+    max_iters=20,
+    eval_interval=20,
+)
 RECIPES = dict(classic=PLAIN, fast=PLAIN | FAST | dict(muon_lr=0.01))
 PATHS = dict(  # each path's changes, and the most by which a loss may differ, in nats
     recompute=(dict(recompute=True), 0.0),  # the same operations on the same numbers
-    fused=(dict(fused=True), 1e-5),  # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
+    fused=(
+        dict(fused=True),
+        1e-5,
+    ),  # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
     flash=(dict(flash=True), 1e-5),  # the same, as for the next two
     loss_chunk=(dict(loss_chunk="24"), 1e-5),
     compile=(dict(compile=True), 1e-5),
     bfloat16=(dict(dtype="bfloat16"), 0.03),  # 8 bits: 0.4 % of a product
-    padding=(dict(pad_vocab_multiple=65), 0.05),  # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
+    padding=(
+        dict(pad_vocab_multiple=65),
+        0.05,
+    ),  # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
     together=(dict(fused=True, flash=True, compile=True, recompute=True, dtype="bfloat16"), 0.03),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("path", [pytest.param(p, marks=[pytest.mark.slow] if p == "together" else []) for p in PATHS])
-def test_every_fast_path_follows_the_plain_one(path, recipe, device, dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.slow] if p == "together" else []) for p in PATHS]
+)
+def test_every_fast_path_follows_the_plain_one(
+    path, recipe, device, dataset, tmp_path, monkeypatch
+):
     """float32, eager, the plain formulas, an optimizer of single operations; and one change to that."""
 
     def with_weights_of_unpadded(config):
@@ -110,16 +159,30 @@ def test_every_fast_path_follows_the_plain_one(path, recipe, device, dataset, tm
     assert max(abs(a - b) for a, b in zip(plain, other)) <= tolerance
 
 
-def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(dataset, tmp_path, capsys):
+def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(
+    dataset, tmp_path, capsys
+):
     run_here(dataset, tmp_path / "a", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=4, lr_decay_iters=8)
-    run_here(dataset, tmp_path / "b", max_iters=8, init_from="resume", batch_size=2, gradient_accumulation_steps=4)
-    assert "another batch_size, gradient_accumulation_steps sums round differently" in capsys.readouterr().out
+    run_here(
+        dataset,
+        tmp_path / "b",
+        max_iters=8,
+        init_from="resume",
+        batch_size=2,
+        gradient_accumulation_steps=4,
+    )
+    assert (
+        "another batch_size, gradient_accumulation_steps sums round differently"
+        in capsys.readouterr().out
+    )
     a, b = ([r["loss"] for r in records(tmp_path / run, "step")] for run in "ab")
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
 
 
-def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(dataset, tmp_path, monkeypatch):
+def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(
+    dataset, tmp_path, monkeypatch
+):
     import os
     import signal
 
@@ -167,11 +230,22 @@ def test_a_finished_run_says_so(dataset, tmp_path, capsys):
 
 def test_resume_takes_the_architecture_from_the_checkpoint_and_refuses_another(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
-    plain = [f"--out_dir={tmp_path}", "--init_from=resume", "--device=cpu", "--compile=False", "--max_iters=5",
-             "--batch_size=4", "--gradient_accumulation_steps=2", "--dtype=float32", "--eval_tokens=256"]  # fmt: skip
+    plain = [
+        f"--out_dir={tmp_path}",
+        "--init_from=resume",
+        "--device=cpu",
+        "--compile=False",
+        "--max_iters=5",
+        "--batch_size=4",
+        "--gradient_accumulation_steps=2",
+        "--dtype=float32",
+        "--eval_tokens=256",
+    ]
     assert train.main(plain) == 0
     with pytest.raises(UserError) as error:
-        train.main([*plain, "--n_layer=3", "--seed=5", "--max_iters=9"][1:] + [f"--out_dir={tmp_path}"])
+        train.main(
+            [*plain, "--n_layer=3", "--seed=5", "--max_iters=9"][1:] + [f"--out_dir={tmp_path}"]
+        )
     problems = error.value.problems
     assert any(p.startswith("n_layer: 3 contradicts the 2") for p in problems)
     assert any(p.startswith("seed: 5 contradicts the 1337") for p in problems)
@@ -196,17 +270,29 @@ def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
 def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
-    assert "the rate's decay still ends at iteration 8; --lr_decay_iters=6 moves that" in capsys.readouterr().out
+    assert (
+        "the rate's decay still ends at iteration 8; --lr_decay_iters=6 moves that"
+        in capsys.readouterr().out
+    )
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))
 
 
 def test_only_improvements_are_saved_if_asked(dataset, tmp_path):
-    run_here(dataset, tmp_path, max_iters=12, learning_rate=0.3, always_save_checkpoint=False, keep_checkpoints=9)
+    run_here(
+        dataset,
+        tmp_path,
+        max_iters=12,
+        learning_rate=0.3,
+        always_save_checkpoint=False,
+        keep_checkpoints=9,
+    )
     saved = [r["iter"] for r in records(tmp_path, "checkpoint")]
     evals = {r["iter"]: r["val_loss"] for r in records(tmp_path, "eval")}
-    best = [it for it in evals if it and evals[it] < min(loss for i, loss in evals.items() if i < it)]
+    best = [
+        it for it in evals if it and evals[it] < min(loss for i, loss in evals.items() if i < it)
+    ]
     assert saved == sorted({*best, 12})
 
 
@@ -219,7 +305,10 @@ def test_eval_only_evaluates_once_and_writes_nothing(dataset, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 4: train loss" in out and "\niter " not in out
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
-    with pytest.raises(UserError, match="scratch would evaluate random weights, not those of the run .*; --init_from=resume"):
+    with pytest.raises(
+        UserError,
+        match="scratch would evaluate random weights, not those of the run .*; --init_from=resume",
+    ):
         run_here(dataset, tmp_path / "run", eval_only=True)
     assert run_here(dataset, tmp_path / "new", eval_only=True) == 0
     assert not (tmp_path / "new").exists() and "step 0:" in capsys.readouterr().out
@@ -241,7 +330,15 @@ def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(d
 
 
 def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
-    config = Config(dataset=str(dataset), n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, device="cpu")
+    config = Config(
+        dataset=str(dataset),
+        n_layer=1,
+        n_head=2,
+        n_embd=16,
+        block_size=16,
+        batch_size=2,
+        device="cpu",
+    )
     data = open_dataset(config.dataset)
     model = GPT(model_config(config, data.vocab))
     optimizer = build_optimizer(model, config, torch.float32)
@@ -253,7 +350,9 @@ def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
 
     poisoned.parameters = model.parameters
     hw, batches = set_up(config), TrainBatches(data, config, torch.device("cpu"))
-    losses, norm = train.train_step(poisoned, optimizer, hw.grad_scaler(), batches, 4, 1.0, hw.autocast())
+    losses, norm = train.train_step(
+        poisoned, optimizer, hw.grad_scaler(), batches, 4, 1.0, hw.autocast()
+    )
     assert losses.isnan().tolist() == [False, True, False, False] and not norm.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
     train.train_step(poisoned, optimizer, hw.grad_scaler(), batches, 4, 1.0, hw.autocast())
@@ -261,7 +360,9 @@ def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
     batches.close()
 
 
-def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(dataset, tmp_path, monkeypatch, capsys):
+def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(
+    dataset, tmp_path, monkeypatch, capsys
+):
     original, read, iterations = train.train_step, [], iter(range(100))
 
     def step(model, *arguments):
@@ -277,15 +378,25 @@ def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(dataset
     monkeypatch.setattr(train, "train_step", step)
     assert run_here(dataset, tmp_path, gradient_accumulation_steps=3) == 0
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "skipped" in line)
-    path, token = re.fullmatch(r"warning: iter 3: update skipped.*; micro-batch 1 reads (.*) at token ([\d,]+)", line).groups()
-    tokens = np.fromfile(path, dtype="<u2", offset=1024 + 2 * int(token.replace(",", "")), count=16).tolist()
-    assert tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0  # a window may go on in the next shard
+    path, token = re.fullmatch(
+        r"warning: iter 3: update skipped.*; micro-batch 1 reads (.*) at token ([\d,]+)", line
+    ).groups()
+    tokens = np.fromfile(
+        path, dtype="<u2", offset=1024 + 2 * int(token.replace(",", "")), count=16
+    ).tolist()
+    assert (
+        tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0
+    )  # a window may go on in the next shard
     assert [r["iter"] for r in records(tmp_path, "event")] == [3]
 
 
-def test_a_float16_run_outlives_the_search_for_its_loss_scale(dataset, tmp_path, monkeypatch, capsys):
+def test_a_float16_run_outlives_the_search_for_its_loss_scale(
+    dataset, tmp_path, monkeypatch, capsys
+):
     """Scaled by 2^26, gradients of 1e-2 overflow float16's 65,504 until the scale has been halved several times."""
-    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**26))
+    monkeypatch.setattr(
+        torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
+    )
     assert run_here(dataset, tmp_path, dtype="float16", max_iters=30, max_skips=1) == 0
     assert "update skipped" not in capsys.readouterr().err
     halved = [r for r in records(tmp_path, "event") if "loss scale is halved" in r["message"]]
@@ -300,17 +411,31 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
 
     def syncs(max_iters, log_interval):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            run_here(dataset, tmp_path / f"{max_iters}-{log_interval}", max_iters=max_iters, eval_interval=100, n_layer=1,
-                     eval_tokens=16, log_interval=log_interval)  # fmt: skip
-        return sum(e.name == "aten::_local_scalar_dense" and not in_fused_update(e) for e in profile.events())
+            run_here(
+                dataset,
+                tmp_path / f"{max_iters}-{log_interval}",
+                max_iters=max_iters,
+                eval_interval=100,
+                n_layer=1,
+                eval_tokens=16,
+                log_interval=log_interval,
+            )
+        return sum(
+            e.name == "aten::_local_scalar_dense" and not in_fused_update(e)
+            for e in profile.events()
+        )
 
     def in_fused_update(event):
         """The CPU's fused AdamW reads its step counts, which lie in CPU memory; on CUDA they are read on the device."""
-        return event is not None and (event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent))
+        return event is not None and (
+            event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
+        )
 
     few = syncs(3, 100)
     assert syncs(6, 100) == few  # two log lines each: three more iterations, not one more sync
-    assert few < syncs(6, 1) <= few + 4 * 4  # four more lines: loss, norm, the check for skipped updates
+    assert (
+        few < syncs(6, 1) <= few + 4 * 4
+    )  # four more lines: loss, norm, the check for skipped updates
 
 
 def best_ledger(dataset, tmp_path, **changes):
@@ -323,11 +448,15 @@ def best_ledger(dataset, tmp_path, **changes):
 
 
 def test_the_ledger_leaves_under_one_percent_unexplained(dataset, tmp_path):
-    ledger = best_ledger(dataset, tmp_path, max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5)
+    ledger = best_ledger(
+        dataset, tmp_path, max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5
+    )
     assert ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
 
 
-def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(dataset, tmp_path, monkeypatch):
+def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
+    dataset, tmp_path, monkeypatch
+):
     def step(*_):
         time.sleep(0.15)
         return torch.ones(2), torch.ones(())
@@ -342,10 +471,18 @@ HORIZON = 100
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-@pytest.mark.parametrize("warmup, horizon", [(0, 0), (0, 1), (1, 1), (10, 10), (10, 5), (0, 100), (10, 100), (200, 100)])
+@pytest.mark.parametrize(
+    "warmup, horizon", [(0, 0), (0, 1), (1, 1), (10, 10), (10, 5), (0, 100), (10, 100), (200, 100)]
+)
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
 def test_schedules_stay_in_range_and_never_divide_by_zero(schedule, warmup, horizon, fraction):
-    config = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=warmup, lr_schedule=schedule, decay_fraction=fraction)
+    config = Config(
+        learning_rate=1.0,
+        min_lr=0.1,
+        warmup_iters=warmup,
+        lr_schedule=schedule,
+        decay_fraction=fraction,
+    )
     rates = [train.get_lr(it, config, horizon, 1.0) for it in range(2 * HORIZON)]
     assert all(0 < rate <= 1 for rate in rates)
     assert all(rate == 0.1 for rate in rates[max(warmup, horizon) :])
@@ -356,16 +493,24 @@ def test_schedules_by_hand():
     assert train.get_lr(0, cosine, 110, 1.0) == pytest.approx(1 / 11)  # nanoGPT's warm-up
     assert train.get_lr(10, cosine, 110, 1.0) == 1.0
     assert train.get_lr(60, cosine, 110, 1.0) == pytest.approx(0.55)
-    wsd = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="wsd", decay_fraction=0.2)
-    assert [train.get_lr(it, wsd, 100, 1.0) for it in (0, 80, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
+    wsd = Config(
+        learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="wsd", decay_fraction=0.2
+    )
+    assert [train.get_lr(it, wsd, 100, 1.0) for it in (0, 80, 90, 99)] == pytest.approx(
+        [1.0, 1.0, 0.5, 0.05]
+    )
     linear = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="linear")
     assert train.get_lr(25, linear, 100, 1.0) == 0.75
     constant = Config(learning_rate=1.0, decay_lr=False, warmup_iters=10)
-    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(5 / 11)  # warm-up also without decay
+    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(
+        5 / 11
+    )  # warm-up also without decay
     assert train.get_lr(500, constant, 100, 1.0) == 1.0
 
 
-def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tmp_path, capsys, monkeypatch):
+def test_compile_falls_back_with_one_warning_where_no_compiler_works(
+    dataset, tmp_path, capsys, monkeypatch
+):
     """nanoGPT PR#242, #226, #477: Windows and machines without a C compiler."""
 
     def broken(model):
@@ -377,10 +522,16 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(dataset, tm
     monkeypatch.setattr(torch, "compile", broken)
     assert run_here(dataset, tmp_path, compile=True, max_iters=2) == 0
     err = capsys.readouterr().err
-    assert err.count("torch.compile does not work here") == 1 and "no C compiler" in err and "long details" not in err
+    assert (
+        err.count("torch.compile does not work here") == 1
+        and "no C compiler" in err
+        and "long details" not in err
+    )
 
 
-def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(dataset, tmp_path, monkeypatch, capsys):
+def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
+    dataset, tmp_path, monkeypatch, capsys
+):
     class HalfCompiled(torch.nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -399,7 +550,9 @@ def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(dat
     run.batches.close()
 
 
-def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(dataset, tmp_path, monkeypatch, capsys):
+def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(
+    dataset, tmp_path, monkeypatch, capsys
+):
     def offline(spec):
         raise UserError("tokenizer gpt2: tiktoken cannot get its vocabulary")
 
@@ -408,7 +561,10 @@ def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(dataset, 
     assert capsys.readouterr().err.count("no samples: tokenizer gpt2") == 1
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+)
 def test_out_of_memory_names_a_pair_that_halves_it(error, dataset, tmp_path, monkeypatch):
     def full(*_, **__):
         raise error
@@ -435,7 +591,9 @@ def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_p
 
 @pytest.mark.slow
 def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_path):
-    options = dict(compile=True, dropout=0.1, gradient_accumulation_steps=3)  # 96 windows: the last is the next epoch's
+    options = dict(
+        compile=True, dropout=0.1, gradient_accumulation_steps=3
+    )  # 96 windows: the last is the next epoch's
     run_here(dataset, tmp_path / "straight", **options)
     run_here(dataset, tmp_path / "broken", **options, max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "broken", **options, init_from="resume")
@@ -446,21 +604,39 @@ def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(dataset, tmp_path, capsys):
+def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(
+    dataset, tmp_path, capsys
+):
     run_here(dataset, tmp_path / "straight")
     for max_iters, compile in ((3, False), (6, True), (8, False)):
-        run_here(dataset, tmp_path / "crossed", init_from="auto", max_iters=max_iters, compile=compile, lr_decay_iters=8)
+        run_here(
+            dataset,
+            tmp_path / "crossed",
+            init_from="auto",
+            max_iters=max_iters,
+            compile=compile,
+            lr_decay_iters=8,
+        )
     assert "another compile sums round differently" in capsys.readouterr().out
-    straight, crossed = ([r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "crossed"))
-    assert straight == pytest.approx(crossed, abs=1e-4)  # losses of ~4; fused kernels round differently
+    straight, crossed = (
+        [r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "crossed")
+    )
+    assert straight == pytest.approx(
+        crossed, abs=1e-4
+    )  # losses of ~4; fused kernels round differently
 
 
 def test_quickstart_command_makes_its_dataset(tmp_path):
     """The README's first command, cut to a few iterations, in an empty working directory."""
     code, out, err = run_process(
-        str(ROOT / "train.py"), str(ROOT / "config/quickstart.py"), "--max_iters=2", "--eval_tokens=256",
-        "--sample_tokens=8", "--n_layer=1", cwd=tmp_path,
-    )  # fmt: skip
+        str(ROOT / "train.py"),
+        str(ROOT / "config/quickstart.py"),
+        "--max_iters=2",
+        "--eval_tokens=256",
+        "--sample_tokens=8",
+        "--n_layer=1",
+        cwd=tmp_path,
+    )
     assert code == 0, err
     assert "preparing" in out and (tmp_path / "data/python_stdlib/manifest.json").exists()
     assert (tmp_path / "out/quickstart/ckpt-00000002.pt").exists() and "sample 2:" in out

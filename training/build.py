@@ -12,15 +12,35 @@ from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
-EAGER_LOSS_CHUNK = 1024  # compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there chunks pay
+EAGER_LOSS_CHUNK = (
+    1024  # compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there chunks pay
+)
 
 
 def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
     """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
-    names = ("model", "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "tie_weights", "flash",
-             "recompute")  # fmt: skip
-    vocab_size = saved["model_config"]["vocab_size"] if saved else pad_vocab(vocab, config.pad_vocab_multiple)
-    return GPTConfig(vocab_size=vocab_size, loss_chunk=loss_chunk(config), **{name: getattr(config, name) for name in names})
+    names = (
+        "model",
+        "block_size",
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "dropout",
+        "bias",
+        "tie_weights",
+        "flash",
+        "recompute",
+    )
+    vocab_size = (
+        saved["model_config"]["vocab_size"]
+        if saved
+        else pad_vocab(vocab, config.pad_vocab_multiple)
+    )
+    return GPTConfig(
+        vocab_size=vocab_size,
+        loss_chunk=loss_chunk(config),
+        **{name: getattr(config, name) for name in names},
+    )
 
 
 def loss_chunk(config: Config) -> int:
@@ -42,10 +62,17 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (config.beta1, config.beta2)
     if config.optimizer == "adamw":
-        groups = [dict(group, initial_lr=config.learning_rate) for group in decay_groups(model, config.weight_decay)]
+        groups = [
+            dict(group, initial_lr=config.learning_rate)
+            for group in decay_groups(model, config.weight_decay)
+        ]
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     roles = parameters_by_role(model)
-    muon = dict(initial_lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.muon_weight_decay)
+    muon = dict(
+        initial_lr=config.muon_lr,
+        momentum=config.muon_momentum,
+        weight_decay=config.muon_weight_decay,
+    )
     adam = dict(betas=betas, weight_decay=config.weight_decay)
     groups = [
         dict(muon, params=roles["matrices"], parts=1),
@@ -54,14 +81,19 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
         dict(adam, params=roles["head"], initial_lr=config.head_lr),
         dict(adam, params=roles["vectors"], initial_lr=config.vector_lr, weight_decay=0.0),
     ]
-    return Muon([dict(group, lr=group["initial_lr"]) for group in groups if group["params"]], dtype, fused)
+    return Muon(
+        [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]], dtype, fused
+    )
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+    groups = [
+        dict(params=decayed, weight_decay=weight_decay),
+        dict(params=others, weight_decay=0.0),
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -71,7 +103,9 @@ def count_parameters(config: GPTConfig) -> tuple[int, int]:
     with torch.device("meta"):  # shapes without memory
         model = build_model(config)
     total = sum(p.numel() for p in model.parameters())
-    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = {
+        id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)
+    }
     tables.pop(id(model.lm_head.weight), None)  # a tied embedding is a matrix too
     return total, total - sum(tables.values())
 

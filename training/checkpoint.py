@@ -47,7 +47,9 @@ def save(state: dict, path: Path) -> int:
         writer = HashingWriter(file)
         try:
             torch.save(state, writer)
-        except RuntimeError as error:  # torch's archive writer, closing after a failed write, complains in its place
+        except (
+            RuntimeError
+        ) as error:  # torch's archive writer, closing after a failed write, complains in its place
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         file.write(TRAILER + writer.sha256.hexdigest().encode())
         file.flush()
@@ -58,11 +60,17 @@ def save(state: dict, path: Path) -> int:
 
 
 def check_space(state: dict, folder: Path) -> None:
-    sizes = {leaf.data_ptr(): leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}  # tied ones once
+    sizes = {
+        leaf.data_ptr(): leaf.nbytes
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, torch.Tensor)
+    }  # tied ones once
     needed = sum(sizes.values()) + (1 << 20)
     free = free_bytes(folder)
     if free < needed:
-        raise OSError(f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB")
+        raise OSError(
+            f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB"
+        )
 
 
 def find_damage(path: Path) -> str:
@@ -79,7 +87,11 @@ def find_damage(path: Path) -> str:
         return error.strerror or str(error)
     if not trailer.startswith(TRAILER):
         return "cut short, or not written by this program"
-    return "" if trailer[len(TRAILER) :] == sha256.hexdigest().encode() else "its checksum does not match: bytes have changed"
+    return (
+        ""
+        if trailer[len(TRAILER) :] == sha256.hexdigest().encode()
+        else "its checksum does not match: bytes have changed"
+    )
 
 
 def load(path: Path) -> dict:
@@ -110,7 +122,9 @@ def load_newest(out_dir: Path) -> dict | None:
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
-        raise UserError(f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere")
+        raise UserError(
+            f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere"
+        )
     return None
 
 
@@ -121,7 +135,11 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     """
     paths = list_checkpoints(out_dir)
     kept = [path for path in paths if newest is None or path <= newest][-keep:] if keep else []
-    for path in [*(path for path in paths if path not in kept), *out_dir.glob("ckpt-????????.tmp"), out_dir / "best.tmp"]:
+    for path in [
+        *(path for path in paths if path not in kept),
+        *out_dir.glob("ckpt-????????.tmp"),
+        out_dir / "best.tmp",
+    ]:
         path.unlink(missing_ok=True)
 
 
@@ -146,9 +164,13 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / "lock", "wb")
         if not try_lock(lock):
-            raise UserError(f"out_dir: another run is writing to {out_dir}; stop that one first, or choose another --out_dir")
+            raise UserError(
+                f"out_dir: another run is writing to {out_dir}; stop that one first, or choose another --out_dir"
+            )
         if list_checkpoints(out_dir) != known:
-            raise UserError(f"out_dir: another run was writing to {out_dir} until now; the same command goes on from there")
+            raise UserError(
+                f"out_dir: another run was writing to {out_dir} until now; the same command goes on from there"
+            )
         if not os.access(out_dir, os.W_OK):
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
         if fresh:
@@ -162,4 +184,6 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
 
 
 def holds_run(out_dir: Path) -> bool:
-    return bool(list_checkpoints(out_dir)) or any((out_dir / name).exists() for name in ("metrics.jsonl", "best.pt"))
+    return bool(list_checkpoints(out_dir)) or any(
+        (out_dir / name).exists() for name in ("metrics.jsonl", "best.pt")
+    )

@@ -35,7 +35,9 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
     """
     for row in read_gpu_table():
         names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]
-        if name.removeprefix("NVIDIA ") in names and (not row["sm_count"] or int(row["sm_count"]) == sm_count):
+        if name.removeprefix("NVIDIA ") in names and (
+            not row["sm_count"] or int(row["sm_count"]) == sm_count
+        ):
             return row
     return None
 
@@ -56,9 +58,17 @@ def resolve_gpu(typed: str) -> dict[str, str]:
             found = (found if others == fewest else {}) | {f"{name}, {row['memory_gib']}GB": row}
             fewest = others
     if not found:
-        names = [row["name"].partition("|")[0].lower().removeprefix("nvidia ") for row in read_gpu_table()]
-        endings = [name.split(maxsplit=n)[-1] for name in names for n in range(3)]  # geforce rtx 4070, rtx 4070, 4070
-        hint = did_you_mean(typed.strip().lower(), endings) or "; write it as it stands there, such as 'RTX 4070'"
+        names = [
+            row["name"].partition("|")[0].lower().removeprefix("nvidia ")
+            for row in read_gpu_table()
+        ]
+        endings = [
+            name.split(maxsplit=n)[-1] for name in names for n in range(3)
+        ]  # geforce rtx 4070, rtx 4070, 4070
+        hint = (
+            did_you_mean(typed.strip().lower(), endings)
+            or "; write it as it stands there, such as 'RTX 4070'"
+        )
         raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{hint}")
     if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found.values()}) > 1:
         raise UserError(f"gpu: {typed!r} could be {' or '.join(map(repr, found))}")
@@ -67,9 +77,13 @@ def resolve_gpu(typed: str) -> dict[str, str]:
 
 def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
     """A table row's dense peak, TFLOP/s: fp32 products run at the TF32 rate where that is on and the card has it."""
-    if "UNVERIFIED" in row["note"].replace("spelling UNVERIFIED", ""):  # a doubt about an alias is none about the peak
+    if "UNVERIFIED" in row["note"].replace(
+        "spelling UNVERIFIED", ""
+    ):  # a doubt about an alias is none about the peak
         return None
-    columns = {torch.bfloat16: ["bf16_tflops"], torch.float16: ["fp16_tflops"]}.get(dtype, ["fp32_tflops"])
+    columns = {torch.bfloat16: ["bf16_tflops"], torch.float16: ["fp16_tflops"]}.get(
+        dtype, ["fp32_tflops"]
+    )
     if dtype == torch.float32 and tf32:
         columns.insert(0, "tf32_tflops")
     return next((float(row[column]) for column in columns if row[column]), None)
@@ -79,8 +93,9 @@ def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | Non
 # Memory
 
 
-def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool,
-                 optimizer: str = "adamw") -> dict[str, float]:
+def memory_bytes(
+    model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool, optimizer: str = "adamw"
+) -> dict[str, float]:
     """
     Memory that training with accumulated gradients takes, bytes by part: a model, counted from what autograd keeps until
     the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual stream at both
@@ -105,39 +120,63 @@ def memory_bytes(model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled
     tokens, element = batch_size * T, 2 if half else 4
     at_once = min(tokens, model.loss_chunk or tokens)
     head_gradient = element * C if compiled or at_once < tokens else 0  # while logits are alive
-    logits = ((element if compiled else 28 if fast else 12) * at_once + head_gradient) * model.vocab_size
-    activations = tokens * (model.n_layer * (4 * C if model.recompute else block) + (6 if half else 8) * C)  # and the last norm
+    logits = (
+        (element if compiled else 28 if fast else 12) * at_once + head_gradient
+    ) * model.vocab_size
+    activations = tokens * (
+        model.n_layer * (4 * C if model.recompute else block) + (6 if half else 8) * C
+    )  # and the last norm
     if model.recompute:
-        in_products -= (model.n_layer - 1) * 12 * C**2  # autocast's copies for the other blocks are gone
-        passing = ((28 if half else 47) if fast else (10 if half else 16)) * C  # gradients in the MLP
+        in_products -= (
+            (model.n_layer - 1) * 12 * C**2
+        )  # autocast's copies for the other blocks are gone
+        passing = (
+            (28 if half else 47) if fast else (10 if half else 16)
+        ) * C  # gradients in the MLP
         one_block = tokens * (block + passing) + (4 * n if compiled else 4 * element * C**2)
         activations = max(activations, tokens * model.n_layer * 4 * C + one_block - logits)
     return dict(
         weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
         gradients=4 * n,
-        optimizer=8 * n - (4 * 12 * model.n_layer * C**2 if optimizer == "muon" else 0),  # Adam's two moments, Muon's one
+        optimizer=8 * n
+        - (
+            4 * 12 * model.n_layer * C**2 if optimizer == "muon" else 0
+        ),  # Adam's two moments, Muon's one
         activations=activations,
         logits=logits,
         workspace=WORKSPACE_BYTES,
     )
 
 
-def fitting_batch(model: GPTConfig, sequences: int, capacity: float, dtype: torch.dtype, compiled: bool,
-                  optimizer: str = "adamw") -> int | None:
+def fitting_batch(
+    model: GPTConfig,
+    sequences: int,
+    capacity: float,
+    dtype: torch.dtype,
+    compiled: bool,
+    optimizer: str = "adamw",
+) -> int | None:
     """The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not even 1 does."""
     sizes = [b for b in range(1, sequences + 1) if sequences % b == 0]
     needed = {b: sum(memory_bytes(model, b, dtype, compiled, optimizer).values()) for b in sizes}
     return max((b for b in needed if needed[b] <= capacity), default=None)
 
 
-def out_of_memory_advice(config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1) -> str:
+def out_of_memory_advice(
+    config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1
+) -> str:
     """What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
     sequences = config.iter_sequences // world_size  # of one process
     smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:
         recompute = "" if model.recompute else "--recompute=True, "
         return f"out of memory with batch_size=1; {recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
-    b = min(fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1, smaller[-1])
+    b = min(
+        fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1,
+        smaller[-1],
+    )
     needed = sum(memory_bytes(model, b, dtype, config.compile, config.optimizer).values())
-    return (f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "
-            f"--batch_size={b} --gradient_accumulation_steps={sequences // b * world_size}")  # fmt: skip
+    return (
+        f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "
+        f"--batch_size={b} --gradient_accumulation_steps={sequences // b * world_size}"
+    )

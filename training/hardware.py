@@ -20,13 +20,23 @@ from common.console import warn
 from configurator import Config
 from training.gpus import find_row, row_peak
 
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))  # /tmp is emptied
-in_wsl = "microsoft" in platform.release().lower()  # where NVIDIA's driver may crash on what follows (pytorch 192330)
-if sys.platform == "linux" and not in_wsl and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name: the user's choice
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation, so larger batches fit
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor")
+)  # /tmp is emptied
+in_wsl = (
+    "microsoft" in platform.release().lower()
+)  # where NVIDIA's driver may crash on what follows (pytorch 192330)
+if (
+    sys.platform == "linux" and not in_wsl and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+):  # its older name: the user's choice
+    os.environ.setdefault(
+        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+    )  # less fragmentation, so larger batches fit
 
 GIB = 2**30
-PLAIN_BLOCK_SIZE = 512  # up to which plain attention in bfloat16 clearly beats the fused kernel on a CPU
+PLAIN_BLOCK_SIZE = (
+    512  # up to which plain attention in bfloat16 clearly beats the fused kernel on a CPU
+)
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
@@ -61,8 +71,12 @@ class Hardware:
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / GIB
-        if sys.platform == "linux":  # not ru_maxrss, which begins with what the parent process had in use
-            peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())  # a sandbox may leave it out
+        if (
+            sys.platform == "linux"
+        ):  # not ru_maxrss, which begins with what the parent process had in use
+            peak = re.search(
+                r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()
+            )  # a sandbox may leave it out
             return int(peak[1]) * 1024 / GIB if peak else None
         if sys.platform == "darwin":
             import resource
@@ -84,15 +98,23 @@ class Hardware:
         uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"  # the index is another's where devices are hidden
         try:
             nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-            failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
-            failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+            failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(
+                uuid.encode(), ctypes.byref(handle)
+            )
+            failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(
+                handle, ctypes.byref(millijoules)
+            )
         except (OSError, AttributeError):  # no such library, or an older one
             return None
         return None if failed else millijoules.value / 3.6e9
 
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
         """Model FLOPs utilisation as a fraction; not clamped; None where the peak is unknown."""
-        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices) if self.peak_tflops else None
+        return (
+            flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
+            if self.peak_tflops
+            else None
+        )
 
 
 def check_device(config: Config) -> list[str]:
@@ -105,9 +127,13 @@ def check_device(config: Config) -> list[str]:
     if not known:
         return [f"device: {config.device!r} is none of auto, cuda, cuda:N, mps, cpu"]
     if device.type == "cuda" and not torch.cuda.is_available():
-        return [f"device: {config.device} asked for, but torch {torch.__version__} sees no CUDA GPU; --device=cpu"]
+        return [
+            f"device: {config.device} asked for, but torch {torch.__version__} sees no CUDA GPU; --device=cpu"
+        ]
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return [f"device: there is no {config.device}; the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}"]
+        return [
+            f"device: there is no {config.device}; the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        ]
     if device.type == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but this is no Mac with Metal; --device=cpu"]
     return []
@@ -128,7 +154,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     """
     device = choose_device(config)
     if device.type == "cuda":
-        torch.cuda.set_device(device if device.index is not None else torch.device("cuda", local_rank))
+        torch.cuda.set_device(
+            device if device.index is not None else torch.device("cuda", local_rank)
+        )
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
@@ -136,7 +164,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with fixed workspaces
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS is deterministic only with fixed workspaces
         torch.use_deterministic_algorithms(True)
     if dtype == torch.float16 and device.type == "cpu":
         warn("float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16")
@@ -166,8 +196,14 @@ def best_device() -> str:
 def best_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware computes in it; a T4 claims support, but emulates (nanoGPT #525)."""
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float16
+        )
+    if device.type == "cpu" and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    ):
         return torch.bfloat16
     return torch.float32
 
@@ -196,7 +232,10 @@ def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | N
     """This device's dense peak for `dtype` in TFLOP/s; None where it is not known for sure."""
     if device.type != "cuda":
         return None
-    row = find_row(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).multi_processor_count)
+    row = find_row(
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_properties(device).multi_processor_count,
+    )
     return row_peak(row, dtype, tf32) if row else None
 
 
@@ -204,7 +243,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """In any of its forms: torch's own error, cuBLAS's or Triton's, the system's, or one inside what torch.compile raises."""
     while error is not None:
         text = str(error)
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in OUT_OF_MEMORY):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+            words in text for words in OUT_OF_MEMORY
+        ):
             return True
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return False
@@ -223,5 +264,8 @@ def speed_hints(config: Config, vocab_size: int, hw: Hardware) -> list[str]:
         ("n_embd / n_head, the head size,", config.n_embd // config.n_head, 8),
         ("the padded vocabulary", vocab_size, 64),
     )
-    return [f"hint: {what} is {size}, no multiple of {multiple}; tensor cores run it slower"
-            for what, size, multiple in sizes if size % multiple]  # fmt: skip
+    return [
+        f"hint: {what} is {size}, no multiple of {multiple}; tensor cores run it slower"
+        for what, size, multiple in sizes
+        if size % multiple
+    ]

@@ -12,7 +12,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
+NEWTON_SCHULZ = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
@@ -23,7 +27,9 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     nearly: singular values end between 0.7 and 1.2. The products run in `dtype`.
     """
     a, b, c = NEWTON_SCHULZ
-    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)  # now no singular value is above 1
+    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(
+        dtype
+    )  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
@@ -42,7 +48,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
         super().__init__(groups, dict(fused=fused))
         self.dtype = dtype
-        self._step_supports_amp_scaling = fused  # GradScaler then leaves skipping to us, and does not wait for the device
+        self._step_supports_amp_scaling = (
+            fused  # GradScaler then leaves skipping to us, and does not wait for the device
+        )
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -58,7 +66,9 @@ class Muon(torch.optim.Optimizer):
         With momentum mu and gradient g: m <- m + (1 - mu) (g - m), then the matrix moves by lr * sqrt(max(1, rows / cols))
         along the orthogonal matrix nearest to g + mu (m - g), Nesterov's look ahead, and decays by lr * weight_decay.
         """
-        skipped = torch.zeros((), device=group["params"][0].device) if found_inf is None else found_inf
+        skipped = (
+            torch.zeros((), device=group["params"][0].device) if found_inf is None else found_inf
+        )
         lr = group["lr"] * (1 - skipped)
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
         for p in group["params"]:
@@ -70,13 +80,19 @@ class Muon(torch.optim.Optimizer):
             g = torch.where(skipped.bool(), m, p.grad)
             m.lerp_(g, 1 - group["momentum"])
             p.mul_(1 - lr * group["weight_decay"])
-            for matrix, update in zip(p.chunk(group["parts"]), g.lerp(m, group["momentum"]).chunk(group["parts"])):
+            for matrix, update in zip(
+                p.chunk(group["parts"]), g.lerp(m, group["momentum"]).chunk(group["parts"])
+            ):
                 rows, cols = matrix.shape
                 if rows > cols:
                     matrix, update = matrix.mT, update.mT
-                by_shape.setdefault(matrix.shape, []).append((matrix, update, max(1, rows / cols) ** 0.5))
+                by_shape.setdefault(matrix.shape, []).append(
+                    (matrix, update, max(1, rows / cols) ** 0.5)
+                )
         for triples in by_shape.values():
-            directions = orthogonalize(torch.stack([update for _, update, _ in triples]), self.dtype)
+            directions = orthogonalize(
+                torch.stack([update for _, update, _ in triples]), self.dtype
+            )
             for (matrix, _, scale), direction in zip(triples, directions):
                 matrix.sub_(direction.float() * (lr * scale))  # float16 has no room for small rates
 
@@ -84,14 +100,34 @@ class Muon(torch.optim.Optimizer):
         params = [p for p in group["params"] if p.grad is not None]
         for p in params:
             if not self.state[p]:
-                zeros = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                zeros = dict(
+                    step=torch.zeros((), device=p.device),
+                    exp_avg=torch.zeros_like(p),
+                    exp_avg_sq=torch.zeros_like(p),
+                )
                 self.state[p].update(zeros)
         states = [self.state[p] for p in params]
-        exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        exp_avgs, exp_avg_sqs, steps = (
+            [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
         beta1, beta2 = group["betas"]
-        adamw(params, [p.grad for p in params], exp_avgs, exp_avg_sqs, [], steps, fused=group["fused"], found_inf=found_inf,
-              amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=ADAM_EPS,
-              maximize=False)  # fmt: skip
+        adamw(
+            params,
+            [p.grad for p in params],
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            fused=group["fused"],
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=ADAM_EPS,
+            maximize=False,
+        )
 
 
 def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -99,9 +135,13 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     matrices (of hidden layers), qkv (three in one), embedding (look-up tables), head and vectors. A head tied to the
     embedding counts as head. Raises ValueError for a parameter that has no role here.
     """
-    roles: dict[str, list[nn.Parameter]] = {role: [] for role in ("matrices", "qkv", "head", "embedding", "vectors")}
+    roles: dict[str, list[nn.Parameter]] = {
+        role: [] for role in ("matrices", "qkv", "head", "embedding", "vectors")
+    }
     modules = dict(model.named_modules())
-    names = {p: name for name, p in model.named_parameters(remove_duplicate=False)}  # a tied head under its last name
+    names = {
+        p: name for name, p in model.named_parameters(remove_duplicate=False)
+    }  # a tied head under its last name
     for p, name in names.items():
         owner = modules[name.rpartition(".")[0]]
         if name == "lm_head.weight":
@@ -113,6 +153,8 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         elif isinstance(owner, nn.Linear):
             role = "qkv" if name.endswith("c_attn.weight") else "matrices"
         else:
-            raise ValueError(f"{name}: neither a matrix, an embedding, the head nor a vector; Muon has no rule for it")
+            raise ValueError(
+                f"{name}: neither a matrix, an embedding, the head nor a vector; Muon has no rule for it"
+            )
         roles[role].append(p)
     return roles

@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import RunError, UserError, complain, end_process
 from configurator import Config, print_config
 
-TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
+TIMEOUT = timedelta(
+    minutes=10
+)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
 
 
 def meet(rank: int, world_size: int) -> dist.Store:
@@ -40,7 +42,9 @@ def meet(rank: int, world_size: int) -> dist.Store:
     missing = range(1, world_size)
     while missing := [other for other in missing if not store.check([f"{other} in {me}"])]:
         for other in missing:
-            if store.check([f"asked by {other}"]):  # the question of a dead one may lie there still: answered in vain
+            if store.check(
+                [f"asked by {other}"]
+            ):  # the question of a dead one may lie there still: answered in vain
                 store.set(f"answer to {store.get(f'asked by {other}').decode()}", me)
         time.sleep(0.01)
     return dist.PrefixStore(me, store)
@@ -50,12 +54,17 @@ class Ranks:
     """This process among those of the run, from torchrun's environment. Joins them at once."""
 
     def __init__(self) -> None:
-        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.rank, self.local_rank = (
+            int(os.environ.get("RANK", 0)),
+            int(os.environ.get("LOCAL_RANK", 0)),
+        )
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             store = meet(self.rank, self.world_size)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
+            )
 
     @property
     def first(self) -> bool:
@@ -64,7 +73,11 @@ class Ranks:
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model, its gradients averaged over all ranks where there are several."""
-        return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.world_size > 1 else model
+        return (
+            DistributedDataParallel(model, gradient_as_bucket_view=True)
+            if self.world_size > 1
+            else model
+        )
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -75,8 +88,10 @@ class Ranks:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
                 raise
             reason = str(error).partition("\n")[0]
-            raise RunError(f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
-                           f"between the machines") from None  # fmt: skip
+            raise RunError(
+                f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
+                f"between the machines"
+            ) from None
 
     def reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
         """Each value's sum (or op) over all ranks, in float64."""
@@ -121,9 +136,13 @@ class Ranks:
         n, problems = self.world_size, []
         if torch.cuda.is_available() and config.device != "cpu":
             if config.device not in ("auto", "cuda"):
-                problems.append(f"device: {config.device} for {n} processes; --device=cuda gives each its own")
+                problems.append(
+                    f"device: {config.device} for {n} processes; --device=cuda gives each its own"
+                )
             if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-                problems.append(f"nproc_per_node: more processes than the {torch.cuda.device_count()} GPUs here")
+                problems.append(
+                    f"nproc_per_node: more processes than the {torch.cuda.device_count()} GPUs here"
+                )
         return problems
 
     def check_share(self, steps: int) -> None:
@@ -139,7 +158,9 @@ class Ranks:
         everywhere = self.gather(value)
         different = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
         if different:
-            raise UserError(f"rank {different[0]} has another {what} than rank 0; start all processes with the same")
+            raise UserError(
+                f"rank {different[0]} has another {what} than rank 0; start all processes with the same"
+            )
 
     def leave(self, code: int) -> int:
         """The exit code; where there are several processes, this one ends with it here."""
@@ -159,12 +180,16 @@ class Signals:
         self.ranks, self.received, self.agreed = ranks, 0, 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a closed terminal, without nohup
+        if (
+            hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        ):  # a closed terminal, without nohup
             signal.signal(signal.SIGHUP, self.handle)
 
     def handle(self, number: int, frame) -> None:
         if self.received:
-            if time.monotonic() - self.since > 0.5:  # SLURM, systemd and torchrun between them send one stop twice
+            if (
+                time.monotonic() - self.since > 0.5
+            ):  # SLURM, systemd and torchrun between them send one stop twice
                 os._exit(128 + number)
             return
         self.received, self.since = number, time.monotonic()

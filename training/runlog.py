@@ -92,10 +92,18 @@ class RunLog:
     (iteration, last evaluation), the records that the run will write again are dropped, so that the file reads as one.
     """
 
-    def __init__(self, config: Config, ledger: Ledger, hw: Hardware, ranks: Ranks,
-                 resumed_at: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        hw: Hardware,
+        ranks: Ranks,
+        resumed_at: tuple[int, int] | None = None,
+    ):
         self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
-        after = resumed_at[0] + 1 if resumed_at else 0  # the evaluation before the resumed iteration stands
+        after = (
+            resumed_at[0] + 1 if resumed_at else 0
+        )  # the evaluation before the resumed iteration stands
         self.tracker = Tracker(config, wanted=ranks.first, purge_from=after)
         self.results: list[IterationResult] = []  # since the last line
         self.logged = dict(ledger.seconds)  # as of the last line
@@ -120,24 +128,47 @@ class RunLog:
     def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
         """The first lines: what is trained, on what, with what."""
         c, hw = self.config, self.hw
-        self.train_tokens = None if data.stream else len(data.train)  # a stream's nobody has counted
-        self.flops_per_token, train = flops_per_token(model), count(self.train_tokens) if self.train_tokens else "streamed"
+        self.train_tokens = (
+            None if data.stream else len(data.train)
+        )  # a stream's nobody has counted
+        self.flops_per_token, train = (
+            flops_per_token(model),
+            count(self.train_tokens) if self.train_tokens else "streamed",
+        )
         parameters, _ = count_parameters(model)
-        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, so mfu n/a (--peak_tflops sets it)"
+        peak = (
+            f"{hw.peak_tflops} TFLOP/s dense peak"
+            if hw.peak_tflops
+            else "peak unknown, so mfu n/a (--peak_tflops sets it)"
+        )
         dtype = str(hw.dtype).removeprefix("torch.")
-        say(f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> {model.vocab_size}, "
-            f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)")  # fmt: skip
+        say(
+            f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> {model.vocab_size}, "
+            f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
+        )
         say(f"device: {hw.name}, {dtype}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        say(f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
-            f"gradient_accumulation_steps {c.gradient_accumulation_steps}")  # fmt: skip
+        say(
+            f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
+            f"gradient_accumulation_steps {c.gradient_accumulation_steps}"
+        )
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         for hint in speed_hints(c, model.vocab_size, hw) if self.ranks.first else []:
             complain(hint)
-        self.record("start", iter=iter_num, config=config_values(c), parameters=parameters, device=hw.name, dtype=dtype,
-                    peak_tflops=hw.peak_tflops, flops_per_token=self.flops_per_token, tokens_per_iter=c.iter_tokens,
-                    world_size=self.ranks.world_size, torch=torch.__version__)  # fmt: skip
+        self.record(
+            "start",
+            iter=iter_num,
+            config=config_values(c),
+            parameters=parameters,
+            device=hw.name,
+            dtype=dtype,
+            peak_tflops=hw.peak_tflops,
+            flops_per_token=self.flops_per_token,
+            tokens_per_iter=c.iter_tokens,
+            world_size=self.ranks.world_size,
+            torch=torch.__version__,
+        )
 
     def steps(self, windows: ShuffledWindows) -> None:
         """
@@ -152,19 +183,32 @@ class RunLog:
         waited = seconds["data wait"] - self.logged["data wait"]
         elapsed = seconds["steps"] - self.logged["steps"] + waited
         (loss,) = self.ranks.reduce([last.losses.mean().item()])
-        elapsed, waited, mem_gib = self.ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
+        elapsed, waited, mem_gib = self.ranks.max(
+            [elapsed, waited, self.hw.peak_memory_gib() or 0.0]
+        )
         timed = sum(result.timed for result in self.results) or 1
         loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / timed, mem_gib or None
         tokens_per_sec = self.config.iter_tokens / step_seconds
         epoch = f"{last.tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
-        values = dict(iter=last.iter_num, tokens=last.tokens, loss=loss, lr=last.lr,
-                      grad_norm=last.grad_norm.item(), step_ms=1000 * step_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu,
-                      mem_gib=mem_gib, data_wait_ms=1000 * waited / timed)  # fmt: skip
-        say(f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
+        values = dict(
+            iter=last.iter_num,
+            tokens=last.tokens,
+            loss=loss,
+            lr=last.lr,
+            grad_norm=last.grad_norm.item(),
+            step_ms=1000 * step_seconds,
+            tokens_per_sec=tokens_per_sec,
+            mfu=mfu,
+            mem_gib=mem_gib,
+            data_wait_ms=1000 * waited / timed,
+        )
+        say(
+            f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
             f"mfu {'n/a' if mfu is None else f'{mfu:.2%}'}, tok/s {tokens_per_sec:,.0f}, lr {last.lr:.2e}, "
             f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {epoch}, "
-            f"mem {'n/a' if mem_gib is None else f'{mem_gib:.1f}GiB'}, eta {duration(self.eta(step_seconds))}")  # fmt: skip
+            f"mem {'n/a' if mem_gib is None else f'{mem_gib:.1f}GiB'}, eta {duration(self.eta(step_seconds))}"
+        )
         self.record("step", **values)
         self.mark_spike(last.iter_num, values["loss"])
         self.results.clear()
@@ -173,15 +217,22 @@ class RunLog:
     def mark_spike(self, iter_num: int, loss: float) -> None:
         """Warn of a loss far above the running mean of the lines before; one that is not finite is not taken into it."""
         if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
-            self.warn(iter_num, f"iter {iter_num}: loss spike, {loss:.4f} after a running mean of {self.mean_loss:.4f}")
+            self.warn(
+                iter_num,
+                f"iter {iter_num}: loss spike, {loss:.4f} after a running mean of {self.mean_loss:.4f}",
+            )
         if math.isfinite(loss):
             self.mean_loss = loss if self.mean_loss is None else 0.9 * self.mean_loss + 0.1 * loss
 
     def eta(self, step_seconds: float) -> float:
         """Seconds to the end: the iterations left, and the evaluations and checkpoints left at their mean price so far."""
         c, it = self.config, self.results[-1].iter_num
-        pauses = (self.ledger.seconds["evaluation"] + self.ledger.seconds["checkpoints"]) / (it // c.eval_interval + 1)
-        return (c.max_iters - it - 1) * step_seconds + (c.max_iters // c.eval_interval - it // c.eval_interval) * pauses
+        pauses = (self.ledger.seconds["evaluation"] + self.ledger.seconds["checkpoints"]) / (
+            it // c.eval_interval + 1
+        )
+        return (c.max_iters - it - 1) * step_seconds + (
+            c.max_iters // c.eval_interval - it // c.eval_interval
+        ) * pauses
 
     def check_skips(self, windows: ShuffledWindows) -> None:
         """
@@ -194,26 +245,47 @@ class RunLog:
             if good:
                 self.skips_in_a_row, self.halvings_in_a_row = 0, 0
                 continue
-            bad = (~result.losses.isfinite()).nonzero().flatten().tolist()  # of this rank's share of the micro-batches
+            bad = (
+                (~result.losses.isfinite()).nonzero().flatten().tolist()
+            )  # of this rank's share of the micro-batches
             mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
             first = -self.ranks.max([-mine])[0]
             if first == math.inf and self.halvings_in_a_row < normal_halvings:
                 self.halvings_in_a_row += 1
-                self.record("event", iter=result.iter_num, message="update skipped, the loss scale is halved")
+                self.record(
+                    "event",
+                    iter=result.iter_num,
+                    message="update skipped, the loss scale is halved",
+                )
                 continue
             self.skips_in_a_row += 1
-            where = windows.locate(result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size)
-            what = f"micro-batch {int(first)} reads" if first < math.inf else "all losses are finite; the iteration begins at"
-            self.warn(result.iter_num, f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}")
+            where = windows.locate(
+                result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size
+            )
+            what = (
+                f"micro-batch {int(first)} reads"
+                if first < math.inf
+                else "all losses are finite; the iteration begins at"
+            )
+            self.warn(
+                result.iter_num,
+                f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}",
+            )
             if self.skips_in_a_row >= self.config.max_skips:
-                error = RunError(f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
-                                 f"a lower learning_rate or dtype=float32 may help")  # fmt: skip
+                error = RunError(
+                    f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
+                    f"a lower learning_rate or dtype=float32 may help"
+                )
                 error.agreed = True  # all ranks have the same gradients
                 raise error
 
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float, seconds: float) -> None:
-        say(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, time {seconds:.1f}s")
-        self.record("eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds)
+        say(
+            f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, time {seconds:.1f}s"
+        )
+        self.record(
+            "eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds
+        )
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
@@ -232,13 +304,30 @@ class RunLog:
     def end(self, reason: str, iters: int, tokens: int) -> None:
         """The last lines: why the run ended, and where its wall time went."""
         total = self.ledger.total()
-        shares = ", ".join(f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.ledger.seconds.items() if s >= 0.05)
+        shares = ", ".join(
+            f"{name} {s:.1f}s ({s / total:.1%})"
+            for name, s in self.ledger.seconds.items()
+            if s >= 0.05
+        )
         say(f"time: {duration(total)} wall = {shares}")
         kwh = self.hw.energy_kwh()  # of this process's GPU, since the driver was loaded
         kwh = None if kwh is None or self.kwh_before is None else kwh - self.kwh_before
-        used = f"; {kwh:.3g} kWh measured on the {'first ' * (self.ranks.world_size > 1)}GPU since the start" if kwh else ""
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}{used}")
-        self.record("end", reason=reason, iters=iters, tokens=tokens, kwh=kwh, ledger=dict(self.ledger.seconds))
+        used = (
+            f"; {kwh:.3g} kWh measured on the {'first ' * (self.ranks.world_size > 1)}GPU since the start"
+            if kwh
+            else ""
+        )
+        say(
+            f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}{used}"
+        )
+        self.record(
+            "end",
+            reason=reason,
+            iters=iters,
+            tokens=tokens,
+            kwh=kwh,
+            ledger=dict(self.ledger.seconds),
+        )
         self.tracker.close()
 
     def against_plan(self, iters: int) -> str:
@@ -246,7 +335,12 @@ class RunLog:
         try:
             plan = json.loads((Path(self.config.out_dir) / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
-        except (OSError, ValueError, LookupError, TypeError):  # none, or one without an iteration time
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):  # none, or one without an iteration time
             return ""
         actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
         off = f" ({actual / planned - 1:+.1%})" if planned else ""
@@ -268,10 +362,18 @@ def read_records(lines: list[str]) -> list[dict]:
 def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
     """Rewrite metrics.jsonl without what a run resumed at iter_num says again, and without lines that are no records."""
     # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before that
-    last = dict(step=iter_num - 1, event=iter_num - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=iter_num)
+    last = dict(
+        step=iter_num - 1,
+        event=iter_num - 1,
+        eval=evaluated_at,
+        sample=evaluated_at,
+        checkpoint=iter_num,
+    )
     kept = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill can leave half a line at the end
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # a kill can leave half a line at the end
             record = json.loads(line)
             if record["kind"] != "end" and record["iter"] <= last.get(record["kind"], math.inf):
                 kept.append(line + b"\n")
@@ -279,7 +381,9 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
         with replacing(path) as file:
             file.writelines(kept)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; make room, then the same command goes on") from None
+        raise UserError(
+            f"{path}: {error.strerror}; make room, then the same command goes on"
+        ) from None
 
 
 def plain(value):

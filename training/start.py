@@ -13,9 +13,24 @@ from training.checkpoint import holds_run, list_checkpoints, load_newest
 from training.ranks import Ranks
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
-ROUNDING = ("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32", "batch_size",
-            "gradient_accumulation_steps")  # fmt: skip
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")  # with these a checkpoint stands
+ROUNDING = (
+    "device",
+    "dtype",
+    "compile",
+    "flash",
+    "loss_chunk",
+    "recompute",
+    "tf32",
+    "batch_size",
+    "gradient_accumulation_steps",
+)
+FIXED_ON_RESUME = (
+    *ARCHITECTURE,
+    "pad_vocab_multiple",
+    "optimizer",
+    "seed",
+    "stream",
+)  # with these a checkpoint stands
 
 
 class Start:
@@ -38,13 +53,19 @@ class Start:
         out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
         problems = []
         self.checkpoints = list_checkpoints(out_dir)
-        holds_another = self.ranks.from_first(holds_run, out_dir) and not (resuming or config.overwrite)
+        holds_another = self.ranks.from_first(holds_run, out_dir) and not (
+            resuming or config.overwrite
+        )
         if holds_another and config.eval_only and config.init_from == "scratch":
-            problems.append(f"init_from: scratch would evaluate random weights, not those of the run in {out_dir}; "
-                            f"--init_from=resume")  # fmt: skip
+            problems.append(
+                f"init_from: scratch would evaluate random weights, not those of the run in {out_dir}; "
+                f"--init_from=resume"
+            )
         elif holds_another and not config.eval_only:
-            problems.append(f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose another: "
-                            f"--out_dir=...; or delete it: --overwrite=True")  # fmt: skip
+            problems.append(
+                f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose another: "
+                f"--out_dir=...; or delete it: --overwrite=True"
+            )
         try:
             if resuming:
                 self.resumed = self.saved = self.ranks.from_first(load_newest, out_dir)
@@ -59,34 +80,55 @@ class Start:
         if self.saved:
             return problems + adopt(self.saved["model_config"], ARCHITECTURE, config)
         if config.init_from == "resume":
-            problems.append(f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where there is none")
+            problems.append(
+                f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where there is none"
+            )
         if config.init_from == "auto" and self.ranks.from_first(Path.exists, out_dir / "best.pt"):
-            problems.append(f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; --init_from={out_dir}/best.pt with another "
-                            f"--out_dir starts from its weights")  # fmt: skip
+            problems.append(
+                f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; --init_from={out_dir}/best.pt with another "
+                f"--out_dir starts from its weights"
+            )
         return problems
 
     def finished(self, config: Config) -> bool:
         """Whether the resumed run has nothing left to do; says so."""
         progress = self.resumed["progress"] if self.resumed else None
-        if not progress or config.eval_only or not progress["iter_num"] >= config.max_iters <= progress["evaluated_at"]:
+        if (
+            not progress
+            or config.eval_only
+            or not progress["iter_num"] >= config.max_iters <= progress["evaluated_at"]
+        ):
             return False
-        print(f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on")
+        print(
+            f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on"
+        )
         return True
 
     def say_what_changed(self, config: Config) -> None:
         """Print the keys that differ from the resumed checkpoint's, and whether the run goes on bit for bit."""
         values, saved = config_values(config), self.resumed["config"] if self.resumed else {}
-        changed = [name for name in values if saved.get(name, values[name]) != values[name] and name != "init_from"]
+        changed = [
+            name
+            for name in values
+            if saved.get(name, values[name]) != values[name] and name != "init_from"
+        ]
         for name in changed:
-            print(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})", flush=True)
+            print(
+                f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})",
+                flush=True,
+            )
         rounding = [name for name in changed if name in ROUNDING]
         if self.resumed and len(self.resumed["rng"]) != self.ranks.world_size:
             rounding.append("number of processes")
         horizon = self.resumed["progress"]["lr_horizon"] if self.resumed else config.max_iters
         if horizon != config.max_iters and "lr_decay_iters" not in config.given:
-            print(f"resume: the rate's decay still ends at iteration {horizon}; --lr_decay_iters={config.max_iters} moves that")
+            print(
+                f"resume: the rate's decay still ends at iteration {horizon}; --lr_decay_iters={config.max_iters} moves that"
+            )
         if rounding:
-            print(f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run")
+            print(
+                f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run"
+            )
 
 
 def read_pretrained(config: Config) -> dict:
@@ -101,8 +143,12 @@ def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
     problems = []
     for name in (name for name in names if name in saved):
         if name in config.given and getattr(config, name) != saved[name]:
-            source = "the checkpoint" if config.init_from in ("resume", "auto") else config.init_from
-            problems.append(f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of {source}; leave it out")
+            source = (
+                "the checkpoint" if config.init_from in ("resume", "auto") else config.init_from
+            )
+            problems.append(
+                f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of {source}; leave it out"
+            )
         setattr(config, name, saved[name])
     return problems
 

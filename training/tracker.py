@@ -21,7 +21,9 @@ class Tracker:
             if self.kind == "wandb":
                 import wandb
 
-                settings = dict(project=config.wandb_project, name=config.wandb_run_name, dir=config.out_dir)
+                settings = dict(
+                    project=config.wandb_project, name=config.wandb_run_name, dir=config.out_dir
+                )
                 self.writer = wandb.init(**settings, config=config_values(config))
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +43,11 @@ class Tracker:
         if self.writer is None or record["kind"] not in ("step", "eval"):
             return
         with self.forgiving():
-            numbers = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, int | float) and k != "iter"}
+            numbers = {
+                f"{record['kind']}/{k}": v
+                for k, v in record.items()
+                if isinstance(v, int | float) and k != "iter"
+            }
             if self.kind == "wandb":
                 self.writer.log(numbers, step=record["iter"])
             else:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_state, flags, load, records, run_here, run_process, start_process, write_dataset
+from conftest import (
+    ROOT,
+    assert_same_state,
+    flags,
+    load,
+    records,
+    run_here,
+    run_process,
+    start_process,
+    write_dataset,
+)
 
 import train
 from common.console import RunError, UserError
@@ -92,7 +102,9 @@ def full_disk_at(monkeypatch, iter_num: int) -> None:
     monkeypatch.setattr(checkpoint, "save", full)
 
 
-def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(dataset, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(
+    dataset, tmp_path, monkeypatch, capsys
+):
     full_disk_at(monkeypatch, 4)
     assert run_here(dataset, tmp_path, checkpoint_interval=2, keep_checkpoints=10, max_iters=8) == 0
     assert "checkpoint 4 failed" in capsys.readouterr().err
@@ -102,7 +114,9 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(d
 
 def scripted_losses(monkeypatch, *val_losses):
     """What evaluations find in the validation split, one after the other."""
-    losses = iter(loss for val_loss in val_losses for loss in (1.0, val_loss))  # the train split's comes first
+    losses = iter(
+        loss for val_loss in val_losses for loss in (1.0, val_loss)
+    )  # the train split's comes first
     monkeypatch.setattr(train.Run, "mean_loss", lambda *_, **__: next(losses))
 
 
@@ -111,18 +125,31 @@ def best_iter(out_dir) -> int:
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_the_best_of_the_saved_is_best_after_a_save_that_failed(always, dataset, tmp_path, monkeypatch):
+def test_the_best_of_the_saved_is_best_after_a_save_that_failed(
+    always, dataset, tmp_path, monkeypatch
+):
     full_disk_at(monkeypatch, 4)
     scripted_losses(monkeypatch, 9.0, 8.0, 5.0, 6.0, 7.0)
-    assert run_here(dataset, tmp_path, eval_interval=2, keep_checkpoints=9, always_save_checkpoint=always) == 0
-    assert best_iter(tmp_path) == 6 and (tmp_path / "ckpt-00000006.pt").samefile(tmp_path / "best.pt")
+    assert (
+        run_here(
+            dataset, tmp_path, eval_interval=2, keep_checkpoints=9, always_save_checkpoint=always
+        )
+        == 0
+    )
+    assert best_iter(tmp_path) == 6 and (tmp_path / "ckpt-00000006.pt").samefile(
+        tmp_path / "best.pt"
+    )
 
 
-def test_a_kill_between_a_checkpoint_and_its_mark_as_the_best_is_made_up_for(dataset, tmp_path, monkeypatch):
+def test_a_kill_between_a_checkpoint_and_its_mark_as_the_best_is_made_up_for(
+    dataset, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         scripted_losses(patch, 9.0, 8.0, 5.0)
         mark_best = checkpoint.mark_best
-        patch.setattr(checkpoint, "mark_best", lambda path: mark_best(path) if "02.pt" in path.name else None)
+        patch.setattr(
+            checkpoint, "mark_best", lambda path: mark_best(path) if "02.pt" in path.name else None
+        )
         run_here(dataset, tmp_path, eval_interval=2, max_iters=4)
     assert best_iter(tmp_path) == 2
     scripted_losses(monkeypatch, 6.0, 7.0)
@@ -130,11 +157,15 @@ def test_a_kill_between_a_checkpoint_and_its_mark_as_the_best_is_made_up_for(dat
     assert best_iter(tmp_path) == 4
 
 
-def test_a_run_that_still_saves_while_the_next_one_starts_loses_nothing(dataset, tmp_path, monkeypatch):
+def test_a_run_that_still_saves_while_the_next_one_starts_loses_nothing(
+    dataset, tmp_path, monkeypatch
+):
     open_data = train.open_data
 
     def slow(*args):
-        assert run_process("train.py", *flags(dataset, tmp_path))[0] == 0  # the other one, from its start to its end
+        assert (
+            run_process("train.py", *flags(dataset, tmp_path))[0] == 0
+        )  # the other one, from its start to its end
         return open_data(*args)
 
     monkeypatch.setattr(train, "open_data", slow)
@@ -174,7 +205,11 @@ def test_a_disk_too_small_for_the_first_checkpoint_ends_the_run_with_one_line(da
     )
     code, _, err = run_process("-c", limited, *flags(dataset, tmp_path))
     assert code == 1
-    assert err.splitlines()[-1].startswith("error: checkpoint 4: ") and "no older one" in err and "Traceback" not in err
+    assert (
+        err.splitlines()[-1].startswith("error: checkpoint 4: ")
+        and "no older one" in err
+        and "Traceback" not in err
+    )
     assert not list(tmp_path.glob("*.pt")) and not list(tmp_path.glob("*.tmp"))
 
 
@@ -195,7 +230,9 @@ def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
     tmp_path.chmod(0o555)
     code, _, err = run_process("-c", no_override, *flags(dataset, tmp_path, init_from="resume"))
     tmp_path.chmod(0o755)
-    assert code == 2 and err.splitlines() == [f"error: out_dir: {tmp_path}: read-only; choose another --out_dir"]
+    assert code == 2 and err.splitlines() == [
+        f"error: out_dir: {tmp_path}: read-only; choose another --out_dir"
+    ]
     assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
 
 
@@ -239,7 +276,13 @@ def test_resume_after_every_kind_of_damage_to_the_newest(dataset, tmp_path, caps
     content = newest.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 4
-    for damaged in (b"", content[: len(content) // 2], content[:-1], bytes(flipped), content + b"x"):
+    for damaged in (
+        b"",
+        content[: len(content) // 2],
+        content[:-1],
+        bytes(flipped),
+        content + b"x",
+    ):
         newest.write_bytes(damaged)
         assert run_here(dataset, tmp_path / "run", init_from="auto", keep_checkpoints=9) == 0
         assert "trying the one before" in capsys.readouterr().err
@@ -259,7 +302,11 @@ def test_nothing_that_lies_in_out_dir_runs_as_code(dataset, tmp_path, capsys):
             file.write(checkpoint.TRAILER + writer.sha256.hexdigest().encode())
     (tmp_path / "config.py").write_text("print('code ran')")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Evil()))
-    for init_from, out_dir in (("resume", tmp_path), ("auto", tmp_path), (tmp_path / "best.pt", tmp_path / "new")):
+    for init_from, out_dir in (
+        ("resume", tmp_path),
+        ("auto", tmp_path),
+        (tmp_path / "best.pt", tmp_path / "new"),
+    ):
         with pytest.raises(UserError):
             run_here(dataset, out_dir, init_from=init_from)
     assert "code ran" not in capsys.readouterr().out
@@ -283,7 +330,9 @@ def test_a_shard_cut_short_under_the_run_ends_it_with_a_checkpoint(tmp_path, mon
 
 
 def test_readmes_table_of_faults_names_tests_that_exist():
-    table = (ROOT / "README.md").read_text().partition("## What survives what")[2].partition("\n## ")[0]
+    table = (
+        (ROOT / "README.md").read_text().partition("## What survives what")[2].partition("\n## ")[0]
+    )
     named = re.findall(r"([\w/]+\.py)(?:::(test_\w+?)_?\.\.\.)?", table)
     assert len(named) > 10
     for file, test in named:

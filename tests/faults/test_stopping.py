@@ -43,9 +43,13 @@ MOMENTS = {
 
 @pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
-def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(moment, number, exit_code, dataset, tmp_path, monkeypatch):
+def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(
+    moment, number, exit_code, dataset, tmp_path, monkeypatch
+):
     options = dict(dropout=0.1, gradient_accumulation_steps=3, compile=True)
-    monkeypatch.setattr(torch, "compile", lambda model: model)  # its place in the run counts here, not its code
+    monkeypatch.setattr(
+        torch, "compile", lambda model: model
+    )  # its place in the run counts here, not its code
     with monkeypatch.context() as patch:
         send_at(patch, *moment, number)
         assert run_here(dataset, tmp_path / "broken", **options) == exit_code
@@ -55,8 +59,10 @@ def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(moment, numbe
     run_here(dataset, tmp_path / "straight", **options)
     assert_same_state(load(tmp_path / "broken", 8), load(tmp_path / "straight", 8))
     for kind in ("step", "eval"):
-        broken, straight = ([(r["iter"], r.get("loss"), r.get("val_loss")) for r in records(tmp_path / run, kind)]
-                            for run in ("broken", "straight"))  # fmt: skip
+        broken, straight = (
+            [(r["iter"], r.get("loss"), r.get("val_loss")) for r in records(tmp_path / run, kind)]
+            for run in ("broken", "straight")
+        )
         assert broken == straight
 
 
@@ -120,7 +126,9 @@ def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
 
 @pytest.mark.slow
 def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
-    options = dict(max_iters=500, eval_interval=50, checkpoint_interval=1, dropout=0.1, log_interval=5)
+    options = dict(
+        max_iters=500, eval_interval=50, checkpoint_interval=1, dropout=0.1, log_interval=5
+    )
     random.seed(0)
     kills = 0
     while kills < 30:
@@ -130,7 +138,9 @@ def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
         process.kill()
         process.communicate()
         kills += process.returncode == -signal.SIGKILL
-        assert process.returncode == -signal.SIGKILL, "the run ended before it was killed thirty times"
+        assert process.returncode == -signal.SIGKILL, (
+            "the run ended before it was killed thirty times"
+        )
     for run, init_from in (("broken", "auto"), ("straight", "scratch")):
         process = train_process(dataset, tmp_path / run, init_from=init_from, **options)
         process.communicate(timeout=300)
@@ -138,7 +148,9 @@ def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
     assert_same_state(load(tmp_path / "broken", 500), load(tmp_path / "straight", 500))
     steps = [r["iter"] for r in records(tmp_path / "broken", "step")]
     assert steps == sorted(set(steps))
-    assert torch.isfinite(torch.tensor([r["loss"] for r in records(tmp_path / "broken", "step")])).all()
+    assert torch.isfinite(
+        torch.tensor([r["loss"] for r in records(tmp_path / "broken", "step")])
+    ).all()
 
 
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
