@@ -7,8 +7,8 @@ Measure and plan training, with the very step that train.py runs.
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200     hours, memory, energy and cost before a run
     python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT       the same work in a checkout of nanoGPT
 
-Every mode takes config files and --key=value flags as train.py does; all but plan read random tokens where there is no
-dataset. Their own flags, beside --json=PATH:
+Every mode takes config files and --key=value flags as train.py does; all but plan read random
+tokens where there is no dataset. Their own flags, beside --json=PATH:
 
     step    --trials=5  --profile=TRACE.json (top kernels, and a trace for chrome://tracing)
     ladder  --trials=3  --png=PATH
@@ -54,7 +54,9 @@ MODES = {
 
 
 def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
-    """(the mode's own flags, None where not given; what is left for load_config). Raises UserError."""
+    """
+    (the mode's own flags, None where not given; what is left for load_config). Raises UserError.
+    """
     parser = Parser(add_help=False)
     for name in (*MODES[mode][1], "json"):
         parser.add_argument(f"--{name}", type=NUMBERS.get(name, str))

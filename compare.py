@@ -1,5 +1,6 @@
 """
-Pictures and tables of runs: which was faster, which learnt more, at equal iterations, tokens and hours.
+Pictures and tables of runs: which was faster, which learnt more, at equal iterations, tokens and
+hours.
 
     python compare.py out/gpt124m                       one run: its figures, and its picture in out/gpt124m/loss.png
     python compare.py out/a out/b --png=ab.png          side by side, a verdict for each row
@@ -23,7 +24,8 @@ from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
 from reports.records import RunRecords, read_metrics
 
-LOSS_NOISE = 0.005  # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
+# about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
+LOSS_NOISE = 0.005
 
 # -----------------------------------------------------------------------------
 # Side by side
@@ -31,7 +33,10 @@ LOSS_NOISE = 0.005  # about twice the spread over seeds of a 124M model's loss: 
 
 @dataclass
 class Row:
-    """One line of the table: a value per run (None where not known), how it reads, and how the best is told."""
+    """
+    One line of the table: a value per run (None where not known), how it reads, and how the best is
+    told.
+    """
 
     key: str
     label: str
@@ -95,7 +100,10 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
 
 
 def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
-    """Val loss at equal iterations, tokens and hours, and the tokens and hours to one loss: one that all runs reach."""
+    """
+    Val loss at equal iterations, tokens and hours, and the tokens and hours to one loss: one that
+    all runs reach.
+    """
     lower, less = (
         difference("{:.4f} lower", lower=True, noise=LOSS_NOISE),
         ratio("less", lower=True),
@@ -141,7 +149,9 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
 
 
 def figures_of(run: RunRecords) -> dict:
-    """What can be said of a run as a whole; means are over time, so that tok/s is tokens per time."""
+    """
+    What can be said of a run as a whole; means are over time, so that tok/s is tokens per time.
+    """
     step, timed = run.step, np.isfinite(run.step["step_ms"])
     seconds, pauses = (
         np.sum(step["seconds"]),
@@ -187,7 +197,10 @@ def loss_at(run: RunRecords, axis: str, x: float) -> float:
 
 
 def reach(x: np.ndarray, losses: np.ndarray, loss: float) -> float:
-    """Where on x the losses first come down to `loss`, between evaluations by a straight line; NaN: never."""
+    """
+    Where on x the losses first come down to `loss`, between evaluations by a straight line; NaN:
+    never.
+    """
     below = np.flatnonzero(losses <= loss)
     if not len(below):
         return math.nan
@@ -213,7 +226,10 @@ def ratio(word: str, lower: bool = False) -> Callable:
 
 
 def difference(form: str, lower: bool = False, noise: float = 0.0) -> Callable:
-    """A verdict such as "b 0.0134 lower": the best against the next best, if they differ by more than `noise`."""
+    """
+    A verdict such as "b 0.0134 lower": the best against the next best, if they differ by more than
+    `noise`.
+    """
 
     def judge(known: list[tuple[float, str]]) -> str:
         (best, name), (second, _) = sorted(known, reverse=not lower)[:2]
@@ -270,7 +286,10 @@ def print_table(rows: list[Row], runs: list[RunRecords]) -> None:
 
 
 def read_run(path: Path, gpu: str | None) -> RunRecords:
-    """A run from its folder, its metrics.jsonl, or nanoGPT's console output in a file. Raises UserError."""
+    """
+    A run from its folder, its metrics.jsonl, or nanoGPT's console output in a file. Raises
+    UserError.
+    """
     hint = "give the out_dir of a run, or a file with nanoGPT's output"
     if path.is_dir() and not (path / "metrics.jsonl").is_file():
         raise UserError(f"{path}: holds no metrics.jsonl; {hint}")
@@ -287,7 +306,10 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
 
 
 def mfu_on(gpu: str, run: RunRecords) -> np.ndarray:
-    """MFU of each step record, a fraction, had it run on this card. Raises UserError where the card is not known."""
+    """
+    MFU of each step record, a fraction, had it run on this card. Raises UserError where the card is
+    not known.
+    """
     import torch
 
     from training import gpus

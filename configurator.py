@@ -5,8 +5,9 @@ Configuration: every key, its default and its meaning, and the rules for overrid
     python train.py --help                                     every key with type, default and meaning
     python configurator.py config/x.py --lr_schedule=linear    print the resolved configuration as a config file
 
-A config file is Python. It is run with the values so far as its variables, so `lr_decay_iters = max_iters` works.
-The names are nanoGPT's wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.
+A config file is Python. It is run with the values so far as its variables, so `lr_decay_iters =
+max_iters` works. The names are nanoGPT's wherever nanoGPT has one, and so are the defaults, except
+device, dtype and lr_decay_iters.
 """
 
 import ast
@@ -31,7 +32,10 @@ def key(
     high: float = math.inf,
     group: str = "",
 ):
-    """One key: its default, its meaning, the values it may take (low and high included); `group` opens a new group."""
+    """
+    One key: its default, its meaning, the values it may take (low and high included); `group` opens
+    a new group.
+    """
     return field(
         default=default,
         metadata=dict(meaning=meaning, choices=choices, low=low, high=high, group=group),
@@ -218,8 +222,9 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
     """
     Build the Config from config files and --key=value flags, left to right.
 
-    `checks` are further functions from a Config to a list of problems (device, data), so that everything that is
-    wrong with a command line is reported together. Raises UserError with one line per problem.
+    `checks` are further functions from a Config to a list of problems (device, data), so that
+    everything that is wrong with a command line is reported together. Raises UserError with one
+    line per problem.
     """
     if "--help" in argv or "-h" in argv:
         print_help()
@@ -337,7 +342,10 @@ def parse(text: str, kind: type) -> Any:
 def set_value(
     values: dict[str, Any], name: str, value: Any, where: str, problems: list[str]
 ) -> None:
-    """Set a key, if the value fits it: a whole float serves as an int, an int as a float, 0 and 1 as booleans."""
+    """
+    Set a key, if the value fits it: a whole float serves as an int, an int as a float, 0 and 1 as
+    booleans.
+    """
     kind, choices, low, high = (
         FIELDS[name].type,
         *(FIELDS[name].metadata[k] for k in ("choices", "low", "high")),

@@ -5,8 +5,9 @@ Weights in and out: Hugging Face's GPT-2, nanoGPT's checkpoints, and this progra
     python convert.py ckpt-to-hf CKPT DIR              for AutoModelForCausalLM, AutoTokenizer and evaluation harnesses
     python convert.py nanogpt-to-ckpt IN.pt OUT.pt     nanoGPT's ckpt.pt
 
-CKPT is a checkpoint or the out_dir of a run. Train on from a converted file with --init_from=OUT.pt, sample from it
-with sample.py --init_from=OUT.pt. Nothing in a file that is read here is ever executed.
+CKPT is a checkpoint or the out_dir of a run. Train on from a converted file with
+--init_from=OUT.pt, sample from it with sample.py --init_from=OUT.pt. Nothing in a file that is read
+here is ever executed.
 """
 
 import json
@@ -22,14 +23,18 @@ from training.build import count_parameters
 from training.pretrained import GPT2_ONLY, TRANSPOSED, read_weights
 
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
-GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # OpenAI's, those tiktoken reads
+# OpenAI's, those tiktoken reads
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 # -----------------------------------------------------------------------------
 # Writing
 
 
 def write_hf(state: dict, folder: Path) -> None:
-    """The model as GPT2LMHeadModel, in float32: biases it has not are zeros, and the vocabulary's padding is cut off."""
+    """
+    The model as GPT2LMHeadModel, in float32: biases it has not are zeros, and the vocabulary's
+    padding is cut off.
+    """
     from safetensors.torch import save_file
 
     config, vocab, tokenizer = (
@@ -83,7 +88,10 @@ def write_hf(state: dict, folder: Path) -> None:
 
 
 def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
-    """GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or gets; False where it cannot."""
+    """
+    GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or gets; False where it
+    cannot.
+    """
     from tiktoken.load import read_file_cached
 
     try:

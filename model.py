@@ -1,9 +1,10 @@
 """
 GPT-2, the whole of it.
 
-Parameter names are nanoGPT's, so its checkpoints load as they are; the mathematics is GPT-2's (tanh GELU, learned
-positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in comments: B sequences of T tokens,
-C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
+Parameter names are nanoGPT's, so its checkpoints load as they are; the mathematics is GPT-2's (tanh
+GELU, learned positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in
+comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V =
+vocabulary.
 """
 
 import math
@@ -47,13 +48,18 @@ def pad_vocab(vocab_size: int, multiple: int) -> int:
 
 
 class KVCache:
-    """Keys and values of the tokens that one layer has seen, for generation: room for `capacity`, `length` filled."""
+    """
+    Keys and values of the tokens that one layer has seen, for generation: room for `capacity`,
+    `length` filled.
+    """
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in k and v of further tokens, (B, nh, T, hs) each; returns those of all tokens so far."""
+        """
+        Take in k and v of further tokens, (B, nh, T, hs) each; returns those of all tokens so far.
+        """
         if self.length == 0:
             B, nh, _, hs = k.shape
             self.k, self.v = (
@@ -69,8 +75,9 @@ def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """
-    F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs). In bfloat16
-    on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024 (results/cpu/kernels.json).
+    F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs).
+    In bfloat16 on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024
+    (results/cpu/kernels.json).
     """
     scores = (
         q * (q.size(-1) ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)
@@ -102,7 +109,8 @@ class CausalSelfAttention(nn.Module):
         )
         if cache is not None:
             k, v = cache.extend(k, v)
-        # A lone token, as generation has them, sees all before it; cuDNN would plan its fused kernel anew at each length
+        # A lone token, as generation has them, sees all before it; cuDNN would plan its fused
+        # kernel anew at each length
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -141,9 +149,9 @@ class Block(nn.Module):
 
 def mean_loss(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """
-    Cross-entropy of head(x), x (B, T, C), against targets (B, T), the mean in nats over those that are not -1. With a
-    chunk > 0 the logits of only so many tokens exist at once; the backward pass computes them again, for 2 C V more
-    FLOPs a token.
+    Cross-entropy of head(x), x (B, T, C), against targets (B, T), the mean in nats over those that
+    are not -1. With a chunk > 0 the logits of only so many tokens exist at once; the backward pass
+    computes them again, for 2 C V more FLOPs a token.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
     if not 0 < chunk < len(x):
@@ -183,8 +191,9 @@ class GPT(nn.Module):
 
     def init_weights(self) -> None:
         """
-        GPT-2's initialisation: N(0, 0.02), biases zero; the projections back into the residual stream by a further
-        1/sqrt(2 n_layer), so that the sum over 2 n_layer of them keeps its size (GPT-2 paper, section 2.3).
+        GPT-2's initialisation: N(0, 0.02), biases zero; the projections back into the residual
+        stream by a further 1/sqrt(2 n_layer), so that the sum over 2 n_layer of them keeps its size
+        (GPT-2 paper, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
@@ -197,8 +206,8 @@ class GPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
-        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B, T), in nats per token;
-        targets of -1 count for nothing. T may be anything up to block_size.
+        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
+        T), in nats per token; targets of -1 count for nothing. T may be anything up to block_size.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -206,7 +215,10 @@ class GPT(nn.Module):
         return mean_loss(self.lm_head, x, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the head reads."""
+        """
+        idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
+        head reads.
+        """
         past = caches[0].length if caches else 0
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
@@ -218,8 +230,8 @@ class GPT(nn.Module):
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """
-        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches. T is 1
-        unless the caches are empty.
+        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them;
+        extends the caches. T is 1 unless the caches are empty.
         """
         return self.lm_head(self.hidden(idx, caches)[:, -1])
 
@@ -240,12 +252,13 @@ def generate_stream(
     top_p: float = 1.0,
 ) -> Iterator[Tensor]:
     """
-    Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below `vocab` (the
-    vocabulary before padding) are drawn. temperature 0 takes the likeliest; top_k > 0 draws from the k likeliest;
-    top_p < 1 from the fewest that have this probability together.
+    Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below
+    `vocab` (the vocabulary before padding) are drawn. temperature 0 takes the likeliest; top_k > 0
+    draws from the k likeliest; top_p < 1 from the fewest that have this probability together.
 
-    Up to block_size tokens the past is cached. Beyond, each id follows from the last block_size tokens alone, all
-    computed anew: what is cached of a token knows of those that have left the window.
+    Up to block_size tokens the past is cached. Beyond, each id follows from the last block_size
+    tokens alone, all computed anew: what is cached of a token knows of those that have left the
+    window.
     """
     T, window = idx.size(1), model.config.block_size
     caches, new = [], idx

@@ -1,9 +1,11 @@
 """
-The fast model: GPT-2's size, and what public speed records have found to learn more from each token.
+The fast model: GPT-2's size, and what public speed records have found to learn more from each
+token.
 
-Same interface as model.py. Where it departs from GPT-2, one line says why and where it comes from; "records" are those
-of the modded-nanogpt speedrun, in which a change stays only if it shortens the run to the same loss. Shapes in comments:
-B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V = vocabulary.
+Same interface as model.py. Where it departs from GPT-2, one line says why and where it comes from;
+"records" are those of the modded-nanogpt speedrun, in which a change stays only if it shortens the
+run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of
+hs = C / nh channels, V = vocabulary.
 """
 
 import torch
@@ -14,20 +16,27 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPTConfig, KVCache, mean_loss, plain_attention
 
-ROTARY_BASE = 1024  # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts (records)
-LOGIT_CAP = 15.0  # logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
-ATTENTION_SCALE = 1.36  # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
+# the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts
+# (records)
+ROTARY_BASE = 1024
+# logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
+LOGIT_CAP = 15.0
+# / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
+ATTENTION_SCALE = 1.36
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension, without weights: the next matrix can scale as well (records)."""
+    """
+    RMSNorm (arXiv:1910.07467) over the last dimension, without weights: the next matrix can scale
+    as well (records).
+    """
     return F.rms_norm(x, (x.size(-1),))
 
 
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
-    Cosine and sine of each position's angles, (T, 1, hs / 2) each (RoFormer, arXiv:2104.09864). Half of the channel
-    pairs do not turn: they carry what does not depend on distance (records).
+    Cosine and sine of each position's angles, (T, 1, hs / 2) each (RoFormer, arXiv:2104.09864).
+    Half of the channel pairs do not turn: they carry what does not depend on distance (records).
     """
     turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
     angles = positions[:, None, None] * F.pad(turning, (0, head_size // 2 - len(turning)))
@@ -35,7 +44,10 @@ def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by their position's angles: q k^T then depends on distance."""
+    """
+    Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by their position's angles: q k^T then
+    depends on distance.
+    """
     real, imaginary = x.chunk(2, dim=-1)
     return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
 
@@ -110,8 +122,9 @@ class FastGPT(nn.Module):
 
     def init_weights(self) -> None:
         """
-        Embedding N(0, 1), as the norm after it asks for; matrices that read the stream N(0, 0.33 / fan_in); what writes to
-        it, and the head, zero: every block begins as the identity, and the first loss is ln V (muP, arXiv:2203.03466).
+        Embedding N(0, 1), as the norm after it asks for; matrices that read the stream N(0, 0.33 /
+        fan_in); what writes to it, and the head, zero: every block begins as the identity, and the
+        first loss is ln V (muP, arXiv:2203.03466).
         """
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "lm_head.weight", "bias")):
@@ -123,8 +136,9 @@ class FastGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
-        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B, T), in nats per token;
-        targets of -1 count for nothing. T may be anything; positions beyond block_size have not been trained on.
+        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
+        T), in nats per token; targets of -1 count for nothing. T may be anything; positions beyond
+        block_size have not been trained on.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -132,7 +146,9 @@ class FastGPT(nn.Module):
         return mean_loss(self.logits, x, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads."""
+        """
+        idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads.
+        """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
@@ -152,7 +168,7 @@ class FastGPT(nn.Module):
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """
-        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them; extends the caches. T is 1
-        unless the caches are empty.
+        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them;
+        extends the caches. T is 1 unless the caches are empty.
         """
         return self.logits(self.hidden(idx, caches)[:, -1])

@@ -6,7 +6,8 @@ Sample from a trained model.
     python sample.py --init_from=gpt2-xl --num_samples=1               OpenAI's weights
     python sample.py --init_from=out/gpt124m/best.pt --temperature=0   any file or folder that convert.py reads; greedy
 
-All samples are one batch; the first is printed as it comes, the others after it. A sample stops at the end of text.
+All samples are one batch; the first is printed as it comes, the others after it. A sample stops at
+the end of text.
 """
 
 import argparse
@@ -132,7 +133,10 @@ def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
 def stream_samples(
     model: GPT | FastGPT, idx: torch.Tensor, text: Tokenizer, vocab: int, args: argparse.Namespace
 ) -> list[list[int]]:
-    """Print the first sample while the batch grows; returns all samples' ids, the prompt's included, up to their end."""
+    """
+    Print the first sample while the batch grows; returns all samples' ids, the prompt's included,
+    up to their end.
+    """
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
     generator = torch.Generator(idx.device).manual_seed(args.seed)

@@ -7,8 +7,9 @@ Train a GPT.
     python train.py config/gpt124m_4070.py --init_from=resume  go on where a run stopped, as the card's config does anyway
     python train.py --help                                     every key
 
-One iteration is train_step() below: gradient_accumulation_steps micro-batches forward and backward, one update.
-Exit codes: 0 done, 1 failed while running, 2 bad configuration or data, 130/143 stopped by a signal after saving.
+One iteration is train_step() below: gradient_accumulation_steps micro-batches forward and backward,
+one update. Exit codes: 0 done, 1 failed while running, 2 bad configuration or data, 130/143 stopped
+by a signal after saving.
 """
 
 import time
@@ -68,9 +69,10 @@ def train_step(
     between_micro_steps: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """
-    One iteration: grad_accum micro-batches forward and backward (this rank's share), then one update, which is skipped
-    where a gradient is not finite. Returns the micro-batches' losses (grad_accum,) and the gradient norm before
-    clipping; both stay on the device, and nothing here waits for it.
+    One iteration: grad_accum micro-batches forward and backward (this rank's share), then one
+    update, which is skipped where a gradient is not finite. Returns the micro-batches' losses
+    (grad_accum,) and the gradient norm before clipping; both stay on the device, and nothing here
+    waits for it.
     """
     losses = []
     for micro_step in range(grad_accum):
@@ -104,7 +106,10 @@ def train_step(
 def evaluate(
     model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None
 ) -> tuple[float, int]:
-    """Sum of the loss over all tokens of `batches`, without dropout, in nats, and their number; leaves the model training."""
+    """
+    Sum of the loss over all tokens of `batches`, without dropout, in nats, and their number; leaves
+    the model training.
+    """
     losses, counts = [], []
     model.eval()
     try:
@@ -121,7 +126,10 @@ def evaluate(
 
 
 def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
-    """The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at iteration `horizon`."""
+    """
+    The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at
+    iteration `horizon`.
+    """
     if it < config.warmup_iters:
         return highest * (it + 1) / (config.warmup_iters + 1)
     if not config.decay_lr:
@@ -212,7 +220,10 @@ class Run:
                 checkpoint.mark_best(self.path())
 
     def restore(self, state: dict) -> None:
-        """Take over what a checkpoint holds besides weights, except hyper-parameters: those are the config's."""
+        """
+        Take over what a checkpoint holds besides weights, except hyper-parameters: those are the
+        config's.
+        """
         state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler.is_enabled() and state["scaler"]:
@@ -248,7 +259,8 @@ class Run:
             self.compile()
         self.step_model = self.ranks.data_parallel(self.compiled)  # averages gradients
         gc.collect()  # what compiling left
-        gc.freeze()  # the garbage collector would go through a million objects of torch's, again and again
+        # the garbage collector would go through a million objects of torch's, again and again
+        gc.freeze()
         self.ledger.switch("other")
         while True:
             done = p.iter_num >= c.max_iters or c.eval_only
@@ -316,7 +328,10 @@ class Run:
             return self.batches.ready()
 
     def compile(self) -> None:
-        """Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time holds it."""
+        """
+        Compilation is lazy: make it happen here, on throw-away data, so that no iteration's time
+        holds it.
+        """
         began = self.ledger.clock()
         block = torch.randint(self.data.vocab, (self.config.batch_size, self.config.block_size + 1))
         x, y = move(
@@ -343,7 +358,10 @@ class Run:
         say(f"compile: {self.ledger.clock() - began:.1f}s")
 
     def evaluate(self) -> bool:
-        """Losses on fixed windows of both splits, a sample and the picture; returns whether the val loss is the best so far."""
+        """
+        Losses on fixed windows of both splits, a sample and the picture; returns whether the val
+        loss is the best so far.
+        """
         c, p = self.config, self.progress
         self.settle()
         began = self.ledger.clock()
@@ -398,7 +416,10 @@ class Run:
             self.hw.synchronize()
 
     def rewind(self) -> None:
-        """Drop what was begun since the last whole iteration: its gradients and its use of random numbers."""
+        """
+        Drop what was begun since the last whole iteration: its gradients and its use of random
+        numbers.
+        """
         self.model.zero_grad(set_to_none=True)
         hardware.set_rng_state(self.rng, self.hw.device)
 
@@ -407,7 +428,10 @@ class Run:
         return self.out_dir / f"ckpt-{self.progress.iter_num:08}.pt"
 
     def save(self, last: bool = False) -> None:
-        """A checkpoint of the state after the last whole iteration. Raises RunError where it fails for good."""
+        """
+        A checkpoint of the state after the last whole iteration. Raises RunError where it fails for
+        good.
+        """
         p, began = self.progress, self.ledger.clock()
         if self.saved_at == p.iter_num or self.config.eval_only:
             return
@@ -421,7 +445,10 @@ class Run:
             p.best_val_loss, p.best_iter = self.best_before  # what best.pt holds
 
     def write(self, state: dict, path: Path, last: bool) -> int:
-        """The file's size; 0 where saving failed, an older checkpoint stands and there will be another try."""
+        """
+        The file's size; 0 where saving failed, an older checkpoint stands and there will be another
+        try.
+        """
         if not all(
             weights.isfinite().all() for weights in state["model"].values()
         ):  # in time they would replace the good ones

@@ -1,5 +1,6 @@
 """
-The ruler: a few seconds of the training that train.py does, timed. bench.py and the scripts of results/ measure with it.
+The ruler: a few seconds of the training that train.py does, timed. bench.py and the scripts of
+results/ measure with it.
 """
 
 import contextlib
@@ -79,7 +80,10 @@ class Trainee:
 
 
 def with_host_sync(trainee: Trainee) -> Trainee:
-    """Fetches each micro-step's loss to the host before the next one begins, as a loop that prints it does."""
+    """
+    Fetches each micro-step's loss to the host before the next one begins, as a loop that prints it
+    does.
+    """
     last = torch.zeros(())
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -126,7 +130,9 @@ def load_when_needed(
 
 
 def open_data(config: Config, folder: Path) -> Dataset:
-    """The config's dataset, or one of random tokens in `folder` where there is none. Raises UserError."""
+    """
+    The config's dataset, or one of random tokens in `folder` where there is none. Raises UserError.
+    """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         if problems := check_dataset(config):
             raise UserError(*problems)
@@ -147,8 +153,8 @@ def measure(
     examine: Callable[[Trainee], dict] = lambda trainee: {},
 ) -> dict:
     """
-    Train with random weights for a few seconds: compilation apart, then `trials` timed windows. `examine` may look
-    further at the trainee, and adds to the result. Raises OutOfMemory.
+    Train with random weights for a few seconds: compilation apart, then `trials` timed windows.
+    `examine` may look further at the trainee, and adds to the result. Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
     memory_before = hw.peak_memory_gib() or 0
@@ -197,7 +203,10 @@ def window_iters(seconds: float) -> int:
 
 @contextlib.contextmanager
 def readable_errors(config: Config):
-    """Out of memory, in any of its forms (a killed process too), and a torch.compile that does not work, as one line."""
+    """
+    Out of memory, in any of its forms (a killed process too), and a torch.compile that does not
+    work, as one line.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -213,8 +222,8 @@ def readable_errors(config: Config):
 
 def attempt(config: Config, **arguments) -> dict:
     """
-    measure() in a new process, so that neither memory nor compiled code is left from what ran before; with out_of_memory and
-    no rate where that happened.
+    measure() in a new process, so that neither memory nor compiled code is left from what ran
+    before; with out_of_memory and no rate where that happened.
     """
     with new_process() as pool:
         try:

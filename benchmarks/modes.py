@@ -73,7 +73,10 @@ def describe(r: dict) -> str:
 
 
 def matmul_tflops(hw: hardware.Hardware) -> float:
-    """The rate of a large square matrix product in hw.dtype, the best of several: what this device really reaches."""
+    """
+    The rate of a large square matrix product in hw.dtype, the best of several: what this device
+    really reaches.
+    """
     n = 8192 if hw.device.type == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype).unbind()
     fastest = math.inf
@@ -87,7 +90,10 @@ def matmul_tflops(hw: hardware.Hardware) -> float:
 
 
 def split_ms(trainee: Trainee, iters: int = 3) -> dict[str, float]:
-    """Milliseconds per iteration by part. Each part waits for the device, so they add up to a little more than a step."""
+    """
+    Milliseconds per iteration by part. Each part waits for the device, so they add up to a little
+    more than a step.
+    """
     seconds, since = dict(data=0.0, forward=0.0, backward=0.0, optimizer=0.0), 0.0
 
     def mark(part: str) -> None:
@@ -190,7 +196,10 @@ def with_batch(config: Config, batch_size: int) -> Config:
 
 
 def sweep_sizes(config: Config, given: str | None) -> list[int]:
-    """Micro-batches that divide an iteration's sequences, ascending: those given, else around the config's."""
+    """
+    Micro-batches that divide an iteration's sequences, ascending: those given, else around the
+    config's.
+    """
     sequences, b = config.iter_sequences, config.batch_size
     fits = [n for n in range(1, sequences + 1) if sequences % n == 0]
     if given is None:
@@ -225,7 +234,8 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # -----------------------------------------------------------------------------
 # ladder
 
-# Each row: its name, the config keys it changes, the arguments of measure() it changes. Changes stay for the rows below.
+# Each row: its name, the config keys it changes, the arguments of measure() it changes. Changes
+# stay for the rows below.
 LADDER = [
     (
         "float32",
@@ -252,7 +262,10 @@ LADDER = [
 
 
 def ladder(config: Config, options: dict) -> dict:
-    """Each row on top of those before it, at the config's micro-batch, and on CUDA again at the largest that fits."""
+    """
+    Each row on top of those before it, at the config's micro-batch, and on CUDA again at the
+    largest that fits.
+    """
     device, arguments = hardware.set_up(config).device, dict(trials=options["trials"] or 3)
     columns = ("first", "largest") if device.type == "cuda" else ("first",)
     wanted, rows = "auto" if config.dtype == "float32" else config.dtype, []

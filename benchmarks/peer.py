@@ -37,9 +37,10 @@ SAME_LOSS = (
 
 def main(config: Config, options: dict) -> dict:
     """
-    This model and nanoGPT's in turn, each in a process of its own, through the same train_step: same weights, batches,
-    dtype, compile setting and fused AdamW; as_shipped, nanoGPT in float32 without a fused update, which is what it does on
-    a CPU. Raises UserError where the work is not the same.
+    This model and nanoGPT's in turn, each in a process of its own, through the same train_step:
+    same weights, batches, dtype, compile setting and fused AdamW; as_shipped, nanoGPT in float32
+    without a fused update, which is what it does on a CPU. Raises UserError where the work is not
+    the same.
     """
     shipped, folder = options["as_shipped"], Path(options["nanogpt"] or "")
     if not options["nanogpt"] or not (folder / "model.py").is_file():
@@ -89,8 +90,8 @@ def take_turns(
     config: Config, theirs: Config, nanogpt: Path, fused: bool, trials: int
 ) -> tuple[dict, dict, dict]:
     """
-    For each side: its parameters and first loss, the seconds per iteration of each trial, and its memory in GiB. Raises
-    UserError where the sides do not do the same work.
+    For each side: its parameters and first loss, the seconds per iteration of each trial, and its
+    memory in GiB. Raises UserError where the sides do not do the same work.
     """
     with contextlib.ExitStack() as stack:
         folders = [
@@ -125,7 +126,10 @@ started: tuple[
 def start_side(
     config: Config, tokens: Path, nanogpt: Path | None = None, fused: bool = True
 ) -> dict:
-    """Build one side in this process and run its first iteration. nanoGPT's keeps the system's handling of memory."""
+    """
+    Build one side in this process and run its first iteration. nanoGPT's keeps the system's
+    handling of memory.
+    """
     global started
     hw = hardware.set_up(config, keep_memory=not nanogpt)
     before = 0 if hw.device.type == "cuda" else hw.peak_memory_gib() or 0
@@ -142,7 +146,10 @@ def start_side(
 
 
 def time_side(iters: int) -> tuple[float, float | None]:
-    """Seconds per iteration of the side in this process, and the most memory it has taken, GiB; None where unknown."""
+    """
+    Seconds per iteration of the side in this process, and the most memory it has taken, GiB; None
+    where unknown.
+    """
     side, before = started
     with readable_errors(side.config):
         if side.hw.device.type == "cuda":

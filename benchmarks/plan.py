@@ -3,8 +3,9 @@ The bill before the run: tokens, FLOPs, hours, memory, energy and cost, for any 
 
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200 --price_kwh=0.30
 
-The iteration time is given (--iter_seconds), taken from a run's log (--from_run=out/x), or estimated from the card's
-peak at an assumed MFU, with a range. Everything else is arithmetic, and each figure says what it rests on.
+The iteration time is given (--iter_seconds), taken from a run's log (--from_run=out/x), or
+estimated from the card's peak at an assumed MFU, with a range. Everything else is arithmetic, and
+each figure says what it rests on.
 """
 
 import math
@@ -31,7 +32,8 @@ from training.gpus import (
 )
 from training.runlog import read_records
 
-# What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %; A100 PCIe 32 %,
+# What compiled GPT-2 training reaches, as (low, likely, high): users' RTX 4070 logs 69 and 82 %;
+# A100 PCIe 32 %,
 # A100 SXM 60 %, H100 40 % (throughput published by llm.c and its readers).
 ASSUMED_MFU = {True: (0.45, 0.65, 0.85), False: (0.30, 0.40, 0.60)}  # is it a GeForce?
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
@@ -47,7 +49,10 @@ class Card:
 
 @dataclass
 class Pace:
-    """How long things take, in seconds; the range is for an iteration, `source` says where it comes from."""
+    """
+    How long things take, in seconds; the range is for an iteration, `source` says where it comes
+    from.
+    """
 
     iter_seconds: float | None
     low: float | None
@@ -90,7 +95,10 @@ def card_here(config: Config) -> Card:
 
 
 def given_pace(config: Config, iter_seconds: float, params: int, source: str = "given") -> Pace:
-    """An evaluation is forward passes alone, a third of training's work per token; a checkpoint is weights and moments."""
+    """
+    An evaluation is forward passes alone, a third of training's work per token; a checkpoint is
+    weights and moments.
+    """
     eval_seconds = iter_seconds * 2 * config.eval_size / config.iter_tokens / 3  # two splits
     return Pace(
         iter_seconds,
@@ -130,7 +138,10 @@ def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> P
 
 
 def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tuple[Pace, Card]:
-    """The median iteration of a run and its evaluations and checkpoints, scaled by tokens and GPUs; and the card it ran on."""
+    """
+    The median iteration of a run and its evaluations and checkpoints, scaled by tokens and GPUs;
+    and the card it ran on.
+    """
     file = run / "metrics.jsonl"
     records = (
         read_records(file.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -195,9 +206,10 @@ def make_plan(
     price_kwh: float | None = None,
 ) -> dict:
     """
-    All figures of a run as a flat dict, None where unknown. hours and kwh are the iterations alone, hours_total,
-    kwh_total and cost the evaluations and checkpoints too. watts is one GPU's draw; the rest of the machine is not in it.
-    Several GPUs share the work evenly; what averaging their gradients costs stands apart, as exchange_gb and link_gb_per_sec.
+    All figures of a run as a flat dict, None where unknown. hours and kwh are the iterations alone,
+    hours_total, kwh_total and cost the evaluations and checkpoints too. watts is one GPU's draw;
+    the rest of the machine is not in it. Several GPUs share the work evenly; what averaging their
+    gradients costs stands apart, as exchange_gb and link_gb_per_sec.
     """
     (params, n), flops = count_parameters(model), flops_per_token(model)
     tokens = config.iter_tokens * config.max_iters
@@ -347,7 +359,10 @@ def table_lines(plans: list[dict]) -> list[str]:
 
 
 def main(config: Config, options: dict) -> dict:
-    """`bench.py plan`: print the plan and return it for --json. `options` are its flags, None where not given."""
+    """
+    `bench.py plan`: print the plan and return it for --json. `options` are its flags, None where
+    not given.
+    """
     folder, gpus = dataset_folder(config.dataset), options["gpus"] or 1
     data = open_dataset(config.dataset) if folder.is_dir() and not config.stream else None
     vocab = data.vocab if data else GPT2_VOCAB

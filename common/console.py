@@ -16,7 +16,9 @@ from decimal import Decimal, InvalidOperation
 
 
 def say(line: str) -> None:
-    """Print to stdout. A console that has gone, or whose disk is full, costs its lines, never the run."""
+    """
+    Print to stdout. A console that has gone, or whose disk is full, costs its lines, never the run.
+    """
     try:
         print(line, flush=True)
     except OSError:
@@ -49,7 +51,10 @@ def count(number: float, digits: int = 3) -> str:
 
 
 def parse_count(text: str) -> int:
-    """A whole number above 0: 8, 10_000_000, 10M or 1e7. Raises what argparse turns into an error line."""
+    """
+    A whole number above 0: 8, 10_000_000, 10M or 1e7. Raises what argparse turns into an error
+    line.
+    """
     factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
     try:
         # Decimal, because 8.2 million is not a whole number in binary

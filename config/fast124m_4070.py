@@ -1,11 +1,14 @@
-# The fast recipe: GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB), 1.70B tokens instead of 10B. Nothing here was measured on
-# that card: its FLOPs per token are the classic's, so at the classic's 56,134 tokens/s it is 8.4 hours instead of 49.5.
+# The fast recipe: GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB), 1.70B tokens instead of 10B.
+# Nothing here was measured on
+# that card: its FLOPs per token are the classic's, so at the classic's 56,134 tokens/s it is 8.4
+# hours instead of 49.5.
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_4070.py
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and goes on after a stop
 
-model = "fast"  # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768

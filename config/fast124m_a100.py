@@ -1,10 +1,12 @@
-# The fast recipe: GPT-124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour. Nothing here was measured on that
+# The fast recipe: GPT-124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour. Nothing
+# here was measured on that
 # card: at the classic's published 115,000 to 180,000 tokens/s, 1.70B tokens take 2.6 to 4.1 hours.
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and goes on after a stop
 
-model = "fast"  # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768

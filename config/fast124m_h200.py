@@ -1,10 +1,12 @@
-# The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB). Nothing here was measured on that card yet.
+# The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB). Nothing here was measured on that
+# card yet.
 # Modelled: 400,000 to 580,000 tokens/s, so 1.70B tokens take 50 to 71 minutes.
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and goes on after a stop
 
-model = "fast"  # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768

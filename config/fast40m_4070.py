@@ -1,10 +1,12 @@
-# The fast recipe for 40M parameters in matrices on FineWeb-Edu with an RTX 4070 (12 GB). Nothing here was measured on that
+# The fast recipe for 40M parameters in matrices on FineWeb-Edu with an RTX 4070 (12 GB). Nothing
+# here was measured on that
 # card: at the classic's 134,433 tokens/s, 1.70B tokens take 3.5 hours instead of 22.
 out_dir = "out/fast40m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and goes on after a stop
 
-model = "fast"  # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+model = "fast"
 n_layer = 12
 n_head = 3  # heads of 128
 n_embd = 384

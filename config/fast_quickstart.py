@@ -1,4 +1,5 @@
-# The fast recipe on the quickstart's data: two minutes on two CPU cores, and a lower loss than config/quickstart.py's.
+# The fast recipe on the quickstart's data: two minutes on two CPU cores, and a lower loss than
+# config/quickstart.py's.
 # python train.py config/fast_quickstart.py
 out_dir = "out/fast_quickstart"
 dataset = "python_stdlib"  # made in seconds on the first run, no download

@@ -1,6 +1,7 @@
 # GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens, about 50 hours.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
-# Users measured 9,340 ms per iteration with this batch: 56,134 tokens/s, 82 % of the card's 58.3 TFLOP/s.
+# Users measured 9,340 ms per iteration with this batch: 56,134 tokens/s, 82 % of the card's 58.3
+# TFLOP/s.
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and goes on after a stop
@@ -16,7 +17,8 @@ n_head = 12
 n_embd = 768
 bias = False
 
-# GPT-3's rate for 125M parameters. The users' 3e-4 learns more slowly; their 1e-3 was for a model of a third the size
+# GPT-3's rate for 125M parameters. The users' 3e-4 learns more slowly; their 1e-3 was for a model
+# of a third the size
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3

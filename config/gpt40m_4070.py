@@ -1,5 +1,6 @@
 # A GPT of 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens, about 22 hours.
-# Users measured 3,900 ms per iteration with this batch: 134,433 tokens/s, 69 % of the card's 58.3 TFLOP/s.
+# Users measured 3,900 ms per iteration with this batch: 134,433 tokens/s, 69 % of the card's 58.3
+# TFLOP/s.
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
@@ -14,7 +15,8 @@ n_head = 6  # heads of 64
 n_embd = 384
 bias = False
 
-# narrower models stand higher rates: GPT-3's table goes from 6e-4 at 125M upwards in size to 6e-5, so 1e-3 at a third of it
+# narrower models stand higher rates: GPT-3's table goes from 6e-4 at 125M upwards in size to 6e-5,
+# so 1e-3 at a third of it
 learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 715

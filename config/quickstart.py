@@ -1,4 +1,5 @@
-# A small GPT on the Python standard library's own source code, byte by byte: two minutes on two CPU cores with bfloat16.
+# A small GPT on the Python standard library's own source code, byte by byte: two minutes on two CPU
+# cores with bfloat16.
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 dataset = "python_stdlib"  # made in seconds on the first run, no download

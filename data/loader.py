@@ -1,9 +1,11 @@
 """
-Tokens to the model: the order in which windows of a dataset are read, and micro-batches on the device.
+Tokens to the model: the order in which windows of a dataset are read, and micro-batches on the
+device.
 
-A training sequence is a window of block_size + 1 tokens of the training split, or of a stream (streaming.py). The order
-is a pure function of (seed, number of sequences consumed), so that number is all a resumed run needs, and batch size,
-accumulation and the number of processes only cut the same sequence of windows differently.
+A training sequence is a window of block_size + 1 tokens of the training split, or of a stream
+(streaming.py). The order is a pure function of (seed, number of sequences consumed), so that number
+is all a resumed run needs, and batch size, accumulation and the number of processes only cut the
+same sequence of windows differently.
 """
 
 import atexit
@@ -25,8 +27,9 @@ MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at 
 
 class WindowOrder:
     """
-    Where the n-th training sequence starts. An epoch is every window of the stream once, in a shuffled order; its
-    windows tile the stream from an offset of its own in [0, block_size), so that later epochs see other cuts.
+    Where the n-th training sequence starts. An epoch is every window of the stream once, in a
+    shuffled order; its windows tile the stream from an offset of its own in [0, block_size), so
+    that later epochs see other cuts.
     """
 
     def __init__(self, tokens: int, block_size: int, seed: int):
@@ -63,7 +66,10 @@ class ShuffledWindows:
         return WindowOrder(len(self.tokens), self.block_size, self.seed)
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """The windows of sequences `first` to first + count, (count, block_size + 1) int64. Raises RunError."""
+        """
+        The windows of sequences `first` to first + count, (count, block_size + 1) int64. Raises
+        RunError.
+        """
         return self.tokens.read_windows(
             [self.order.start(n) for n in range(first, first + count)], self.block_size + 1
         )
@@ -81,10 +87,12 @@ class ShuffledWindows:
 
 class TrainBatches:
     """
-    Endless iterator over micro-batches: inputs and targets, each (B, T) int64 on the device. Read ahead by a thread.
+    Endless iterator over micro-batches: inputs and targets, each (B, T) int64 on the device. Read
+    ahead by a thread.
 
-    With several processes, process `rank` of `world_size` takes each world_size-th micro-batch. `consumed` is the
-    number of sequences that all processes together have used up before the first batch.
+    With several processes, process `rank` of `world_size` takes each world_size-th micro-batch.
+    `consumed` is the number of sequences that all processes together have used up before the first
+    batch.
     """
 
     def __init__(
@@ -183,9 +191,10 @@ def eval_batches(
     world_size: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
     """
-    The fixed windows that an evaluation reads, as (inputs, targets, number of tokens): the first `tokens` of the
-    stream in order, or with `spread` as many windows evenly over the whole of it. The same tokens at any batch size
-    and number of processes: the last batches are filled up with targets of -1, which count for nothing.
+    The fixed windows that an evaluation reads, as (inputs, targets, number of tokens): the first
+    `tokens` of the stream in order, or with `spread` as many windows evenly over the whole of it.
+    The same tokens at any batch size and number of processes: the last batches are filled up with
+    targets of -1, which count for nothing.
     """
     T = config.block_size
     available = (len(stream) - 1) // T

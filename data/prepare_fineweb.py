@@ -1,11 +1,13 @@
 """
-Turn FineWeb-Edu, or any source of the same form, into token shards: the hub's files and local ones through the same code.
+Turn FineWeb-Edu, or any source of the same form, into token shards: the hub's files and local ones
+through the same code.
 
     python data/prepare_fineweb.py --tokens=1B                   the hub's sample-10BT -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --source='/disk/fineweb/*.parquet' --tokens=10B --out=data/fineweb_10B
     python data/prepare_fineweb.py --check data/fineweb_edu --tokens_per_iter=524288 --max_iters=20000
 
-Stopped in any way, the same command goes on after the last finished shard, and the files come out the same.
+Stopped in any way, the same command goes on after the last finished shard, and the files come out
+the same.
 """
 
 import argparse
@@ -113,7 +115,9 @@ def main(argv: list[str]) -> int | None:
 
 
 def begun_revision(folder: Path, title: str) -> str | None:
-    """The revision that an earlier start took from the hub: the dataset may have changed there since."""
+    """
+    The revision that an earlier start took from the hub: the dataset may have changed there since.
+    """
     begun = read_manifest(folder) if (folder / "manifest.json").exists() else {}
     return begun.get("revision") if begun.get("source") == title else None
 

@@ -1,12 +1,13 @@
 """
-Make a dataset from your own text, or, with no argument, from the Python standard library's sources (needs no download).
+Make a dataset from your own text, or, with no argument, from the Python standard library's sources
+(needs no download).
 
     python data/prepare_text.py                                   data/python_stdlib, about 4.4M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; a folder means all such files in it
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl and .parquet: the column `text`, a row a document
 
-A text file is one document. Validation is the first documents, as many as make up --val_fraction of the text; a single
-document is cut in two at a paragraph.
+A text file is one document. Validation is the first documents, as many as make up --val_fraction of
+the text; a single document is cut in two at a paragraph.
 """
 
 import argparse
@@ -32,8 +33,10 @@ from data.writer import Plan, prepare
 
 TEXT, ROWS = (".txt", ".md", ".py"), (".jsonl", ".parquet")
 
-# The standard library's modules that every CPython from 3.10 on has on every system, as source, at much the same size.
-# The validation modules are of many kinds and, together, about as predictable from the others as a module is on average.
+# The standard library's modules that every CPython from 3.10 on has on every system, as source, at
+# much the same size.
+# The validation modules are of many kinds and, together, about as predictable from the others as a
+# module is on average.
 VALIDATION = "textwrap trace csv socketserver gettext pprint email.generator json.decoder poplib compileall".split()
 TRAINING = """
 _collections_abc argparse ast asyncio.base_events asyncio.events asyncio.futures asyncio.locks asyncio.streams
@@ -65,7 +68,10 @@ def stdlib_files(names: list[str]) -> list[Path]:
 
 
 def find_files(arguments: list[str]) -> list[Path]:
-    """Files, folders and patterns as a list of files, in the order given, each folder sorted. Raises UserError."""
+    """
+    Files, folders and patterns as a list of files, in the order given, each folder sorted. Raises
+    UserError.
+    """
     files, problems = [], []
     for argument in arguments:
         found = (
@@ -120,7 +126,10 @@ def file_source(files: list[Path]) -> Source:
 
 
 def cut_in_two(source: Source, fraction: float) -> Source:
-    """A source of one document as one of two, cut after that share of it, where a paragraph ends, or else a line."""
+    """
+    A source of one document as one of two, cut after that share of it, where a paragraph ends, or
+    else a line.
+    """
     text = next(text for _, _, rows in source(0, 0) for text in rows if text)
     wanted = max(int(len(text) * fraction), 1)
     ends = [text.find(mark, wanted) + len(mark) for mark in ("\n\n", "\n") if mark in text[wanted:]]
@@ -129,7 +138,10 @@ def cut_in_two(source: Source, fraction: float) -> Source:
 
 
 def measure(source: Source) -> tuple[list[int], str]:
-    """Read everything once: the size of each document in bytes, and a hash of the whole. Raises UserError."""
+    """
+    Read everything once: the size of each document in bytes, and a hash of the whole. Raises
+    UserError.
+    """
     sizes, sha256 = [], hashlib.sha256()
     for _, _, rows in source(0, 0):
         for text in filter(None, rows):

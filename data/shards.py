@@ -1,8 +1,9 @@
 """
 Token datasets on the disk: opened, checked, and read as one stream of tokens per split.
 
-A dataset is a folder of shards, `*train*.bin` and `*val*.bin`, in any of three forms: ours (llm.c's format and a
-manifest.json), a folder of llm.c / modded-nanogpt shards, or nanoGPT's headerless train.bin and val.bin (+ meta.pkl).
+A dataset is a folder of shards, `*train*.bin` and `*val*.bin`, in any of three forms: ours (llm.c's
+format and a manifest.json), a folder of llm.c / modded-nanogpt shards, or nanoGPT's headerless
+train.bin and val.bin (+ meta.pkl).
 """
 
 import bisect
@@ -81,7 +82,10 @@ def allow_open_files(count: int) -> None:
 
 
 class TokenStream:
-    """The shards of one split as one stream. Plain reads, not a memory map: mapped pages count as the process's memory."""
+    """
+    The shards of one split as one stream. Plain reads, not a memory map: mapped pages count as the
+    process's memory.
+    """
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
@@ -106,7 +110,10 @@ class TokenStream:
         return number, position - (self.ends[number] - self.shards[number].tokens)
 
     def read(self, position: int, out: np.ndarray) -> None:
-        """Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises RunError."""
+        """
+        Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
+        RunError.
+        """
         filled = 0
         while filled < len(out):
             number, offset = self.locate(position + filled)
@@ -122,7 +129,10 @@ class TokenStream:
             filled += len(piece)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
-        """The windows that start at `positions`, (len(positions), length) int64, every token checked. Raises RunError."""
+        """
+        The windows that start at `positions`, (len(positions), length) int64, every token checked.
+        Raises RunError.
+        """
         block = np.empty((len(positions), length), dtype="<u2")
         for row, position in zip(block, positions):
             self.read(position, row)
@@ -173,7 +183,10 @@ def dataset_folder(name: str) -> Path:
 
 
 def open_dataset(name: str) -> Dataset:
-    """Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per problem."""
+    """
+    Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per
+    problem.
+    """
     folder = dataset_folder(name)
     if not folder.is_dir():
         command = (

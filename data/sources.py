@@ -15,8 +15,10 @@ from tqdm import tqdm
 
 from common.console import UserError
 
-# A source is opened at a document, by the number of its file and its row there, and yields batches from it on: file
-# number, row number of the batch's first document, and the documents' texts. Earlier rows than asked for do no harm.
+# A source is opened at a document, by the number of its file and its row there, and yields batches
+# from it on: file
+# number, row number of the batch's first document, and the documents' texts. Earlier rows than
+# asked for do no harm.
 Rows = list[str | None]
 Batch = tuple[int, int, Rows]
 Source = Callable[[int, int], Iterator[Batch]]
@@ -43,7 +45,9 @@ BACKOFF_SECONDS = (
 
 
 def local_files(source: str, flag: str = "--source") -> list[str]:
-    """The files of a path, folder or pattern, sorted by name. Raises UserError, which names the flag."""
+    """
+    The files of a path, folder or pattern, sorted by name. Raises UserError, which names the flag.
+    """
     paths = (
         [Path(source)]
         if os.path.exists(source)
@@ -75,7 +79,10 @@ def describe_files(files: list[str]) -> str:
 def hub_files(
     dataset: str, name: str | None, revision: str | None, flag: str = "--source"
 ) -> tuple[list[str], str]:
-    """The addresses of a hub dataset's training files, in its own order, and the revision they are from. Raises UserError."""
+    """
+    The addresses of a hub dataset's training files, in its own order, and the revision they are
+    from. Raises UserError.
+    """
     try:
         from huggingface_hub import HfApi
 
@@ -94,7 +101,10 @@ def hub_files(
 
 
 def quiet_datasets():
-    """The datasets library, its only messages those about lost connections; its errors reach us as exceptions."""
+    """
+    The datasets library, its only messages those about lost connections; its errors reach us as
+    exceptions.
+    """
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it calls a server, for local files too
@@ -111,9 +121,10 @@ def file_format(name: str) -> str | None:
 
 def read_rows(name: str, row: int, turns: Iterator[bool]) -> Iterator[tuple[int, Rows]]:
     """
-    The texts of a file, a path or an hf:// address, from `row` on: the number of the first one, and some texts. `turns`
-    says of each such batch whether to read it; the texts of one left out are None. Invalid UTF-8 becomes U+FFFD.
-    Raises UserError where there is no text, and whatever reading throws.
+    The texts of a file, a path or an hf:// address, from `row` on: the number of the first one, and
+    some texts. `turns` says of each such batch whether to read it; the texts of one left out are
+    None. Invalid UTF-8 becomes U+FFFD. Raises UserError where there is no text, and whatever
+    reading throws.
     """
     import pyarrow
 
@@ -135,9 +146,9 @@ def read_rows(name: str, row: int, turns: Iterator[bool]) -> Iterator[tuple[int,
 
 def parquet_columns(name: str):
     """
-    The column of texts in pieces: the number of a piece's first row, its rows, and what reads it before the next is asked for.
-    With pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer and, when it begins amid a
-    file, downloads what it skips.
+    The column of texts in pieces: the number of a piece's first row, its rows, and what reads it
+    before the next is asked for. With pyarrow alone: the datasets library reads some 300 MB ahead
+    of a slower consumer and, when it begins amid a file, downloads what it skips.
     """
     import pyarrow.parquet
     from huggingface_hub import HfFileSystem
@@ -199,9 +210,10 @@ def files_source(
     again_from: tuple[int, int] | None = None,
 ) -> Source:
     """
-    Parquet and jsonl files as a source. A file that fails is opened again at the same row after each wait of `backoff`.
-    Of each len(turns) batches those are read whose turn is true, the others' texts are None. The source ends with the
-    last file, or goes on for ever at the place `again_from`.
+    Parquet and jsonl files as a source. A file that fails is opened again at the same row after
+    each wait of `backoff`. Of each len(turns) batches those are read whose turn is true, the
+    others' texts are None. The source ends with the last file, or goes on for ever at the place
+    `again_from`.
     """
 
     def source(file: int, row: int) -> Iterator[Batch]:

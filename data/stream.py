@@ -1,10 +1,12 @@
 """
-Training straight from text: parquet or jsonl files, here or on the hub, tokenised on the way by worker processes.
+Training straight from text: parquet or jsonl files, here or on the hub, tokenised on the way by
+worker processes.
 
-The stream is the source's documents in their order, an end-of-text token before each, over and over. Its first whole
-documents, as many as an evaluation reads, are held out for validation, as preparation does it. Sequence n is the window of
-block_size + 1 tokens that begins n * block_size tokens behind them. So no number of workers, processes or sequences in a
-batch changes what is trained on, and a document and a number of tokens are all that a resumed run needs to go on.
+The stream is the source's documents in their order, an end-of-text token before each, over and
+over. Its first whole documents, as many as an evaluation reads, are held out for validation, as
+preparation does it. Sequence n is the window of block_size + 1 tokens that begins n * block_size
+tokens behind them. So no number of workers, processes or sequences in a batch changes what is
+trained on, and a document and a number of tokens are all that a resumed run needs to go on.
 """
 
 import bisect
@@ -54,8 +56,9 @@ killed: list[
 @dataclass(eq=False)
 class Pieces(IterableDataset):
     """
-    The source from the document (file, row) `first` on, for ever, in pieces of a few hundred documents: file, row of the
-    piece's first document, its tokens. Each of several workers takes every so-many-th piece, which DataLoader puts in order.
+    The source from the document (file, row) `first` on, for ever, in pieces of a few hundred
+    documents: file, row of the piece's first document, its tokens. Each of several workers takes
+    every so-many-th piece, which DataLoader puts in order.
     """
 
     files: list[str]
@@ -85,7 +88,10 @@ class Pieces(IterableDataset):
 
 
 def end_with_parent(worker: int) -> None:
-    """In a worker: end when the training process does, even if it is killed while this one starts, which torch would miss."""
+    """
+    In a worker: end when the training process does, even if it is killed while this one starts,
+    which torch would miss.
+    """
 
     def wait() -> None:
         parent_process().join()
@@ -99,7 +105,10 @@ def end_with_parent(worker: int) -> None:
 
 
 class Stream:
-    """The windows of a source in its order, from where a checkpoint's `position` says on, or from the beginning."""
+    """
+    The windows of a source in its order, from where a checkpoint's `position` says on, or from the
+    beginning.
+    """
 
     def __init__(
         self, pieces: Pieces, block_size: int, workers: int, identity: dict, position: dict
@@ -118,7 +127,10 @@ class Stream:
         self.anchors = [(self.begins, *pieces.first)]  # where in the stream some documents begin
 
     def position(self, n: int) -> dict:
-        """Where the n-th sequence begins, for a checkpoint: so many tokens after the beginning of a document."""
+        """
+        Where the n-th sequence begins, for a checkpoint: so many tokens after the beginning of a
+        document.
+        """
         begins, file, row = self.anchors[
             bisect.bisect_right(self.anchors, n * self.block_size, key=lambda a: a[0]) - 1
         ]
@@ -131,7 +143,10 @@ class Stream:
         return f"{self.dataset.files[place['file']]}, {place['token']:,} tokens after the beginning of row {place['row']:,}"
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """The windows of sequences `first` to first + count, (count, block_size + 1) int64, never backwards. RunError."""
+        """
+        The windows of sequences `first` to first + count, (count, block_size + 1) int64, never
+        backwards. RunError.
+        """
         begin, end = first * self.block_size, (first + count) * self.block_size + 1
         while self.begins + len(self.buffer) < end:
             file, row, tokens = self.next_piece()
@@ -174,8 +189,9 @@ class Stream:
 
     def start(self) -> None:
         """
-        Start the workers, in the thread that reads: torch would let the death of one raise in the middle of anything that
-        the main thread does. New processes, since a fork of one with running threads can hang.
+        Start the workers, in the thread that reads: torch would let the death of one raise in the
+        middle of anything that the main thread does. New processes, since a fork of one with
+        running threads can hang.
         """
         if hasattr(
             signal, "pthread_sigmask"
@@ -189,7 +205,8 @@ class Stream:
                 num_workers=self.workers,
                 multiprocessing_context="spawn" if self.workers else None,
                 worker_init_fn=end_with_parent,
-                generator=torch.Generator(),  # its own: drawing from torch's would change what dropout draws
+                # its own: drawing from torch's would change what dropout draws
+                generator=torch.Generator(),
             )
         )
 
@@ -197,7 +214,8 @@ class Stream:
         if workers := getattr(self.pieces, "_workers", ()):
             killed.append(self.pieces)
         for worker in workers:
-            worker.kill()  # left to end by itself in the midst of reading ahead, Arrow's threads abort it aloud
+            # left to end by itself in the midst of reading ahead, Arrow's threads abort it aloud
+            worker.kill()
 
 
 # -----------------------------------------------------------------------------
@@ -209,7 +227,10 @@ def is_on_hub(name: str) -> bool:
 
 
 def check_source(config: Config) -> list[str]:
-    """What is wrong with the source for this configuration, as far as it shows without the network (for load_config)."""
+    """
+    What is wrong with the source for this configuration, as far as it shows without the network
+    (for load_config).
+    """
     try:
         if not is_on_hub(config.dataset):
             local_files(config.dataset, "--dataset")
@@ -220,8 +241,9 @@ def check_source(config: Config) -> list[str]:
 
 def open_stream(config: Config, position: dict | None = None) -> Dataset:
     """
-    Open the source that config.dataset names (files, a folder, a pattern, or ORG/NAME[:CONFIG] on the hub), at a checkpoint's
-    `position` where there is one, and read what evaluations need of it. Raises UserError.
+    Open the source that config.dataset names (files, a folder, a pattern, or ORG/NAME[:CONFIG] on
+    the hub), at a checkpoint's `position` where there is one, and read what evaluations need of it.
+    Raises UserError.
     """
     position, name = position or {}, config.dataset
     if is_on_hub(name):
@@ -259,8 +281,8 @@ def read_first(
     source: Source, tokenizer: Tokenizer, wanted: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """
-    The first whole documents that make up `wanted` tokens, as many tokens of those after them, and the file and row
-    where these begin.
+    The first whole documents that make up `wanted` tokens, as many tokens of those after them, and
+    the file and row where these begin.
     """
     val, train, begin = [], [], (0, 0)
     held_out = ahead = 0

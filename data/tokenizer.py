@@ -15,9 +15,9 @@ GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
 
 class Tokenizer:
     """
-    `spec` is what a dataset or a checkpoint says of its tokenizer: kind gpt2 | byte | char, and for char its table
-    `itos`. Byte 0, which no text needs, is the byte tokenizer's end-of-text. Raises UserError where tiktoken cannot
-    get its vocabulary.
+    `spec` is what a dataset or a checkpoint says of its tokenizer: kind gpt2 | byte | char, and for
+    char its table `itos`. Byte 0, which no text needs, is the byte tokenizer's end-of-text. Raises
+    UserError where tiktoken cannot get its vocabulary.
     """
 
     encode: Callable[
@@ -62,7 +62,10 @@ def gpt2_bpe():
 
 
 def read_meta(path: Path) -> dict:
-    """nanoGPT's meta.pkl. A pickle can run code when it is loaded: this reads plain containers and refuses the rest."""
+    """
+    nanoGPT's meta.pkl. A pickle can run code when it is loaded: this reads plain containers and
+    refuses the rest.
+    """
 
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module, name):

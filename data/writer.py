@@ -1,10 +1,12 @@
 """
-Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py have in common.
+Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py have
+in common.
 
-Documents keep the source's order, an end-of-text token before each; null and empty ones are skipped. The first whole
-documents are the validation split, the rest is training. A shard is written when it is full, and after it the manifest,
-which also says where in the source the next shard begins. So an interrupted preparation goes on at the last finished
-shard, and its files come out the same, byte for byte, however often it was interrupted and with any number of workers.
+Documents keep the source's order, an end-of-text token before each; null and empty ones are
+skipped. The first whole documents are the validation split, the rest is training. A shard is
+written when it is full, and after it the manifest, which also says where in the source the next
+shard begins. So an interrupted preparation goes on at the last finished shard, and its files come
+out the same, byte for byte, however often it was interrupted and with any number of workers.
 """
 
 import hashlib
@@ -56,7 +58,10 @@ GO_ON = "the same command goes on after the last finished shard"
 
 @dataclass
 class Plan:
-    """What a data folder is to hold. Validation is over when both val_tokens and val_documents are reached."""
+    """
+    What a data folder is to hold. Validation is over when both val_tokens and val_documents are
+    reached.
+    """
 
     folder: Path
     source: str  # as the user named it
@@ -89,7 +94,10 @@ class Plan:
 
 
 def prepare(plan: Plan, source: Source, workers: int) -> int:
-    """Fill plan.folder from the source, or go on where an earlier start stopped. Returns the exit code."""
+    """
+    Fill plan.folder from the source, or go on where an earlier start stopped. Returns the exit
+    code.
+    """
     writer = ShardWriter(plan)
     if writer.manifest["complete"]:
         print(f"{describe(plan.folder, writer.manifest)}: nothing to do")
@@ -141,9 +149,10 @@ def describe(folder: Path, manifest: dict) -> str:
 
 def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int):
     """
-    Tokenise on `workers` threads (tiktoken releases the GIL) and keep the order: yields file number, first row and
-    the tokens of each document. Enough is read ahead for the threads to go on while the source downloads or a shard
-    is written, and little enough for memory not to grow with the source.
+    Tokenise on `workers` threads (tiktoken releases the GIL) and keep the order: yields file
+    number, first row and the tokens of each document. Enough is read ahead for the threads to go on
+    while the source downloads or a shard is written, and little enough for memory not to grow with
+    the source.
     """
     pool, pending = ThreadPoolExecutor(workers, thread_name_prefix="encode"), deque()
     try:
@@ -170,7 +179,9 @@ def split_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def encode_rows(rows: Rows, tokenizer: Tokenizer) -> list[np.ndarray | None]:
-    """The tokens of each document, uint16, end-of-text first; None for one that is null or empty."""
+    """
+    The tokens of each document, uint16, end-of-text first; None for one that is null or empty.
+    """
     encoded: list[np.ndarray | None] = []
     for text in rows:
         ids = tokenizer.encode(text) if text else ()
@@ -188,7 +199,10 @@ def encode_rows(rows: Rows, tokenizer: Tokenizer) -> list[np.ndarray | None]:
 
 
 class ShardWriter:
-    """A data folder in the making: takes tokenised documents in order and writes each shard as it fills up."""
+    """
+    A data folder in the making: takes tokenised documents in order and writes each shard as it
+    fills up.
+    """
 
     def __init__(self, plan: Plan):
         self.plan, self.folder = plan, plan.folder
@@ -214,7 +228,10 @@ class ShardWriter:
         return self.totals["val"] >= self.plan.val_tokens and documents >= self.plan.val_documents
 
     def add(self, tokens: np.ndarray, file: int, row: int, done: int = 0) -> None:
-        """Take the document at that place in the source, whose first `done` tokens are in finished shards already."""
+        """
+        Take the document at that place in the source, whose first `done` tokens are in finished
+        shards already.
+        """
         self.documents += done == 0
         while done < len(tokens) and not self.has_all:
             room = self.plan.shard_tokens - self.filled
@@ -232,7 +249,10 @@ class ShardWriter:
             self.split = "train"
 
     def finish_shard(self, next_place: dict | None = None) -> None:
-        """Write the shard, then the manifest that names it and the place where the next begins. Raises RunError."""
+        """
+        Write the shard, then the manifest that names it and the place where the next begins. Raises
+        RunError.
+        """
         if self.filled:
             name = f"{self.split}_{len(self.manifest['shards']):06d}.bin"
             with clean_errors(self.folder / name):
@@ -247,7 +267,10 @@ class ShardWriter:
             write_manifest(self.folder, self.manifest)
 
     def complete(self) -> None:
-        """The source has ended, or enough tokens are there. Raises RunError where none are left for training."""
+        """
+        The source has ended, or enough tokens are there. Raises RunError where none are left for
+        training.
+        """
         if not self.totals["train"]:  # leave nothing that looks like a dataset
             for name in [shard["name"] for shard in self.manifest["shards"]] + ["manifest.json"]:
                 (self.folder / name).unlink()
@@ -275,7 +298,10 @@ class ShardWriter:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the file's sha256."""
+    """
+    Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the
+    file's sha256.
+    """
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
     body = np.ascontiguousarray(tokens, dtype="<u2")
@@ -306,7 +332,10 @@ def clean_errors(path: Path) -> Iterator[None]:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace manifest.json in one step, after what it names is safe on the disk. "next" is kept only while unfinished."""
+    """
+    Replace manifest.json in one step, after what it names is safe on the disk. "next" is kept only
+    while unfinished.
+    """
     content = {
         key: value for key, value in manifest.items() if key != "next" or not manifest["complete"]
     }
@@ -318,8 +347,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     """
-    The manifest to go on with, a new one or that of an earlier start of the same preparation, and, unless it is complete,
-    what keeps other preparations out as long as it is open. Raises UserError.
+    The manifest to go on with, a new one or that of an earlier start of the same preparation, and,
+    unless it is complete, what keeps other preparations out as long as it is open. Raises
+    UserError.
     """
     folder, manifest = plan.folder, plan.manifest()
     if (folder / "manifest.json").exists():
@@ -389,7 +419,10 @@ def check_space(plan: Plan, done: int) -> None:
 
 
 def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None:
-    """Hold a data folder against its manifest and print what it holds. Raises UserError with a line per problem."""
+    """
+    Hold a data folder against its manifest and print what it holds. Raises UserError with a line
+    per problem.
+    """
     folder = dataset_folder(name)
     if not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: has no manifest.json to check it against")

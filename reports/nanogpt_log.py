@@ -29,9 +29,10 @@ PRODUCT = re.compile(
 
 def read_nanogpt_log(path: Path) -> RunRecords:
     """
-    What nanoGPT prints, or the part of it that was kept. Its iteration times hold evaluation and checkpoint where there
-    was one: there, what exceeds the median is booked as evaluation. Its MFU is relative to an A100, so it is not taken
-    over; the model's FLOPs per token come from what is printed of its configuration, else from that MFU.
+    What nanoGPT prints, or the part of it that was kept. Its iteration times hold evaluation and
+    checkpoint where there was one: there, what exceeds the median is booked as evaluation. Its MFU
+    is relative to an A100, so it is not taken over; the model's FLOPs per token come from what is
+    printed of its configuration, else from that MFU.
     """
     steps, evals, saved, config, start = {}, {}, {}, {}, dict(kind="start")
     matmul_parameters = math.nan
@@ -91,7 +92,8 @@ def complete_nanogpt_run(run: RunRecords, matmul_parameters: float) -> None:
     step["tokens_per_sec"] = run.tokens_per_iter / step["step_ms"] * 1e3
     printed_mfu = median(step["mfu"][step["mfu"] > 0]) / 100
     step["mfu"] = np.full(len(evaluated), math.nan)
-    # Of several cards, tokens are those of all and its MFU is that of one. Only roughly: evaluations pull its mean down
+    # Of several cards, tokens are those of all and its MFU is that of one. Only roughly:
+    # evaluations pull its mean down
     flops_per_card = (
         printed_mfu * NANOGPT_PEAK_FLOPS * median(step["step_ms"]) / 1e3 / run.tokens_per_iter
     )

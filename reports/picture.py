@@ -26,7 +26,10 @@ COLORS = BLUE, RED, GREEN, *_, GREY = (
 
 @np.errstate(all="ignore")  # odd records divide by zero, which is NaN and so not known
 def draw_run(out_dir: Path) -> Path:
-    """Draw out_dir/metrics.jsonl as out_dir/loss.png. It is called in the middle of a run, so trouble is only a warning."""
+    """
+    Draw out_dir/metrics.jsonl as out_dir/loss.png. It is called in the middle of a run, so trouble
+    is only a warning.
+    """
     path = out_dir / "loss.png"
     try:
         save_picture([read_metrics(out_dir / "metrics.jsonl", most_steps=6_000)], path)
@@ -40,7 +43,10 @@ def draw_run(out_dir: Path) -> Path:
 
 
 def save_picture(runs: list[RunRecords], path: Path) -> None:
-    """Write a PNG, all or nothing: one run's losses, checkpoints and speed, or several runs against tokens and hours."""
+    """
+    Write a PNG, all or nothing: one run's losses, checkpoints and speed, or several runs against
+    tokens and hours.
+    """
     from matplotlib.figure import (
         Figure,
     )  # not pyplot, which keeps every figure and may look for a screen
@@ -54,7 +60,10 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
 
 
 def draw_one(figure, run: RunRecords) -> None:
-    """Losses over tokens, evaluations and checkpoints marked, and below them tok/s with MFU on the right-hand axis."""
+    """
+    Losses over tokens, evaluations and checkpoints marked, and below them tok/s with MFU on the
+    right-hand axis.
+    """
     losses, speed = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
     step, evals, saved = run.step, run.eval, run.checkpoint
     mfu = (step["mfu"] > 0) & (step["tokens_per_sec"] > 0)
@@ -102,7 +111,10 @@ def draw_one(figure, run: RunRecords) -> None:
 
 
 def draw_several(figure, runs: list[RunRecords]) -> None:
-    """Val and train loss over tokens, val loss over hours, tok/s and, where known, MFU over tokens; one colour a run."""
+    """
+    Val and train loss over tokens, val loss over hours, tok/s and, where known, MFU over tokens;
+    one colour a run.
+    """
     knows_mfu = any(np.isfinite(run.step["mfu"]).any() for run in runs)
     panels = figure.subplot_mosaic(
         [["losses", "hours"], ["speed", "mfu" if knows_mfu else "speed"]], height_ratios=(5, 3)
@@ -139,7 +151,10 @@ def draw_band(axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None 
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """At most PICTURE_POINTS groups of neighbours: their mean x, and their mean, lowest and highest y, finite ones only."""
+    """
+    At most PICTURE_POINTS groups of neighbours: their mean x, and their mean, lowest and highest y,
+    finite ones only.
+    """
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
     if not len(x):
@@ -171,7 +186,10 @@ def finish(axes, x_label: str, y_label: str, title: str = "", from_zero: bool = 
 
 
 def limit_to_settled(axes, runs: list[RunRecords]) -> None:
-    """Fit the loss axis to what follows the first 2 % of a run of some length: the drop from ln V would flatten the rest."""
+    """
+    Fit the loss axis to what follows the first 2 % of a run of some length: the drop from ln V
+    would flatten the rest.
+    """
     losses = np.empty(0)
     for run in runs:
         last = max(np.max(kind["iter"], initial=0) for kind in (run.step, run.eval))

@@ -15,10 +15,11 @@ from training.runlog import read_records
 @dataclass
 class RunRecords:
     """
-    One run: what its last start record says (numbers are NaN, texts None, keys missing from `config` where not known),
-    and its records as columns: arrays of equal length per kind, ordered by iteration, NaN where a value is not known.
-    In `step`, `iters` is how many iterations a record stands for, `seconds` what they took; `tokens` are those trained
-    on before the record's iteration, `hours` those spent until the evaluation was done.
+    One run: what its last start record says (numbers are NaN, texts None, keys missing from
+    `config` where not known), and its records as columns: arrays of equal length per kind, ordered
+    by iteration, NaN where a value is not known. In `step`, `iters` is how many iterations a record
+    stands for, `seconds` what they took; `tokens` are those trained on before the record's
+    iteration, `hours` those spent until the evaluation was done.
     """
 
     name: str
@@ -44,8 +45,8 @@ STEP_LINE = '{"kind": "step"'
 
 def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     """
-    metrics.jsonl of one run. A torn last line (a killed run) and lines that are no records are passed over. Of more
-    than `most_steps` step records, evenly spread ones are read.
+    metrics.jsonl of one run. A torn last line (a killed run) and lines that are no records are
+    passed over. Of more than `most_steps` step records, evenly spread ones are read.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
@@ -100,7 +101,9 @@ def columns(records: list[dict], kind: str) -> dict[str, np.ndarray]:
 
 
 def add_totals(run: RunRecords, first_iter: float = 0) -> None:
-    """Add the columns that sum up others: iters and seconds of steps, tokens and hours of evaluations."""
+    """
+    Add the columns that sum up others: iters and seconds of steps, tokens and hours of evaluations.
+    """
     step = run.step
     step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
     step["seconds"] = (
@@ -125,7 +128,10 @@ def add_totals(run: RunRecords, first_iter: float = 0) -> None:
 
 
 def as_number(value) -> float:
-    """A record's value or a log's text as a float, NaN where it is none or beyond anything that is counted here."""
+    """
+    A record's value or a log's text as a float, NaN where it is none or beyond anything that is
+    counted here.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -139,7 +145,10 @@ def median(values: np.ndarray) -> float:
 
 
 def carry_on(x: np.ndarray, known_x: np.ndarray, known_y: np.ndarray, slope: float) -> np.ndarray:
-    """y at x, from (0, 0) through the known points by straight lines, beyond the last of them at `slope`."""
+    """
+    y at x, from (0, 0) through the known points by straight lines, beyond the last of them at
+    `slope`.
+    """
     known_x, known_y = np.append(0, known_x), np.append(0, known_y)
     return np.where(
         x > known_x[-1], known_y[-1] + (x - known_x[-1]) * slope, np.interp(x, known_x, known_y)

@@ -1,13 +1,13 @@
 """
-Compare training recipes over several seeds: validation loss against tokens, and the tokens each needs for the loss that
-the first one ends at.
+Compare training recipes over several seeds: validation loss against tokens, and the tokens each
+needs for the loss that the first one ends at.
 
     python results/ablate.py out/quickstart_pair --seeds=3 classic=config/quickstart.py fast=config/fast_quickstart.py
     python results/ablate.py out/lr --seeds=1 'a=config/x.py --learning_rate=1e-3' 'b=config/x.py --learning_rate=2e-3'
 
-Each NAME='ARGUMENTS' is a command line of train.py, or of another --script; every run gets a folder of its own,
-OUT/NAME-SEED, and the same command goes on where it was stopped and leaves finished runs alone. Ends with a table,
-OUT/ablation.json and OUT/ablation.png.
+Each NAME='ARGUMENTS' is a command line of train.py, or of another --script; every run gets a folder
+of its own, OUT/NAME-SEED, and the same command goes on where it was stopped and leaves finished
+runs alone. Ends with a table, OUT/ablation.json and OUT/ablation.png.
 """
 
 import json
@@ -30,7 +30,10 @@ from reports.records import read_metrics
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
-    """Name -> arguments; kept in `file`, as a folder with finished runs does not tell what they were given."""
+    """
+    Name -> arguments; kept in `file`, as a folder with finished runs does not tell what they were
+    given.
+    """
     variants = dict(variant.partition("=")[::2] for variant in given)
     problems = [
         f"{variant}: needs NAME='ARGUMENTS'" for variant in given if not all(variant.partition("="))
@@ -66,7 +69,9 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
 
 
 def read_curve(out_dir: Path) -> dict:
-    """tokens and val_loss at every evaluation but the first, and the seconds spent in training steps."""
+    """
+    tokens and val_loss at every evaluation but the first, and the seconds spent in training steps.
+    """
     run = read_metrics(out_dir / "metrics.jsonl")
     trained = run.eval["iter"] > 0
     return dict(

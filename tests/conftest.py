@@ -1,4 +1,7 @@
-"""What the tests share: a tiny dataset, a tiny configuration, and train.py run in this process or in its own."""
+"""
+What the tests share: a tiny dataset, a tiny configuration, and train.py run in this process or in
+its own.
+"""
 
 import json
 import os
@@ -116,7 +119,10 @@ def run_process(*arguments: str, cwd: Path = ROOT, **environment: str) -> tuple[
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    """A script's main(argv) as from the command line, in this process: (exit code, stdout, lines of stderr)."""
+    """
+    A script's main(argv) as from the command line, in this process: (exit code, stdout, lines of
+    stderr).
+    """
 
     def run(main, *arguments) -> tuple[int, str, list[str]]:
         capsys.readouterr()

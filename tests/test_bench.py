@@ -1,6 +1,6 @@
 """
-bench.py, measure.py, peer.py: the bill against hand-computed numbers, the measurements against train.py's own log, one line
-for bad input.
+bench.py, measure.py, peer.py: the bill against hand-computed numbers, the measurements against
+train.py's own log, one line for bad input.
 """
 
 import json
@@ -36,9 +36,12 @@ def run(tmp_path, mode, *arguments) -> dict:
 
 
 def test_plan_of_the_users_40m_run(tmp_path, capsys):
-    """16 * 1024 * 32 = 524,288; times 20,000 = 10,485,760,000; / 3.68e9 = 2.849; 20,000 * 3.9 s = 21.67 h;
-    N = 50304 * 384 + 12 * (12 * 384^2 + 2 * 384) + 384 = 40,560,000; 6 N + 12 * 12 * 384 * 1024 = 299,983,104 per token;
-    524,288 / 3.9 * 299,983,104 / 58.3e12 = 69.2 %; 21.67 h * 200 W = 4.33 kWh."""
+    """
+    16 * 1024 * 32 = 524,288; times 20,000 = 10,485,760,000; / 3.68e9 = 2.849; 20,000 * 3.9 s =
+    21.67 h; N = 50304 * 384 + 12 * (12 * 384^2 + 2 * 384) + 384 = 40,560,000; 6 N + 12 * 12 * 384 *
+    1024 = 299,983,104 per token; 524,288 / 3.9 * 299,983,104 / 58.3e12 = 69.2 %; 21.67 h * 200 W =
+    4.33 kWh.
+    """
     p = run(
         tmp_path,
         "plan",
@@ -60,7 +63,8 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     assert p["tokens_per_sec"] == pytest.approx(134_433, abs=1)
     assert p["mfu"] == pytest.approx(0.692, abs=5e-4)
     assert p["kwh"] == pytest.approx(4.333, abs=1e-3)
-    # 12 (36.08 C + ...) see test_gpus: 0.73 + 16384 * (12 * (36 * 384 + 40) + 6 * 384 + 2 * 50304) + 0.04 + 0.6 = 5.79 GB
+    # 12 (36.08 C + ...) see test_gpus: 0.73 + 16384 * (12 * (36 * 384 + 40) + 6 * 384 + 2 * 50304)
+    # + 0.04 + 0.6 = 5.79 GB
     assert p["vram_gib"] == pytest.approx(5.79e9 / 2**30, abs=0.02) and p["fits"]
     out = capsys.readouterr().out
     assert (
@@ -80,7 +84,10 @@ def test_hours_of_the_planner_note(iter_seconds, hours, tmp_path, monkeypatch):
 
 
 def test_plan_of_the_users_124m_run(tmp_path):
-    """20,000 * 9.34 s = 51.9 h; 854.8 MFLOP/token * 10.49e9 = 8.96e18; 56,134 tok/s are 82.3 % of 58.3 TFLOP/s."""
+    """
+    20,000 * 9.34 s = 51.9 h; 854.8 MFLOP/token * 10.49e9 = 8.96e18; 56,134 tok/s are 82.3 % of 58.3
+    TFLOP/s.
+    """
     p = run(tmp_path, "plan", GPT124M, "--gpu=4070", "--iter_seconds=9.34", "--max_iters=20000")
     assert round(p["hours"], 1) == 51.9
     assert p["total_flops"] == pytest.approx(8.96e18, rel=1e-3)
@@ -89,8 +96,11 @@ def test_plan_of_the_users_124m_run(tmp_path):
 
 
 def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path):
-    """1000 iterations of 1 s; evaluations at 0, 300, 600, 900 and 1000, each of 2 * 524,288 tokens forward alone, so
-    2/3 s; checkpoints at 300, 600, 900, 1000 and at 200, 400, 800, each of 12 * 124.4 MB at 0.5 GB/s."""
+    """
+    1000 iterations of 1 s; evaluations at 0, 300, 600, 900 and 1000, each of 2 * 524,288 tokens
+    forward alone, so 2/3 s; checkpoints at 300, 600, 900, 1000 and at 200, 400, 800, each of 12 *
+    124.4 MB at 0.5 GB/s.
+    """
     p = run(
         tmp_path,
         "plan",
@@ -169,7 +179,10 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
 
 
 def test_several_gpus_divide_the_hours_and_state_the_link_they_need(tmp_path, capsys):
-    """By hand: 124.37M gradients of 4 bytes; in a ring of 8, 2 * 7/8 of them leave each GPU, within a ninth of 9.34 / 8 s."""
+    """
+    By hand: 124.37M gradients of 4 bytes; in a ring of 8, 2 * 7/8 of them leave each GPU, within a
+    ninth of 9.34 / 8 s.
+    """
     flags = ["plan", GPT124M, "--gpu=4070", "--iter_seconds=9.34"]
     one, eight = run(tmp_path, *flags), run(tmp_path, *flags, "--gpus=8")
     assert eight["iter_seconds"] == 9.34 / 8 and eight["hours"] == pytest.approx(one["hours"] / 8)
@@ -334,7 +347,10 @@ def short_windows(monkeypatch):
 
 
 def test_step_measures_and_explains_itself(tmp_path, monkeypatch):
-    """Without a dataset: random tokens. 4 * 32 * 2 = 256 tokens an iteration; the parts of a step add up to about a step."""
+    """
+    Without a dataset: random tokens. 4 * 32 * 2 = 256 tokens an iteration; the parts of a step add
+    up to about a step.
+    """
     calls, train_step = [], train.train_step
     monkeypatch.setattr(train, "train_step", lambda *args: calls.append(1) or train_step(*args))
     r = run(
@@ -363,7 +379,10 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch):
 
 
 def test_step_agrees_with_the_log_of_train(tmp_path):
-    """The same model, sizes and data; 3 % where measured in turn on an idle machine (results/), here a loose bound."""
+    """
+    The same model, sizes and data; 3 % where measured in turn on an idle machine (results/), here a
+    loose bound.
+    """
     data = write_dataset(tmp_path / "data", [50_000], vocab=50257, val_tokens=200)
     shape = small(dataset=data, n_embd=128)
     train.main(
@@ -382,7 +401,10 @@ def test_step_agrees_with_the_log_of_train(tmp_path):
 
 @pytest.mark.slow
 def test_step_agrees_with_train_in_turn(tmp_path):
-    """Within 3 %: train.py's iteration, as its ledger books it for the log, and bench's, one after the other, 60 times."""
+    """
+    Within 3 %: train.py's iteration, as its ledger books it for the log, and bench's, one after the
+    other, 60 times.
+    """
     data = write_dataset(tmp_path / "data", [50_000], vocab=512, val_tokens=200)
     config = load_config(
         small(dataset=data, n_embd=128, block_size=64, out_dir=tmp_path / "run", grad_clip=1.0)
@@ -472,7 +494,9 @@ def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch,
 
 
 def fake_attempt(rate, most=math.inf):
-    """Stands for a measurement: `rate` tokens/s for a config, out of memory above `most` sequences."""
+    """
+    Stands for a measurement: `rate` tokens/s for a config, out of memory above `most` sequences.
+    """
 
     def attempt(config, trials, **_):
         fits = config.batch_size <= most
@@ -490,7 +514,10 @@ def fake_attempt(rate, most=math.inf):
 
 
 def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monkeypatch, capsys):
-    """100 -> 100 (no sync) -> AMP 200 -> compile 300 -> flash 600 -> padded 630 -> tied 600 -> loader 600, so 6.0x in all."""
+    """
+    100 -> 100 (no sync) -> AMP 200 -> compile 300 -> flash 600 -> padded 630 -> tied 600 -> loader
+    600, so 6.0x in all.
+    """
     seen = []
 
     def rate(config):
@@ -566,7 +593,9 @@ class GPT(Ours):
 
 
 def test_peer_with_nanogpt_as_shipped(tmp_path):
-    """nanoGPT computes in float32 on a CPU: other losses than ours in bfloat16, by its rounding alone."""
+    """
+    nanoGPT computes in float32 on a CPU: other losses than ours in bfloat16, by its rounding alone.
+    """
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
     arguments = [*small(dtype="bfloat16"), f"--nanogpt={tmp_path}", "--trials=1"]
     r = run(tmp_path, "peer", *arguments, "--as_shipped=eager")

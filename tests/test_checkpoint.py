@@ -1,4 +1,6 @@
-"""Checkpoint files: all or nothing, checked before they are believed, never the last good one lost."""
+"""
+Checkpoint files: all or nothing, checked before they are believed, never the last good one lost.
+"""
 
 import os
 
@@ -41,7 +43,9 @@ def test_truncation_at_every_sixteenth_is_found(tmp_path):
 
 
 def test_200_flipped_bits_are_found(tmp_path):
-    """torch.load(weights_only=True) itself loads a file with a flipped bit in a tensor without a word."""
+    """
+    torch.load(weights_only=True) itself loads a file with a flipped bit in a tensor without a word.
+    """
     save(state(), path(tmp_path, 1))
     content = bytearray(path(tmp_path, 1).read_bytes())
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +103,10 @@ def test_best_is_copied_where_links_do_not_exist(tmp_path, monkeypatch):
 
 
 def test_data_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
-    """A killed process does not lose the page cache, a power cut does: fsync file, rename, fsync folder, in this order."""
+    """
+    A killed process does not lose the page cache, a power cut does: fsync file, rename, fsync
+    folder, in this order.
+    """
     calls = []
     for name in ("fsync", "replace"):
         original = getattr(os, name)

@@ -1,4 +1,7 @@
-"""compare.py says what can be worked out by hand from the same records and logs, and its pictures never stop a run."""
+"""
+compare.py says what can be worked out by hand from the same records and logs, and its pictures
+never stop a run.
+"""
 
 import json
 import math
@@ -43,7 +46,9 @@ iter 800: loss 4.8213, time {usual:.2f}ms, mfu {mfu:.2f}%
 
 
 def write_notes_logs(folder: Path) -> list[Path]:
-    """The two runs of the users' note: 16 x 32 at n_embd 384, then 8 x 64 at 768, on an RTX 4070."""
+    """
+    The two runs of the users' note: 16 x 32 at n_embd 384, then 8 x 64 at 768, on an RTX 4070.
+    """
     paths = []
     for name, usual, mfu, values in (
         (
@@ -85,7 +90,10 @@ def write_run(
     tokens_per_iter: int = 1000,
     **config,
 ) -> Path:
-    """A finished run: a record for every iteration, evaluations of 2 s, a checkpoint of 1 s with each but the first."""
+    """
+    A finished run: a record for every iteration, evaluations of 2 s, a checkpoint of 1 s with each
+    but the first.
+    """
     folder.mkdir()
     config = dict(dataset="d", eval_tokens=4096, learning_rate=1e-3) | config
     lines = [
@@ -153,7 +161,8 @@ def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
     assert code == 0, err
     table = json.loads((tmp_path / "table.json").read_text())
     for name, tokens_per_sec, mfu in (("old", 134_433, 0.692), ("new", 56_134, 0.823)):
-        # by hand: 524288 / 3.9 s; 300.0 and 854.8 MFLOP/token over 58.3 TFLOP/s (the note said 12.9 % and 15.4 %)
+        # by hand: 524288 / 3.9 s; 300.0 and 854.8 MFLOP/token over 58.3 TFLOP/s (the note said 12.9
+        # % and 15.4 %)
         assert round(table["runs"][name]["tokens_per_sec"]) == tokens_per_sec
         assert round(table["runs"][name]["mfu"], 3) == mfu
     assert table["verdicts"]["tokens_per_sec"] == "old 2.39x faster"
@@ -224,7 +233,8 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
         3.0,
         pytest.approx(3.625),
     )
-    # a's last evaluation ends after 3600 + 6 + 1 s; b's second after 2880 + 4 s, its third after 5760 + 7 s
+    # a's last evaluation ends after 3600 + 6 + 1 s; b's second after 2880 + 4 s, its third after
+    # 5760 + 7 s
     between = (3607 - 2884) / (5767 - 2884)
     assert of_b["val_loss_at_equal_hours"] == pytest.approx(4.0 - 1.5 * between)
     assert (of_a["tokens_to_loss"], of_b["tokens_to_loss"]) == (50_000, 80_000)

@@ -60,7 +60,9 @@ def test_modules_functions_and_underscored_names_in_a_file_are_ignored(tmp_path)
     ],
 )
 def test_flags_nanogpt_stumbles_over(flag, name, value):
-    """nanoGPT #439, PR#412, #64, PR#29: --learning_rate=1, --compile=false, 1e4 and = in a value."""
+    """
+    nanoGPT #439, PR#412, #64, PR#29: --learning_rate=1, --compile=false, 1e4 and = in a value.
+    """
     found = getattr(load_config([flag]), name)
     assert found == value and type(found) is type(value)
 
@@ -81,7 +83,10 @@ def test_tokens_per_iter_sets_accumulation_and_names_what_would_divide():
 
 
 def test_nanogpt_habits_are_no_errors():
-    """A warm-up longer than the run and a constant rate below the usual min_lr (its finetune_shakespeare.py)."""
+    """
+    A warm-up longer than the run and a constant rate below the usual min_lr (its
+    finetune_shakespeare.py).
+    """
     config = load_config(["--warmup_iters=100", "--max_iters=10"])
     assert config.warmup_iters > config.max_iters
     assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
@@ -275,7 +280,10 @@ def test_duplicate_flags_are_an_error_unless_equal():
 
 
 def test_bad_command_line_exits_2_without_a_traceback_and_writes_nothing(tmp_path):
-    """One real process: misspelt key, wrong type, missing dataset, missing device, indivisible tokens, all at once."""
+    """
+    One real process: misspelt key, wrong type, missing dataset, missing device, indivisible tokens,
+    all at once.
+    """
     code, out, err = run_process(
         str(ROOT / "train.py"),
         "--batch_siz=4",

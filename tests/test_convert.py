@@ -1,4 +1,7 @@
-"""convert.py: the same logits on either side, judged by transformers; files of strangers are read, never run."""
+"""
+convert.py: the same logits on either side, judged by transformers; files of strangers are read,
+never run.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Tokens: files as they should and should not be, the order of the data, and fixed evaluation windows."""
+"""
+Tokens: files as they should and should not be, the order of the data, and fixed evaluation windows.
+"""
 
 import json
 import pickle
@@ -274,7 +276,10 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path):
 
 
 def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, tmp_path):
-    """Python, shutting down under a thread inside of torch's C++, calls terminate(): SIGABRT in place of the exit code."""
+    """
+    Python, shutting down under a thread inside of torch's C++, calls terminate(): SIGABRT in place
+    of the exit code.
+    """
     code = (
         "import sys, torch, train; from common import console; from data import loader\n"
         "load = loader.TrainBatches.load\n"

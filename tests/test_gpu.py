@@ -1,4 +1,6 @@
-"""What only a CUDA device can show: no waiting inside an iteration, bit-exact resumes, every dtype."""
+"""
+What only a CUDA device can show: no waiting inside an iteration, bit-exact resumes, every dtype.
+"""
 
 import pytest
 import torch
@@ -69,7 +71,10 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, mon
 @pytest.mark.parametrize("recipe", [{}, FAST | dict(muon_lr=0.01)], ids=["classic", "fast"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype_follows_the_same_losses(dtype, recipe, dataset, tmp_path):
-    """Losses of ~4 stay within 2 %: bfloat16 keeps 8 bits, float16 11 and skips its first updates while it finds a scale."""
+    """
+    Losses of ~4 stay within 2 %: bfloat16 keeps 8 bits, float16 11 and skips its first updates
+    while it finds a scale.
+    """
     options = dict(max_iters=50, eval_interval=50, n_embd=64, log_interval=50) | recipe
     run_here(dataset, tmp_path / "exact", device="cuda", dtype="float32", tf32=False, **options)
     run_here(dataset, tmp_path / "lower", device="cuda", dtype=dtype, max_skips=50, **options)

@@ -25,7 +25,10 @@ GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
 
 
 def peak_bytes(trainee: measure.Trainee) -> int:
-    """Weights, optimizer state and the most that lives beside them in an iteration, as the allocator counted it."""
+    """
+    Weights, optimizer state and the most that lives beside them in an iteration, as the allocator
+    counted it.
+    """
     trainee.step()  # makes the optimizer's state
     moments = (v for state in trainee.optimizer.state.values() for v in state.values())
     resident = sum(t.numel() * t.element_size() for t in (*trainee.model.parameters(), *moments))
@@ -51,8 +54,10 @@ def peak_bytes(trainee: measure.Trainee) -> int:
     ],
 )
 def test_memory_of_gpt124m(batch_size, compiled, gigabytes):
-    """By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2 compiled; compiled
-    another 2 C V = 0.08 GB; GB = 1e9."""
+    """
+    By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2
+    compiled; compiled another 2 C V = 0.08 GB; GB = 1e9.
+    """
     assert sum(memory_bytes(GPT124M, batch_size, BF16, compiled).values()) / 1e9 == pytest.approx(
         gigabytes, abs=0.06
     )
@@ -75,7 +80,10 @@ def test_parts_of_gpt124m_by_hand():
 
 
 def test_recompute_keeps_the_stream_at_each_blocks_entry():
-    """By hand: 6.5 GB less 8 * 1024 * 12 * (32 * 768 + 64) = 2.42 and autocast's copies of 11 blocks, 2 * 11 * 12 * 768^2."""
+    """
+    By hand: 6.5 GB less 8 * 1024 * 12 * (32 * 768 + 64) = 2.42 and autocast's copies of 11 blocks,
+    2 * 11 * 12 * 768^2.
+    """
     parts = memory_bytes(replace(GPT124M, recompute=True), 8, BF16, compiled=True)
     assert parts["activations"] == 8 * 1024 * (
         12 * 4 * 768 + 6 * 768
@@ -209,7 +217,10 @@ def trainee(folder, **changes) -> measure.Trainee:
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
-    """What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is fused varies."""
+    """
+    What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is
+    fused varies.
+    """
     t = trainee(tmp_path, **changes | (dict(dataset=dataset) if "dataset" in changes else {}))
     measured = peak_bytes(t)
     modelled = (
@@ -225,7 +236,10 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
 
 @pytest.mark.slow
 def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
-    """Also where its parent had more in use. Kept memory is not in one piece, and a machine's own: between -10 and +150 %."""
+    """
+    Also where its parent had more in use. Kept memory is not in one piece, and a machine's own:
+    between -10 and +150 %.
+    """
     ballast = torch.ones(3 * 2**28)  # 3 GiB
     keys = dict(
         n_layer=4,

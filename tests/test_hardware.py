@@ -1,4 +1,6 @@
-"""Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs."""
+"""
+Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs.
+"""
 
 import ctypes
 import os
@@ -91,7 +93,10 @@ def test_a_system_that_does_not_tell_its_peak_memory(monkeypatch):
 
 
 def test_mfu_of_the_users_two_runs_on_a_4070():
-    """Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 % and 82.3 %."""
+    """
+    Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 %
+    and 82.3 %.
+    """
     wide = flops_per_token(GPTConfig(bias=False))
     narrow = flops_per_token(GPTConfig(bias=False, n_embd=384, n_head=6))
     assert hw(58.3).mfu(narrow, 524288 / 3.900) == pytest.approx(0.692, abs=0.0005)
@@ -216,7 +221,10 @@ def test_every_row_of_the_table_can_be_found_by_its_own_name():
 
 
 def test_energy_is_what_nvml_counts(tmp_path, monkeypatch):
-    """7.2 MJ are 2 kWh. Through ctypes, as a library of the system would be called; where the card cannot say, nothing."""
+    """
+    7.2 MJ are 2 kWh. Through ctypes, as a library of the system would be called; where the card
+    cannot say, nothing.
+    """
     source = tmp_path / "nvml.c"
     source.write_text("""
         #include <string.h>

@@ -1,4 +1,7 @@
-"""The model against transformers' GPT-2, against hand-computed numbers, and against itself with each switch thrown."""
+"""
+The model against transformers' GPT-2, against hand-computed numbers, and against itself with each
+switch thrown.
+"""
 
 import math
 
@@ -120,7 +123,10 @@ def test_parameter_counts_of_the_four_gpt2_sizes(n_layer, n_head, n_embd, parame
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_first_loss_is_that_of_gpt2s_initialisation(tie):
-    """Logits of N(0, 0.02^2) weights over 768 normalised channels predict ln V + 768 * 0.02^2 / 2 = ln V + 0.154."""
+    """
+    Logits of N(0, 0.02^2) weights over 768 normalised channels predict ln V + 768 * 0.02^2 / 2 = ln
+    V + 0.154.
+    """
     torch.manual_seed(1)
     model = GPT(GPTConfig(block_size=128, tie_weights=tie, bias=False))
     block = tokens(4, 129, 50257)
@@ -270,7 +276,9 @@ def test_blocks_run_twice_in_training_alone(model):
 
 
 def test_flops_per_token_by_hand():
-    """6 N + 12 L H Q T. Tied 124M without biases: N = 50304*768 + 12*12*768^2 + 25*768 = 123,587,328."""
+    """
+    6 N + 12 L H Q T. Tied 124M without biases: N = 50304*768 + 12*12*768^2 + 25*768 = 123,587,328.
+    """
     tied = GPTConfig(bias=False)
     assert flops_per_token(tied) == 6 * 123_587_328 + 12 * 12 * 768 * 1024 == 854_770_176
     assert (

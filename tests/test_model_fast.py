@@ -41,7 +41,10 @@ def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:
 
 
 def test_rotary_is_multiplication_by_complex_numbers():
-    """RoFormer's definition: pair i of the channels at position t times exp(-i t w_i), w from 1 to 1/1024, half of them 0."""
+    """
+    RoFormer's definition: pair i of the channels at position t times exp(-i t w_i), w from 1 to
+    1/1024, half of them 0.
+    """
     T, hs = 10, 16
     x = torch.randn(2, T, 3, hs, dtype=torch.float64)
     w = torch.tensor([1024 ** (-i / 3) for i in range(4)] + [0.0] * 4, dtype=torch.float64)
@@ -150,7 +153,10 @@ def test_first_loss_is_that_of_a_fair_die():
 
 
 def test_parameters_and_flops_of_the_124m_by_hand():
-    """Two vocabulary matrices of 50304 x 768 and 12 layers of 12 x 768^2; the embedding takes part in no product."""
+    """
+    Two vocabulary matrices of 50304 x 768 and 12 layers of 12 x 768^2; the embedding takes part in
+    no product.
+    """
     config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False)
     matrices = 12 * 12 * 768**2
     assert count_parameters(config) == (2 * 50304 * 768 + matrices, 50304 * 768 + matrices)

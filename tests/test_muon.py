@@ -46,7 +46,10 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 96), (1, 8)])
 def test_newton_schulz_against_the_singular_value_decomposition(shape):
-    """The same singular vectors; values near 1: the five steps map [0.01, 1] into [0.67, 1.21] (Jordan's post)."""
+    """
+    The same singular vectors; values near 1: the five steps map [0.01, 1] into [0.67, 1.21]
+    (Jordan's post).
+    """
     torch.manual_seed(0)
     G = torch.randn(3, *shape, dtype=torch.float64)
     U, S, Vt = torch.linalg.svd(G, full_matrices=False)
@@ -58,7 +61,9 @@ def test_newton_schulz_against_the_singular_value_decomposition(shape):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.004)])
 def test_newton_schulz_in_half_precision_stays_close(dtype, tolerance):
-    """A few roundings of 2^-8 or 2^-11 on entries of about 1 / sqrt(48); relative to the whole matrix."""
+    """
+    A few roundings of 2^-8 or 2^-11 on entries of about 1 / sqrt(48); relative to the whole matrix.
+    """
     G = torch.randn(2, 48, 48, generator=torch.Generator().manual_seed(0))
     exact = orthogonalize(G.double(), torch.float64)
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()

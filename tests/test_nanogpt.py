@@ -1,4 +1,7 @@
-"""What nanoGPT's users bring along: config files, data folders, checkpoints, and GPT-2's weights to fine-tune."""
+"""
+What nanoGPT's users bring along: config files, data folders, checkpoints, and GPT-2's weights to
+fine-tune.
+"""
 
 import pickle
 
@@ -11,7 +14,8 @@ import train
 from common.console import UserError
 from configurator import load_config
 
-# nanoGPT's config files use these forms: products, imports, strings made at run time, comments after values.
+# nanoGPT's config files use these forms: products, imports, strings made at run time, comments
+# after values.
 FILES = {
     "train_gpt2": """
 wandb_log = True
@@ -165,7 +169,10 @@ def hf_folder(tmp_path, **changes):
 
 
 def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
-    """init_from a Hugging Face folder: the first validation loss is the one transformers computes on the same tokens."""
+    """
+    init_from a Hugging Face folder: the first validation loss is the one transformers computes on
+    the same tokens.
+    """
     from data.shards import open_dataset
 
     hf, folder = hf_folder(tmp_path)

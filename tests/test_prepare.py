@@ -1,4 +1,7 @@
-"""Preparation: the right tokens in the right shards, whatever interrupts it, and one line for whatever is wrong with it."""
+"""
+Preparation: the right tokens in the right shards, whatever interrupts it, and one line for whatever
+is wrong with it.
+"""
 
 import hashlib
 import json
@@ -276,7 +279,10 @@ def test_invalid_utf8_becomes_the_replacement_character(bytes_for_tokens, tmp_pa
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
-    """Shards against a few lines of list arithmetic, with the source failing at random documents on the way."""
+    """
+    Shards against a few lines of list arithmetic, with the source failing at random documents on
+    the way.
+    """
     texts = data.draw(
         st.lists(st.sampled_from([None, "", "a", "bc", "d" * 9, "e" * 40]), min_size=2, max_size=30)
     )
@@ -303,7 +309,8 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 
     for _ in range(len(failures) + 1):
         try:
-            # fsync would be most of the time; read ahead, a failure would come before the first document is written
+            # fsync would be most of the time; read ahead, a failure would come before the first
+            # document is written
             with mock.patch("os.fsync"), mock.patch("data.shards.READ_AHEAD", 0):
                 prepare(plan, source, workers=1)
         except RunError as error:
@@ -322,7 +329,8 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 # -----------------------------------------------------------------------------
 # Interruptions
 
-# prepare_fineweb with bytes for tokens, which needs no vocabulary, and so slow that a signal meets it at work
+# prepare_fineweb with bytes for tokens, which needs no vocabulary, and so slow that a signal meets
+# it at work
 SLOW = """
 import sys, time
 from common.console import run_main

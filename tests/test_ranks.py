@@ -1,4 +1,7 @@
-"""Several processes under torchrun (gloo, CPU): the same training as alone, decisions taken together, nobody left behind."""
+"""
+Several processes under torchrun (gloo, CPU): the same training as alone, decisions taken together,
+nobody left behind.
+"""
 
 import datetime
 import math
@@ -141,7 +144,10 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(dataset, tmp_path)
 
 @pytest.fixture
 def machines():
-    """Two machines: command prefix of each, the first's address, network device; this one twice where there is no other."""
+    """
+    Two machines: command prefix of each, the first's address, network device; this one twice where
+    there is no other.
+    """
     names = [f"gpt-{os.getpid()}-{x}" for x in "ab"]
     commands = [
         *(f"netns add {name}" for name in names),
@@ -218,7 +224,9 @@ def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp
 def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
     dataset, tmp_path
 ):
-    """No kill may cost more than one of the 20 restarts. Every other life is ended while it starts up."""
+    """
+    No kill may cost more than one of the 20 restarts. Every other life is ended while it starts up.
+    """
     options = OPTIONS | dict(
         max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
     )

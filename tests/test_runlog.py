@@ -80,7 +80,10 @@ def test_every_second_is_booked_once(clock):
 
 
 def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clock, capsys):
-    """nanoGPT #215, PR#673: evaluation in the iteration time; PR#527: MFU above 100 % when log_interval > 1."""
+    """
+    nanoGPT #215, PR#673: evaluation in the iteration time; PR#527: MFU above 100 % when
+    log_interval > 1.
+    """
     ledger = Ledger(0.0, clock)
     log = make_log(tmp_path, clock, ledger, log_interval=5, max_iters=100, eval_interval=50)
     ledger.switch("other")
@@ -95,7 +98,8 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
         log.results.append(result(it))
     log.steps(Batches())
     line = capsys.readouterr().out
-    # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their mean price of 120 s are left
+    # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their
+    # mean price of 120 s are left
     assert line == (
         "iter 9: loss 3.0000, time 9340.00ms, mfu 82.30%, tok/s 56,134, lr 6.00e-04, norm 0.50, tokens 4.72M, epoch 0.47, "
         f"mem {log.hw.peak_memory_gib():.1f}GiB, eta {duration(90 * 9.34 + 2 * 120)}\n"
@@ -160,7 +164,10 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
 
 
 def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, capsys):
-    """Ranks take micro-batches in turn: the fourth of rank 1 of two is number 3 * 2 + 1, after 7 batches of 8 sequences."""
+    """
+    Ranks take micro-batches in turn: the fourth of rank 1 of two is number 3 * 2 + 1, after 7
+    batches of 8 sequences.
+    """
     log = make_log(tmp_path, clock, Ledger(0.0, clock))
     log.ranks.rank, log.ranks.world_size, log.ranks.reduce = 1, 2, lambda values, op=None: values
     poisoned = torch.ones(32)

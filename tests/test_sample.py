@@ -1,4 +1,6 @@
-"""sample.py and GPT.generate: the text is what the model says, whole, and never from the padding."""
+"""
+sample.py and GPT.generate: the text is what the model says, whole, and never from the padding.
+"""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,7 @@
-"""Training straight from text: the same windows whoever tokenises them, exact resume, and one line for whatever goes wrong."""
+"""
+Training straight from text: the same windows whoever tokenises them, exact resume, and one line for
+whatever goes wrong.
+"""
 
 import os
 import signal
@@ -15,7 +18,9 @@ import torch
 from conftest import ROOT, assert_same_state, flags, load, records, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_prepare import Hub, documents, hub, source, write_jsonl, write_parquet  # noqa: F401 (hub needs its fixture source)
+
+# noqa: F401 (hub needs its fixture source)
+from test_prepare import Hub, documents, hub, source, write_jsonl, write_parquet
 
 import train
 from common.console import UserError
@@ -29,7 +34,8 @@ CPU = torch.device("cpu")
 TEXTS = [
     text for part in range(3) for text in documents(160, seed=part, words=40)
 ]  # with nulls and empty ones
-BYTES = "from data import stream\nstream.TOKENIZER = {'kind': 'byte'}\n"  # bytes for tokens need no vocabulary
+# bytes for tokens need no vocabulary
+BYTES = "from data import stream\nstream.TOKENIZER = {'kind': 'byte'}\n"
 TRAIN = BYTES + "import train; from common import console\nconsole.run_main(train.main)"
 
 
@@ -49,7 +55,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 def split_by_hand(texts: list, held_out: int) -> tuple[list[int], list[int]]:
-    """Validation: whole documents until there are as many tokens; training: the others, a zero before each."""
+    """
+    Validation: whole documents until there are as many tokens; training: the others, a zero before
+    each.
+    """
     val, rest = [], [[0, *text.encode()] for text in texts if text]
     while len(val) < held_out:
         val += rest.pop(0)
@@ -72,7 +81,10 @@ def config_for(dataset, **changes) -> Config:
 def take(
     config: Config, count: int, position: dict | None = None, rank: int = 0, world_size: int = 1
 ) -> tuple[list, dict]:
-    """The first `count` micro-batches as rows of T + 1 tokens, and the position behind them (all ranks')."""
+    """
+    The first `count` micro-batches as rows of T + 1 tokens, and the position behind them (all
+    ranks').
+    """
     data = open_data(config, position)
     consumed = position["sequence"] if position else 0
     batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
@@ -126,7 +138,10 @@ def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_fact
 
 
 def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch):
-    """With dropout and accumulation, across the source's end, and another number of workers in the second half."""
+    """
+    With dropout and accumulation, across the source's end, and another number of workers in the
+    second half.
+    """
     monkeypatch.setattr(stream, "ANCHOR_TOKENS", 2000)
     options = dict(
         stream=True,
@@ -302,19 +317,17 @@ def test_a_run_ends_without_a_word_to_stderr(workers, folder, tmp_path):
 
 
 def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(folder):
-    script = (
-        BYTES
-        + (
-            "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
-            "if __name__ == '__main__':\n"
-            "    config = Config(stream=True, dataset=sys.argv[1], block_size=64, batch_size=4, eval_tokens=500, data_workers=1)\n"
-            "    data = open_data(config)\n"
-            "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
-            "    next(batches)\n"
-            "    data.stream.pieces._workers_done_event._cond.acquire()\n"  # as a worker does now and then, for microseconds
-            "    batches.close()\n"
-            "    del batches, data\n"
-        )
+    script = BYTES + (
+        "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
+        "if __name__ == '__main__':\n"
+        "    config = Config(stream=True, dataset=sys.argv[1], block_size=64, batch_size=4, eval_tokens=500, data_workers=1)\n"
+        "    data = open_data(config)\n"
+        "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
+        "    next(batches)\n"
+        # as a worker does now and then, for microseconds
+        "    data.stream.pieces._workers_done_event._cond.acquire()\n"
+        "    batches.close()\n"
+        "    del batches, data\n"
     )
     process = subprocess.run(
         [sys.executable, "-c", script, folder], cwd=ROOT, text=True, capture_output=True, timeout=60
@@ -447,7 +460,10 @@ def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_a_share_of_the_batches_leaves_the_others_unread(tmp_path, monkeypatch, form):
-    """Two workers download a file once, not twice; a failure on the way does not confuse whose turn it is."""
+    """
+    Two workers download a file once, not twice; a failure on the way does not confuse whose turn it
+    is.
+    """
     texts = [str(i) for i in range(700)]
     path = (write_parquet if form == "parquet" else write_jsonl)(tmp_path / f"a.{form}", texts)
     monkeypatch.setattr(prepare_fineweb, "ROWS_PER_READ", 64)

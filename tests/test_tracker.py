@@ -1,4 +1,7 @@
-"""A tracker gets the numbers of metrics.jsonl; one that is missing or fails costs the run a warning and nothing else."""
+"""
+A tracker gets the numbers of metrics.jsonl; one that is missing or fails costs the run a warning
+and nothing else.
+"""
 
 import json
 import sys
@@ -69,7 +72,9 @@ def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(
 
 
 class Failing:
-    """wandb's run and tensorboard's SummaryWriter in one, failing in the method that `failing` names."""
+    """
+    wandb's run and tensorboard's SummaryWriter in one, failing in the method that `failing` names.
+    """
 
     def __init__(self, failing: str):
         self.failing = failing

@@ -1,4 +1,6 @@
-"""The loop: what it logs, when it evaluates and saves, and that stopping and going on changes nothing."""
+"""
+The loop: what it logs, when it evaluates and saves, and that stopping and going on changes nothing.
+"""
 
 import functools
 import math
@@ -80,8 +82,10 @@ def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
     ],
 )
 def test_n_plus_n_iterations_equal_2n_bit_for_bit(name, changes, dataset, tmp_path):
-    """nanoGPT #467 repeats the batches; random states and the position in the data are lost there. 1,537 tokens of training
-    data in three shards: an epoch is 95 windows of 16."""
+    """
+    nanoGPT #467 repeats the batches; random states and the position in the data are lost there.
+    1,537 tokens of training data in three shards: an epoch is 95 windows of 16.
+    """
     total = changes.pop("max_iters", 8)
     run_here(dataset, tmp_path / "straight", max_iters=total, **changes)
     run_here(dataset, tmp_path / "broken", max_iters=total // 2, lr_decay_iters=total, **changes)
@@ -131,7 +135,9 @@ PATHS = dict(  # each path's changes, and the most by which a loss may differ, i
 def test_every_fast_path_follows_the_plain_one(
     path, recipe, device, dataset, tmp_path, monkeypatch
 ):
-    """float32, eager, the plain formulas, an optimizer of single operations; and one change to that."""
+    """
+    float32, eager, the plain formulas, an optimizer of single operations; and one change to that.
+    """
 
     def with_weights_of_unpadded(config):
         """Random weights depend on the vocabulary's size."""
@@ -320,7 +326,10 @@ def test_max_minutes_saves_and_ends_well(dataset, tmp_path):
 
 
 def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(dataset, tmp_path):
-    """nanoGPT #644. Equal chunks are equal to the last bit; other chunks differ by the order of summation."""
+    """
+    nanoGPT #644. Equal chunks are equal to the last bit; other chunks differ by the order of
+    summation.
+    """
     losses = []
     for i, batch_size in enumerate((8, 16, 8)):
         run_here(dataset, tmp_path / str(i), batch_size=batch_size, max_iters=0, eval_tokens=512)
@@ -393,7 +402,10 @@ def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(
 def test_a_float16_run_outlives_the_search_for_its_loss_scale(
     dataset, tmp_path, monkeypatch, capsys
 ):
-    """Scaled by 2^26, gradients of 1e-2 overflow float16's 65,504 until the scale has been halved several times."""
+    """
+    Scaled by 2^26, gradients of 1e-2 overflow float16's 65,504 until the scale has been halved
+    several times.
+    """
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     )
@@ -407,7 +419,10 @@ def test_a_float16_run_outlives_the_search_for_its_loss_scale(
 
 
 def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
-    """aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at each log line."""
+    """
+    aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at
+    each log line.
+    """
 
     def syncs(max_iters, log_interval):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -426,7 +441,10 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
         )
 
     def in_fused_update(event):
-        """The CPU's fused AdamW reads its step counts, which lie in CPU memory; on CUDA they are read on the device."""
+        """
+        The CPU's fused AdamW reads its step counts, which lie in CPU memory; on CUDA they are read
+        on the device.
+        """
         return event is not None and (
             event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
         )
@@ -439,7 +457,10 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
 
 
 def best_ledger(dataset, tmp_path, **changes):
-    """The ledger of the run, of three, with the least unexplained time: a busy machine takes the processor away anywhere."""
+    """
+    The ledger of the run, of three, with the least unexplained time: a busy machine takes the
+    processor away anywhere.
+    """
     ledgers = []
     for attempt in range(3):
         run_here(dataset, tmp_path / str(attempt), **changes)

@@ -18,7 +18,10 @@ EAGER_LOSS_CHUNK = (
 
 
 def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
-    """The model that the configuration asks for; with the vocabulary of the saved weights where there are some."""
+    """
+    The model that the configuration asks for; with the vocabulary of the saved weights where there
+    are some.
+    """
     names = (
         "model",
         "block_size",
@@ -55,9 +58,9 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 
 def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
-    `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as `initial_lr`; the
-    first group's rate is the one that is logged. Fused, an update skips itself on the device where that is asked for; the
-    kernel of MPS does not.
+    `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as
+    `initial_lr`; the first group's rate is the one that is logged. Fused, an update skips itself on
+    the device where that is asked for; the kernel of MPS does not.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (config.beta1, config.beta2)
@@ -87,7 +90,9 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
+    """
+    AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not.
+    """
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -99,7 +104,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 @functools.cache
 def count_parameters(config: GPTConfig) -> tuple[int, int]:
-    """(all parameters, those that take part in matrix products and norms: N in the FLOP formula below)."""
+    """
+    (all parameters, those that take part in matrix products and norms: N in the FLOP formula
+    below).
+    """
     with torch.device("meta"):  # shapes without memory
         model = build_model(config)
     total = sum(p.numel() for p in model.parameters())
@@ -112,9 +120,10 @@ def count_parameters(config: GPTConfig) -> tuple[int, int]:
 
 def flops_per_token(config: GPTConfig) -> int:
     """
-    Floating-point operations per trained token, forward and backward: 6 N + 12 L H Q T, with N the parameters less
-    look-up tables, L layers, H heads of size Q, T = block_size (PaLM paper, appendix B; nanoGPT's number for the tied
-    model). A token embedding of its own is a table: tying changes nothing. Recomputed activations do not count.
+    Floating-point operations per trained token, forward and backward: 6 N + 12 L H Q T, with N the
+    parameters less look-up tables, L layers, H heads of size Q, T = block_size (PaLM paper,
+    appendix B; nanoGPT's number for the tied model). A token embedding of its own is a table: tying
+    changes nothing. Recomputed activations do not count.
     """
     _, n = count_parameters(config)
     return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size

@@ -1,9 +1,10 @@
 """
 Checkpoints that survive a kill, a full disk and a flipped bit.
 
-out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name, read back, flushed
-to the disk, and only then renamed, so a file under a checkpoint's name is whole. Its last bytes are a sha256 of all
-bytes before them; torch.load ignores such a trailer, so `torch.load(path, weights_only=True)` reads the file alone.
+out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name,
+read back, flushed to the disk, and only then renamed, so a file under a checkpoint's name is whole.
+Its last bytes are a sha256 of all bytes before them; torch.load ignores such a trailer, so
+`torch.load(path, weights_only=True)` reads the file alone.
 """
 
 import hashlib
@@ -40,7 +41,10 @@ class HashingWriter:
 
 
 def save(state: dict, path: Path) -> int:
-    """Write `state` to `path`, all or nothing; returns the file's size in bytes. Raises OSError, leaving `path` as it was."""
+    """
+    Write `state` to `path`, all or nothing; returns the file's size in bytes. Raises OSError,
+    leaving `path` as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it under the run
     check_space(state, path.parent)
     with replacing(path) as file:
@@ -95,7 +99,10 @@ def find_damage(path: Path) -> str:
 
 
 def load(path: Path) -> dict:
-    """A checkpoint's state, in CPU memory. Runs no code from the file. Raises UserError where the file is damaged."""
+    """
+    A checkpoint's state, in CPU memory. Runs no code from the file. Raises UserError where the file
+    is damaged.
+    """
     damage = find_damage(path)
     if not damage:
         try:
@@ -112,8 +119,9 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 
 def load_newest(out_dir: Path) -> dict | None:
     """
-    The newest valid checkpoint's state; damaged ones are named on the way. None where out_dir holds no checkpoint.
-    Raises UserError where there are checkpoints and none is valid: never a silent new start.
+    The newest valid checkpoint's state; damaged ones are named on the way. None where out_dir holds
+    no checkpoint. Raises UserError where there are checkpoints and none is valid: never a silent
+    new start.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
@@ -130,8 +138,8 @@ def load_newest(out_dir: Path) -> dict | None:
 
 def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     """
-    Delete all but the newest `keep` checkpoints, counted from `newest` down (those above it were found damaged when the
-    run was resumed), and what killed saves left behind.
+    Delete all but the newest `keep` checkpoints, counted from `newest` down (those above it were
+    found damaged when the run was resumed), and what killed saves left behind.
     """
     paths = list_checkpoints(out_dir)
     kept = [path for path in paths if newest is None or path <= newest][-keep:] if keep else []
@@ -144,7 +152,9 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
 
 
 def mark_best(path: Path) -> None:
-    """Make best.pt the same file as `path`, atomically; a copy where the file system has no links."""
+    """
+    Make best.pt the same file as `path`, atomically; a copy where the file system has no links.
+    """
     best, temporary = path.with_name("best.pt"), path.with_name("best.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -156,9 +166,9 @@ def mark_best(path: Path) -> None:
 
 def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
     """
-    Create out_dir, keep other runs out of it as long as the returned file is open, and for a fresh run clear it of an
-    earlier one's files. Raises UserError where it cannot be written, another run is there, or one was there until now
-    and left other checkpoints than the `known` ones.
+    Create out_dir, keep other runs out of it as long as the returned file is open, and for a fresh
+    run clear it of an earlier one's files. Raises UserError where it cannot be written, another run
+    is there, or one was there until now and left other checkpoints than the `known` ones.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """
-What is known of each GPU: gpus.csv beside this file, every row with its sources; and how much memory training takes.
+What is known of each GPU: gpus.csv beside this file, every row with its sources; and how much
+memory training takes.
 """
 
 import csv
@@ -29,9 +30,9 @@ def read_gpu_table() -> list[dict[str, str]]:
 
 def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
     """
-    The row of gpus.csv for a device name as torch gives it: the whole name, less one leading "NVIDIA ", since names
-    contain each other (A10 in A100, 4070 in 4070 Ti). The SM count tells parts of one name apart; another count is a
-    cut-down or partitioned device, and unknown.
+    The row of gpus.csv for a device name as torch gives it: the whole name, less one leading
+    "NVIDIA ", since names contain each other (A10 in A100, 4070 in 4070 Ti). The SM count tells
+    parts of one name apart; another count is a cut-down or partitioned device, and unknown.
     """
     for row in read_gpu_table():
         names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]
@@ -44,8 +45,9 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
 
 def resolve_gpu(typed: str) -> dict[str, str]:
     """
-    The row of gpus.csv that a person means: "4070", "rtx 4070 super", "a100", "3080 12GB". It is the name that has all
-    the words typed and the fewest others. Raises UserError where there is none, or where such names have unequal peaks.
+    The row of gpus.csv that a person means: "4070", "rtx 4070 super", "a100", "3080 12GB". It is
+    the name that has all the words typed and the fewest others. Raises UserError where there is
+    none, or where such names have unequal peaks.
     """
     words = set(re.split(r"[\s_-]+", typed.strip().lower())) - {"nvidia"}
     found: dict[str, dict[str, str]] = {}
@@ -76,7 +78,10 @@ def resolve_gpu(typed: str) -> dict[str, str]:
 
 
 def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
-    """A table row's dense peak, TFLOP/s: fp32 products run at the TF32 rate where that is on and the card has it."""
+    """
+    A table row's dense peak, TFLOP/s: fp32 products run at the TF32 rate where that is on and the
+    card has it.
+    """
     if "UNVERIFIED" in row["note"].replace(
         "spelling UNVERIFIED", ""
     ):  # a doubt about an alias is none about the peak
@@ -97,18 +102,22 @@ def memory_bytes(
     model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool, optimizer: str = "adamw"
 ) -> dict[str, float]:
     """
-    Memory that training with accumulated gradients takes, bytes by part: a model, counted from what autograd keeps until
-    the backward pass, per token and with C = n_embd. Under autocast a block keeps, in bytes, the residual stream at both
-    norms 8C, the norms' outputs 4C, q, k, v 6C, attention's output 2C, the MLP's hidden layer before and after GELU 16C,
-    sum 36C; in float32 64C; and two numbers per norm and one per head in float32. The plain attention formula keeps its T x
-    T weights too, under CUDA's autocast in float32 and in bfloat16 (under a CPU's in bfloat16 alone). A logit takes three
-    float32 numbers in eager mode, when the loss's backward pass turns the gradient of its log-softmax into its own;
-    compiled code writes the gradient over the logit itself, and then makes that of the head's weights. With loss_chunk
-    there are logits of so many tokens only. With recompute only the stream at each block's entry is kept; once the logits
-    are gone, one block's part is there again, with the gradients in its MLP and of its matrices (compiled code hands over
-    those of all matrices at the end). On the CPU all this equals the tensors alive at the peak; with fewer tokens in a
-    micro-batch than channels the peak comes later and is higher, when the gradients of a tied table are summed. The fast
-    model's numbers are measured there: its rotations and norms run in float32, and so does its logits' cap, in four steps.
+    Memory that training with accumulated gradients takes, bytes by part: a model, counted from what
+    autograd keeps until the backward pass, per token and with C = n_embd. Under autocast a block
+    keeps, in bytes, the residual stream at both norms 8C, the norms' outputs 4C, q, k, v 6C,
+    attention's output 2C, the MLP's hidden layer before and after GELU 16C, sum 36C; in float32
+    64C; and two numbers per norm and one per head in float32. The plain attention formula keeps its
+    T x T weights too, under CUDA's autocast in float32 and in bfloat16 (under a CPU's in bfloat16
+    alone). A logit takes three float32 numbers in eager mode, when the loss's backward pass turns
+    the gradient of its log-softmax into its own; compiled code writes the gradient over the logit
+    itself, and then makes that of the head's weights. With loss_chunk there are logits of so many
+    tokens only. With recompute only the stream at each block's entry is kept; once the logits are
+    gone, one block's part is there again, with the gradients in its MLP and of its matrices
+    (compiled code hands over those of all matrices at the end). On the CPU all this equals the
+    tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later
+    and is higher, when the gradients of a tied table are summed. The fast model's numbers are
+    measured there: its rotations and norms run in float32, and so does its logits' cap, in four
+    steps.
     """
     n, in_products = count_parameters(model)
     C, T, half, fast = model.n_embd, model.block_size, dtype != torch.float32, model.model == "fast"
@@ -156,7 +165,10 @@ def fitting_batch(
     compiled: bool,
     optimizer: str = "adamw",
 ) -> int | None:
-    """The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not even 1 does."""
+    """
+    The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not
+    even 1 does.
+    """
     sizes = [b for b in range(1, sequences + 1) if sequences % b == 0]
     needed = {b: sum(memory_bytes(model, b, dtype, compiled, optimizer).values()) for b in sizes}
     return max((b for b in needed if needed[b] <= capacity), default=None)
@@ -165,7 +177,10 @@ def fitting_batch(
 def out_of_memory_advice(
     config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1
 ) -> str:
-    """What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the same tokens that does."""
+    """
+    What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the
+    same tokens that does.
+    """
     sequences = config.iter_sequences // world_size  # of one process
     smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
     if not smaller:

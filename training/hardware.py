@@ -1,8 +1,8 @@
 """
 The machine: device, dtype, peak speed, and the arithmetic of MFU.
 
-MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak for the dtype in use (PaLM paper,
-appendix B). What is known of each card stands in gpus.csv; gpus.py reads it.
+MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak for the dtype in
+use (PaLM paper, appendix B). What is known of each card stands in gpus.csv; gpus.py reads it.
 """
 
 import contextlib
@@ -54,7 +54,10 @@ class Hardware:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """float16 gradients underflow unless the loss is scaled; for other dtypes the scaler passes everything through."""
+        """
+        float16 gradients underflow unless the loss is scaled; for other dtypes the scaler passes
+        everything through.
+        """
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def synchronize(self) -> None:
@@ -64,8 +67,8 @@ class Hardware:
 
     def peak_memory_gib(self) -> float | None:
         """
-        The most memory in use so far, GiB: the allocator's on CUDA, the process's on the CPU, None where unknown. On MPS
-        what is in use now.
+        The most memory in use so far, GiB: the allocator's on CUDA, the process's on the CPU, None
+        where unknown. On MPS what is in use now.
         """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
@@ -85,17 +88,24 @@ class Hardware:
         return None
 
     def usable_bytes(self) -> float:
-        """Device memory that this process has or could still get, bytes: on CUDA what others leave, else infinite."""
+        """
+        Device memory that this process has or could still get, bytes: on CUDA what others leave,
+        else infinite.
+        """
         if self.device.type != "cuda":
             return float("inf")
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
     def energy_kwh(self) -> float | None:
-        """What this GPU has used since its driver was loaded, kWh: NVML counts it from Volta on. None where it does not."""
+        """
+        What this GPU has used since its driver was loaded, kWh: NVML counts it from Volta on. None
+        where it does not.
+        """
         if self.device.type != "cuda":
             return None
         handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-        uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"  # the index is another's where devices are hidden
+        # the index is another's where devices are hidden
+        uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         try:
             nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
             failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(
@@ -149,8 +159,8 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
-    Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank has its own GPU; on a CPU
-    freed memory is kept, unless the system's own handling is wanted.
+    Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank
+    has its own GPU; on a CPU freed memory is kept, unless the system's own handling is wanted.
     """
     device = choose_device(config)
     if device.type == "cuda":
@@ -161,7 +171,8 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
     dtype = choose_dtype(config, device)
-    # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the tensor cores idle
+    # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the
+    # tensor cores idle
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         os.environ.setdefault(
@@ -178,8 +189,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
 
 def keep_freed_memory() -> None:
     """
-    glibc's malloc gives freed blocks above 32 MB back to the system, and touching new pages takes up to half of a CPU step;
-    after this it keeps them (mallopt(3); the constants are those of malloc.h).
+    glibc's malloc gives freed blocks above 32 MB back to the system, and touching new pages takes
+    up to half of a CPU step; after this it keeps them (mallopt(3); the constants are those of
+    malloc.h).
     """
     if platform.libc_ver()[0] == "glibc":
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
@@ -194,7 +206,9 @@ def best_device() -> str:
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware computes in it; a T4 claims support, but emulates (nanoGPT #525)."""
+    """
+    bfloat16 where the hardware computes in it; a T4 claims support, but emulates (nanoGPT #525).
+    """
     if device.type == "cuda":
         return (
             torch.bfloat16
@@ -240,7 +254,10 @@ def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | N
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """In any of its forms: torch's own error, cuBLAS's or Triton's, the system's, or one inside what torch.compile raises."""
+    """
+    In any of its forms: torch's own error, cuBLAS's or Triton's, the system's, or one inside what
+    torch.compile raises.
+    """
     while error is not None:
         text = str(error)
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
@@ -253,8 +270,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def speed_hints(config: Config, vocab_size: int, hw: Hardware) -> list[str]:
     """
-    One line for each setting that costs speed on this device: sizes that keep matrix products off full tensor-core tiles
-    (NVIDIA's matrix multiplication guide), the fused attention where plain products beat it (results/README.md).
+    One line for each setting that costs speed on this device: sizes that keep matrix products off
+    full tensor-core tiles (NVIDIA's matrix multiplication guide), the fused attention where plain
+    products beat it (results/README.md).
     """
     if hw.device.type == "cpu":
         slow = config.flash and hw.dtype == torch.bfloat16 and config.block_size <= PLAIN_BLOCK_SIZE

@@ -1,10 +1,12 @@
 """
-Muon for the matrices of the hidden layers, AdamW for everything else: one optimizer for the training loop.
+Muon for the matrices of the hidden layers, AdamW for everything else: one optimizer for the
+training loop.
 
-Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that every direction in it moves by the same
-amount (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024). torch.optim.Muon is the same
-mathematics; this one also takes products of a dtype the card has, all matrices of a shape in one batched product, the
-parts of a fused q, k, v matrix apart, and skips an update on the device where a gradient is not finite.
+Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that every direction in it
+moves by the same amount (K. Jordan et al., "Muon: an optimizer for hidden layers in neural
+networks", 2024). torch.optim.Muon is the same mathematics; this one also takes products of a dtype
+the card has, all matrices of a shape in one batched product, the parts of a fused q, k, v matrix
+apart, and skips an update on the device where a gradient is not finite.
 """
 
 import torch
@@ -23,8 +25,9 @@ ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    Newton-Schulz: matrices (n, rows, cols) with rows <= cols -> U V^T of each one's singular value decomposition U S V^T,
-    nearly: singular values end between 0.7 and 1.2. The products run in `dtype`.
+    Newton-Schulz: matrices (n, rows, cols) with rows <= cols -> U V^T of each one's singular value
+    decomposition U S V^T, nearly: singular values end between 0.7 and 1.2. The products run in
+    `dtype`.
     """
     a, b, c = NEWTON_SCHULZ
     X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(
@@ -38,11 +41,11 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Muon(torch.optim.Optimizer):
     """
-    Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each), the others go to
-    AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
+    Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each),
+    the others go to AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
 
-    Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device) where the caller or a
-    GradScaler has set it, and changes nothing where it is 1.
+    Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device)
+    where the caller or a GradScaler has set it, and changes nothing where it is 1.
     """
 
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
@@ -63,8 +66,9 @@ class Muon(torch.optim.Optimizer):
 
     def step_matrices(self, group: dict, found_inf: Tensor | None) -> None:
         """
-        With momentum mu and gradient g: m <- m + (1 - mu) (g - m), then the matrix moves by lr * sqrt(max(1, rows / cols))
-        along the orthogonal matrix nearest to g + mu (m - g), Nesterov's look ahead, and decays by lr * weight_decay.
+        With momentum mu and gradient g: m <- m + (1 - mu) (g - m), then the matrix moves by lr *
+        sqrt(max(1, rows / cols)) along the orthogonal matrix nearest to g + mu (m - g), Nesterov's
+        look ahead, and decays by lr * weight_decay.
         """
         skipped = (
             torch.zeros((), device=group["params"][0].device) if found_inf is None else found_inf
@@ -132,8 +136,9 @@ class Muon(torch.optim.Optimizer):
 
 def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """
-    matrices (of hidden layers), qkv (three in one), embedding (look-up tables), head and vectors. A head tied to the
-    embedding counts as head. Raises ValueError for a parameter that has no role here.
+    matrices (of hidden layers), qkv (three in one), embedding (look-up tables), head and vectors. A
+    head tied to the embedding counts as head. Raises ValueError for a parameter that has no role
+    here.
     """
     roles: dict[str, list[nn.Parameter]] = {
         role: [] for role in ("matrices", "qkv", "head", "embedding", "vectors")

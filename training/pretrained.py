@@ -1,5 +1,6 @@
 """
-Weights that were trained elsewhere, read: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's own.
+Weights that were trained elsewhere, read: Hugging Face's GPT-2, nanoGPT's checkpoints, and this
+program's own.
 
 Nothing in a file that is read here is ever executed.
 """
@@ -21,7 +22,8 @@ from training.build import build_model
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# config.json's sizes with GPT-2's values, which may be left out there, and what else it may say of a model.py model.
+# config.json's sizes with GPT-2's values, which may be left out there, and what else it may say of
+# a model.py model.
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
 GPT2_ONLY = dict(
     n_inner=(None,),
@@ -35,10 +37,11 @@ GPT2_ONLY = dict(
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
-    What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face folder, a checkpoint of
-    this program or of nanoGPT, or a run's out_dir. Returns `model` (float32 weights under the names of model.py),
-    `model_config`, and `vocab` before padding; cropped to `block_size` where that is given. The vocabulary is not padded
-    further: new rows would take part in every softmax. Raises UserError.
+    What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face
+    folder, a checkpoint of this program or of nanoGPT, or a run's out_dir. Returns `model` (float32
+    weights under the names of model.py), `model_config`, and `vocab` before padding; cropped to
+    `block_size` where that is given. The vocabulary is not padded further: new rows would take part
+    in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
@@ -48,7 +51,10 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 
 def read_weights(name_or_path: str) -> dict:
-    """As load_pretrained, but in a checkpoint's terms: a dict of `model`, `model_config`, `vocab` and `tokenizer`."""
+    """
+    As load_pretrained, but in a checkpoint's terms: a dict of `model`, `model_config`, `vocab` and
+    `tokenizer`.
+    """
     path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
     if name_or_path in HUB_NAMES and not path.exists():
         path = fetch(name_or_path)
@@ -82,7 +88,10 @@ def read_any(path: Path) -> dict:
 
 
 def check_state(state: dict, path: Path) -> tuple[int, dict]:
-    """Raise UserError where the weights are not those that model_config asks for; returns vocabulary and tokenizer."""
+    """
+    Raise UserError where the weights are not those that model_config asks for; returns vocabulary
+    and tokenizer.
+    """
     config, weights, vocab, tokenizer = (
         GPTConfig(**state["model_config"]),
         state["model"],
@@ -135,7 +144,10 @@ def is_tokenizer(spec, vocab: int) -> bool:
 def crop_block_size(
     config: GPTConfig, weights: dict[str, Tensor], block_size: int
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The same model for a shorter context: the first block_size positions. Raises UserError for a longer one."""
+    """
+    The same model for a shorter context: the first block_size positions. Raises UserError for a
+    longer one.
+    """
     if block_size > config.block_size:
         raise UserError(
             f"block_size: {block_size}, but the pretrained model has {config.block_size} positions; "
@@ -149,7 +161,9 @@ def crop_block_size(
 
 
 def fetch(name: str) -> Path:
-    """The local folder of one of OpenAI's models, downloaded from the hub where it is not there yet."""
+    """
+    The local folder of one of OpenAI's models, downloaded from the hub where it is not there yet.
+    """
     try:
         from huggingface_hub import hf_hub_download
 
@@ -258,7 +272,10 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def convert_nanogpt(state: dict) -> dict:
-    """nanoGPT's state in this program's terms. Compiled models have a prefix, old ones carry their causal masks."""
+    """
+    nanoGPT's state in this program's terms. Compiled models have a prefix, old ones carry their
+    causal masks.
+    """
     names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
     config = GPTConfig(
         **{name: value for name, value in state["model_args"].items() if name in names}
@@ -280,5 +297,8 @@ def convert_nanogpt(state: dict) -> dict:
 
 
 def gpt2_vocabulary(vocab_size: int) -> tuple[int, dict] | None:
-    """GPT-2's vocabulary and tokenizer, where a table of this size means them: 50257, or that padded to 50304."""
+    """
+    GPT-2's vocabulary and tokenizer, where a table of this size means them: 50257, or that padded
+    to 50304.
+    """
     return (GPT2_VOCAB, dict(kind="gpt2")) if vocab_size in (GPT2_VOCAB, 50304) else None

@@ -1,8 +1,10 @@
 """
-Several processes, one run: torchrun starts them, each with a device of its own, and each runs the same loop.
+Several processes, one run: torchrun starts them, each with a device of its own, and each runs the
+same loop.
 
-Decisions and log figures are agreed on through the hosts (gloo, a few bytes); gradients are averaged by torch's
-DistributedDataParallel on the devices. A process alone needs none of it: everything here then returns its argument.
+Decisions and log figures are agreed on through the hosts (gloo, a few bytes); gradients are
+averaged by torch's DistributedDataParallel on the devices. A process alone needs none of it:
+everything here then returns its argument.
 """
 
 import contextlib
@@ -28,9 +30,10 @@ TIMEOUT = timedelta(
 
 def meet(rank: int, world_size: int) -> dist.Store:
     """
-    A store that holds only what this life of the job writes. torchrun keeps one store through its restarts, and in it the
-    addresses of the dead, which gloo would wait for. Its restart count cannot tell lives apart, as it differs between
-    machines; so rank 0 makes up a name for this life and gives it to whoever asks now.
+    A store that holds only what this life of the job writes. torchrun keeps one store through its
+    restarts, and in it the addresses of the dead, which gloo would wait for. Its restart count
+    cannot tell lives apart, as it differs between machines; so rank 0 makes up a name for this life
+    and gives it to whoever asks now.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     me = uuid.uuid4().hex
@@ -81,7 +84,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks must do at once: raises RunError where another one has gone, or has not come for TIMEOUT."""
+        """
+        Around what all ranks must do at once: raises RunError where another one has gone, or has
+        not come for TIMEOUT.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -106,7 +112,10 @@ class Ranks:
         return self.reduce(values, dist.ReduceOp.MAX)
 
     def from_first(self, function: Callable[..., Any], *args) -> Any:
-        """What function(*args) returns on the first rank, or the UserError it raises there, on every rank."""
+        """
+        What function(*args) returns on the first rank, or the UserError it raises there, on every
+        rank.
+        """
         box = [None]
         if self.first:
             try:
@@ -174,7 +183,10 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the process at once."""
+    """
+    SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the
+    process at once.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.received, self.agreed = ranks, 0, 0
@@ -197,7 +209,10 @@ class Signals:
             complain("stopping: saving a checkpoint first; once more to stop at once")
 
     def check(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Raises Interrupted on all ranks where one got a signal; otherwise returns once `ready()` is true on all of them."""
+        """
+        Raises Interrupted on all ranks where one got a signal; otherwise returns once `ready()` is
+        true on all of them.
+        """
         waiting = True
         while waiting:
             waits_here = not ready()

@@ -1,8 +1,9 @@
 """
 What a run says: lines on the console, records in out_dir/metrics.jsonl, and where the time went.
 
-Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings go to stderr. Every second of the run
-is booked in the Ledger under one category, so evaluation, checkpoints and compilation never enter an iteration's time.
+Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings go to stderr. Every
+second of the run is booked in the Ledger under one category, so evaluation, checkpoints and
+compilation never enter an iteration's time.
 """
 
 import contextlib
@@ -34,8 +35,9 @@ LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, 
 
 class Ledger:
     """
-    Books wall time under exactly one category at a time: "start-up" until the first `switch`, then "other"
-    except inside `book`. Nested bookings take their time out of the outer one. Times are in seconds.
+    Books wall time under exactly one category at a time: "start-up" until the first `switch`, then
+    "other" except inside `book`. Nested bookings take their time out of the outer one. Times are in
+    seconds.
     """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
@@ -43,7 +45,9 @@ class Ledger:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
 
     def switch(self, category: str) -> str:
-        """Charge the time since the last switch to the category that ends; returns that category."""
+        """
+        Charge the time since the last switch to the category that ends; returns that category.
+        """
         now = self.clock()
         self.seconds[self.category] += now - self.since
         self.since, ended, self.category = now, self.category, category
@@ -88,8 +92,9 @@ class IterationResult:
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run (eval_only: console alone), written by the first rank for all. Resumed at
-    (iteration, last evaluation), the records that the run will write again are dropped, so that the file reads as one.
+    Console and metrics.jsonl of one run (eval_only: console alone), written by the first rank for
+    all. Resumed at (iteration, last evaluation), the records that the run will write again are
+    dropped, so that the file reads as one.
     """
 
     def __init__(
@@ -172,8 +177,9 @@ class RunLog:
 
     def steps(self, windows: ShuffledWindows) -> None:
         """
-        One line and record for the iterations since the last. Only here do their numbers leave the device, which must
-        be idle by now, or their time is not all in the ledger. Raises RunError after max_skips skipped updates in a row.
+        One line and record for the iterations since the last. Only here do their numbers leave the
+        device, which must be idle by now, or their time is not all in the ledger. Raises RunError
+        after max_skips skipped updates in a row.
         """
         (any_timed,) = self.ranks.max([any(result.timed for result in self.results)])
         if not any_timed:  # compiled in: the next line speaks for these too
@@ -215,7 +221,10 @@ class RunLog:
         self.logged = dict(seconds)
 
     def mark_spike(self, iter_num: int, loss: float) -> None:
-        """Warn of a loss far above the running mean of the lines before; one that is not finite is not taken into it."""
+        """
+        Warn of a loss far above the running mean of the lines before; one that is not finite is not
+        taken into it.
+        """
         if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
             self.warn(
                 iter_num,
@@ -225,7 +234,10 @@ class RunLog:
             self.mean_loss = loss if self.mean_loss is None else 0.9 * self.mean_loss + 0.1 * loss
 
     def eta(self, step_seconds: float) -> float:
-        """Seconds to the end: the iterations left, and the evaluations and checkpoints left at their mean price so far."""
+        """
+        Seconds to the end: the iterations left, and the evaluations and checkpoints left at their
+        mean price so far.
+        """
         c, it = self.config, self.results[-1].iter_num
         pauses = (self.ledger.seconds["evaluation"] + self.ledger.seconds["checkpoints"]) / (
             it // c.eval_interval + 1
@@ -236,8 +248,9 @@ class RunLog:
 
     def check_skips(self, windows: ShuffledWindows) -> None:
         """
-        Name the iterations whose update was skipped for a non-finite gradient, and the first micro-batch at fault. With
-        float16 some are normal: the loss scale is too large at first and from time to time, and each skip halves it.
+        Name the iterations whose update was skipped for a non-finite gradient, and the first
+        micro-batch at fault. With float16 some are normal: the loss scale is too large at first and
+        from time to time, and each skip halves it.
         """
         normal_halvings = LOSS_SCALE_HALVINGS if self.hw.dtype == torch.float16 else 0
         finite = torch.stack([result.grad_norm for result in self.results]).isfinite().tolist()
@@ -331,7 +344,10 @@ class RunLog:
         self.tracker.close()
 
     def against_plan(self, iters: int) -> str:
-        """Actual against planned hours of iterations, where `bench.py plan --json=OUT_DIR/plan.json` made a plan."""
+        """
+        Actual against planned hours of iterations, where `bench.py plan --json=OUT_DIR/plan.json`
+        made a plan.
+        """
         try:
             plan = json.loads((Path(self.config.out_dir) / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
@@ -360,8 +376,12 @@ def read_records(lines: list[str]) -> list[dict]:
 
 
 def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
-    """Rewrite metrics.jsonl without what a run resumed at iter_num says again, and without lines that are no records."""
-    # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before that
+    """
+    Rewrite metrics.jsonl without what a run resumed at iter_num says again, and without lines that
+    are no records.
+    """
+    # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before
+    # that
     last = dict(
         step=iter_num - 1,
         event=iter_num - 1,

@@ -1,5 +1,6 @@
 """
-Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere; and on which data.
+Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere;
+and on which data.
 """
 
 import subprocess
@@ -35,8 +36,9 @@ FIXED_ON_RESUME = (
 
 class Start:
     """
-    What init_from means. `resumed` is the checkpoint a run goes on from, `saved` that or weights trained elsewhere
-    (then it holds `model`, `model_config` and `vocab` alone); both None from scratch.
+    What init_from means. `resumed` is the checkpoint a run goes on from, `saved` that or weights
+    trained elsewhere (then it holds `model`, `model_config` and `vocab` alone); both None from
+    scratch.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -47,8 +49,8 @@ class Start:
 
     def find(self, config: Config) -> list[str]:
         """
-        Read what init_from names, let it set the keys that it decides, and list the files and flags that contradict
-        it: a check for load_config.
+        Read what init_from names, let it set the keys that it decides, and list the files and flags
+        that contradict it: a check for load_config.
         """
         out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
         problems = []
@@ -105,7 +107,10 @@ class Start:
         return True
 
     def say_what_changed(self, config: Config) -> None:
-        """Print the keys that differ from the resumed checkpoint's, and whether the run goes on bit for bit."""
+        """
+        Print the keys that differ from the resumed checkpoint's, and whether the run goes on bit
+        for bit.
+        """
         values, saved = config_values(config), self.resumed["config"] if self.resumed else {}
         changed = [
             name
@@ -139,7 +144,9 @@ def read_pretrained(config: Config) -> dict:
 
 
 def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
-    """Set these keys to the saved values; list those that a file or flag has set to something else."""
+    """
+    Set these keys to the saved values; list those that a file or flag has set to something else.
+    """
     problems = []
     for name in (name for name in names if name in saved):
         if name in config.given and getattr(config, name) != saved[name]:
@@ -167,7 +174,10 @@ def prepare_on_demand(config: Config) -> None:
 
 
 def check_data(config: Config) -> list[str]:
-    """What is wrong with the dataset or the stream's source for this configuration, one line each (for load_config)."""
+    """
+    What is wrong with the dataset or the stream's source for this configuration, one line each (for
+    load_config).
+    """
     if not config.stream:
         return check_dataset(config)
     from data.stream import check_source  # which training from shards does not need
@@ -176,7 +186,10 @@ def check_data(config: Config) -> list[str]:
 
 
 def open_data(config: Config, position: dict | None = None) -> Dataset:
-    """The configured dataset: a folder, or a stream, from the `position` that a checkpoint holds of it. Raises UserError."""
+    """
+    The configured dataset: a folder, or a stream, from the `position` that a checkpoint holds of
+    it. Raises UserError.
+    """
     if not config.stream:
         return open_dataset(config.dataset)
     from data.stream import open_stream

@@ -11,8 +11,9 @@ from configurator import Config, config_values
 
 class Tracker:
     """
-    wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left out. What tensorboard
-    has in out_dir from iteration `purge_from` on is replaced; wandb shows each resume as a run of its own.
+    wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left
+    out. What tensorboard has in out_dir from iteration `purge_from` on is replaced; wandb shows
+    each resume as a run of its own.
     """
 
     def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):

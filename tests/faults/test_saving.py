@@ -1,4 +1,7 @@
-"""A save that ends at any moment, on any disk: the next start loads a valid checkpoint, at most one save old."""
+"""
+A save that ends at any moment, on any disk: the next start loads a valid checkpoint, at most one
+save old.
+"""
 
 import os
 import pickle
@@ -38,7 +41,9 @@ def save_as_train_does(folder: Path, n: int) -> None:
 
 
 class Dying:
-    """Patches every call that changes the disk; the process ends before or after the k-th of them."""
+    """
+    Patches every call that changes the disk; the process ends before or after the k-th of them.
+    """
 
     def __init__(self, last_call: int):
         self.left = last_call
@@ -222,7 +227,9 @@ def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp
 def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
-    no_override = (  # root may write anywhere: start train.py without that privilege (PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
+    # root may write anywhere: start train.py without that privilege (PR_CAPBSET_DROP,
+    # CAP_DAC_OVERRIDE)
+    no_override = (
         "import ctypes, os, sys\n"
         "ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)\n"
         "os.execv(sys.executable, [sys.executable, 'train.py', *sys.argv[1:]])"

@@ -1,4 +1,6 @@
-"""Signals at any moment, kill -9 at any moment: nothing is lost, and the exit code says what happened."""
+"""
+Signals at any moment, kill -9 at any moment: nothing is lost, and the exit code says what happened.
+"""
 
 import os
 import pty
