@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, records, run_here, run_process, write_dataset
+from helpers import ROOT, records, run_here, run_process, write_dataset
 
 import bench
 import train

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import records, run_here, run_process
+from helpers import records, run_here, run_process
 
 import compare
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from conftest import ROOT, run_process
+from helpers import ROOT, run_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import flags, run_process, write_dataset
+from helpers import flags, run_process, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

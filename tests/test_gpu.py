@@ -4,7 +4,7 @@ What only a CUDA device can show: no waiting inside an iteration, bit-exact resu
 
 import pytest
 import torch
-from conftest import FAST, assert_same_state, load, records, run_here
+from helpers import FAST, assert_same_state, load, records, run_here
 
 import train
 from benchmarks import measure

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 from configurator import Config
 from model import GPTConfig

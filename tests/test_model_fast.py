@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import FAST, assert_same_state, flags, load, records, run_here
+from helpers import FAST, assert_same_state, flags, load, records, run_here
 from torch.func import functional_call
 
 import convert

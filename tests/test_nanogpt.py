@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from conftest import records, run_here
+from helpers import records, run_here
 
 import train
 from common.console import UserError

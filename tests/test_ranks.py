@@ -16,7 +16,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, flags, load, records, run_here, write_dataset
+from helpers import ROOT, flags, load, records, run_here, write_dataset
 
 from training import checkpoint, ranks
 from training.ranks import Ranks

@@ -7,7 +7,7 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, flags, records, run_process
+from helpers import ROOT, flags, records, run_process
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_here, run_process
+from helpers import run_here, run_process
 
 import sample
 from common.console import UserError

@@ -15,12 +15,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT, assert_same_state, flags, load, records, run_here
+from helpers import ROOT, assert_same_state, flags, load, records, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # noqa: F401 (hub needs its fixture source)
-from test_prepare import Hub, documents, hub, source, write_jsonl, write_parquet
+from test_prepare import documents, write_jsonl, write_parquet
 
 import train
 from common.console import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import flags, records, run_here, run_process
+from helpers import flags, records, run_here, run_process
 
 
 def expected_numbers(out_dir: Path) -> dict:

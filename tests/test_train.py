@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import (
+from helpers import (
     FAST,
     ROOT,
     assert_same_state,

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, assert_same_state, flags, load, records, run_here, start_process
+from helpers import ROOT, assert_same_state, flags, load, records, run_here, start_process
 
 import train
 from data.loader import TrainBatches
