@@ -218,13 +218,10 @@ KIND_NAMES = {
 }
 
 
-def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ...] = ()) -> Config:
+def read_config(argv: list[str]) -> tuple["Config", list[str]]:
     """
-    Build the Config from config files and --key=value flags, left to right.
-
-    `checks` are further functions from a Config to a list of problems (device, data), so that
-    everything that is wrong with a command line is reported together. Raises UserError with one
-    line per problem.
+    The Config of config files and --key=value flags, applied left to right, and what is wrong with
+    them, one line per problem.
     """
     if "--help" in argv or "-h" in argv:
         print_help()
@@ -236,17 +233,18 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
             read_flag(argument, values, problems)
         else:
             read_file(Path(argument), values, problems)
-    names = [
-        argument.partition("=")[0] for argument in dict.fromkeys(argv) if argument.startswith("--")
-    ]
-    problems += [
-        f"{name}: given twice with different values; keep one"
-        for name in names
-        if names.count(name) > 1
-    ]
-    config = Config(**values, given=frozenset(values))
-    for check in (*checks, resolve):
-        problems += check(config)
+    return Config(**values, given=frozenset(values)), problems
+
+
+def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ...] = ()) -> Config:
+    """
+    The resolved Config of config files and flags. `checks` list further problems of a Config.
+    Raises UserError with one line per problem.
+    """
+    config, problems = read_config(argv)
+    if not problems:
+        for check in (*checks, resolve):
+            problems += check(config)
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return config

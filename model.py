@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class GPTConfig:
     block_size: int = 1024
-    vocab_size: int = (
-        50304  # 50257 padded up to a multiple of 128: the head's matrix product runs on full tiles
-    )
+    # 50257 padded to a multiple of 128: the head's matrix product runs on full tiles
+    vocab_size: int = 50304
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -33,9 +32,8 @@ class GPTConfig:
     flash: bool = True  # fused attention kernel; False: the plain formula
     model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
-    recompute: bool = (
-        False  # keep only the stream at each block's entry; the backward pass runs the block again
-    )
+    # keep only the stream at each block's entry; the backward pass runs the block again
+    recompute: bool = False
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:
@@ -62,10 +60,8 @@ class KVCache:
         """
         if self.length == 0:
             B, nh, _, hs = k.shape
-            self.k, self.v = (
-                k.new_empty(B, nh, self.capacity, hs),
-                v.new_empty(B, nh, self.capacity, hs),
-            )
+            self.k = k.new_empty(B, nh, self.capacity, hs)
+            self.v = v.new_empty(B, nh, self.capacity, hs)
         start, self.length = self.length, self.length + k.size(2)
         self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
@@ -79,13 +75,11 @@ def plain_attention(
     In bfloat16 on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024
     (results/cpu/kernels.json).
     """
-    scores = (
-        q * (q.size(-1) ** -0.5 if scale is None else scale) @ k.transpose(-2, -1)
-    )  # (B, nh, T, T and what is cached)
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    scores = q * scale @ k.transpose(-2, -1)  # (B, nh, T, T plus cached tokens)
     if is_causal:
-        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(
-            1
-        )  # an addition is faster than masked_fill
+        # an addition is faster than masked_fill
+        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)
     return F.dropout(F.softmax(scores, dim=-1), dropout_p) @ v
 
 
@@ -93,24 +87,19 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
-        self.c_attn = nn.Linear(
-            config.n_embd, 3 * config.n_embd, bias=config.bias
-        )  # q, k and v in one product
+        # q, k and v in one product
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (
-            self.c_attn(x)
-            .view(B, T, 3 * self.n_head, C // self.n_head)
-            .transpose(1, 2)
-            .chunk(3, dim=1)
-        )
+        qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
+        q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # (B, nh, T, hs) each
         if cache is not None:
             k, v = cache.extend(k, v)
-        # A lone token, as generation has them, sees all before it; cuDNN would plan its fused
-        # kernel anew at each length
+        # A single token, as in generation, sees all tokens before it and needs no mask. There the
+        # plain formula serves: cuDNN would plan its fused kernel anew at each length.
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -120,9 +109,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU(
-            approximate="tanh"
-        )  # GPT-2's own; the exact GELU moves its logits by up to 1e-3
+        # GPT-2's own; the exact GELU moves its logits by up to 1e-3
+        self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 

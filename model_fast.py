@@ -57,27 +57,21 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head, self.flash = config.n_head, config.flash
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
-        self.c_attn = nn.Linear(
-            config.n_embd, 3 * config.n_embd, bias=config.bias
-        )  # q, k and v in one product
+        # q, k and v in one product
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
-        qk, v = (
-            self.c_attn(x)
-            .view(B, T, 3 * self.n_head, C // self.n_head)
-            .split((2 * self.n_head, self.n_head), dim=2)
-        )
-        qk = rotate(norm(qk), cos, sin).type_as(
-            v
-        )  # QK-norm: scores cannot explode (arXiv:2010.04245); angles were in float32
+        qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
+        qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
+        # QK-norm: scores cannot explode (arXiv:2010.04245). The angles were in float32.
+        qk = rotate(norm(qk), cos, sin).type_as(v)
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
-        attention = (
-            F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
-        )  # as in model.py
+        # as in model.py
+        attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=0.0, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -89,9 +83,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(
-            self.c_fc(x).relu().square()
-        )  # ReLU^2 learns faster than GELU (Primer, arXiv:2109.08668)
+        # ReLU^2 learns faster than GELU (Primer, arXiv:2109.08668)
+        return self.c_proj(self.c_fc(x).relu().square())
 
 
 class Block(nn.Module):
@@ -115,9 +108,8 @@ class FastGPT(nn.Module):
                 h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             )
         )
-        self.lm_head = nn.Linear(
-            config.n_embd, config.vocab_size, bias=False
-        )  # its own: tying costs loss here (records)
+        # a head of its own: tying costs loss here (records)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -155,11 +147,10 @@ class FastGPT(nn.Module):
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
         recompute = self.config.recompute and self.training and not caches
         for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
-            x = (
-                checkpoint(block, x, cos, sin, use_reentrant=False)
-                if recompute
-                else block(x, cos, sin, cache)
-            )
+            if recompute:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, cache)
         return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

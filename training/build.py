@@ -12,44 +12,41 @@ from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
-EAGER_LOSS_CHUNK = (
-    1024  # compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there chunks pay
-)
+# Compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there it pays to chunk the loss.
+EAGER_LOSS_CHUNK = 1024  # tokens
 
 
-def model_config(config: Config, vocab: int, saved: dict | None = None) -> GPTConfig:
+def model_config(
+    config: Config, vocab: int, weights: dict | None = None, flash: bool | None = None
+) -> GPTConfig:
     """
-    The model that the configuration asks for; with the vocabulary of the saved weights where there
-    are some.
+    The model that the configuration asks for. `vocab` is padded, unless there are saved `weights`:
+    then it is theirs. `flash`, where given, stands in place of the configuration's.
     """
-    names = (
-        "model",
-        "block_size",
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "dropout",
-        "bias",
-        "tie_weights",
-        "flash",
-        "recompute",
-    )
-    vocab_size = (
-        saved["model_config"]["vocab_size"]
-        if saved
-        else pad_vocab(vocab, config.pad_vocab_multiple)
-    )
+    vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
+    if weights:
+        vocab_size = weights["model_config"]["vocab_size"]
     return GPTConfig(
+        block_size=config.block_size,
         vocab_size=vocab_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        dropout=config.dropout,
+        bias=config.bias,
+        tie_weights=config.tie_weights,
+        flash=config.flash if flash is None else flash,
+        model=config.model,
         loss_chunk=loss_chunk(config),
-        **{name: getattr(config, name) for name in names},
+        recompute=config.recompute,
     )
 
 
 def loss_chunk(config: Config) -> int:
     """The key's words as a number of tokens, 0 for off."""
-    chunks = dict(off=0, auto=0 if config.compile else EAGER_LOSS_CHUNK)
-    return chunks[config.loss_chunk] if config.loss_chunk in chunks else int(config.loss_chunk)
+    if config.loss_chunk == "auto":
+        return 0 if config.compile else EAGER_LOSS_CHUNK
+    return 0 if config.loss_chunk == "off" else int(config.loss_chunk)
 
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:
@@ -59,16 +56,15 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
     `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as
-    `initial_lr`; the first group's rate is the one that is logged. Fused, an update skips itself on
-    the device where that is asked for; the kernel of MPS does not.
+    `initial_lr`; the first group's rate is the one in the log. A fused update skips itself on the
+    device when asked to. The kernel of MPS cannot.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (config.beta1, config.beta2)
     if config.optimizer == "adamw":
-        groups = [
-            dict(group, initial_lr=config.learning_rate)
-            for group in decay_groups(model, config.weight_decay)
-        ]
+        groups = decay_groups(model, config.weight_decay)
+        for group in groups:
+            group["initial_lr"] = config.learning_rate
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     roles = parameters_by_role(model)
     muon = dict(
@@ -84,9 +80,8 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
         dict(adam, params=roles["head"], initial_lr=config.head_lr),
         dict(adam, params=roles["vectors"], initial_lr=config.vector_lr, weight_decay=0.0),
     ]
-    return Muon(
-        [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]], dtype, fused
-    )
+    groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
+    return Muon(groups, dtype, fused)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -105,15 +100,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 @functools.cache
 def count_parameters(config: GPTConfig) -> tuple[int, int]:
     """
-    (all parameters, those that take part in matrix products and norms: N in the FLOP formula
-    below).
+    All parameters, and those that take part in matrix products and norms (N in the formula below).
     """
     with torch.device("meta"):  # shapes without memory
         model = build_model(config)
     total = sum(p.numel() for p in model.parameters())
-    tables = {
-        id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)
-    }
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = {id(m.weight): m.weight.numel() for m in embeddings}
     tables.pop(id(model.lm_head.weight), None)  # a tied embedding is a matrix too
     return total, total - sum(tables.values())
 
@@ -122,8 +115,8 @@ def flops_per_token(config: GPTConfig) -> int:
     """
     Floating-point operations per trained token, forward and backward: 6 N + 12 L H Q T, with N the
     parameters less look-up tables, L layers, H heads of size Q, T = block_size (PaLM paper,
-    appendix B; nanoGPT's number for the tied model). A token embedding of its own is a table: tying
-    changes nothing. Recomputed activations do not count.
+    appendix B; nanoGPT's number for the tied model). A token embedding of its own is a table, so
+    tying changes nothing. Recomputed activations do not count.
     """
     _, n = count_parameters(config)
     return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size

@@ -1,28 +1,148 @@
 """
-Checkpoints that survive a kill, a full disk and a flipped bit.
+Checkpoints that survive a kill, a full disk and a flipped bit, and the folder they live in.
 
 out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name,
 read back, flushed to the disk, and only then renamed, so a file under a checkpoint's name is whole.
-Its last bytes are a sha256 of all bytes before them; torch.load ignores such a trailer, so
-`torch.load(path, weights_only=True)` reads the file alone.
+Its last bytes are a sha256 of all bytes before them. torch.load ignores such a trailer, so
+`torch.load(path, weights_only=True)` reads the file without this program.
 """
 
+import contextlib
 import hashlib
+import math
 import os
 import pickle
 import shutil
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.console import UserError, warn
+from common.console import RunError, UserError, warn
 from common.files import free_bytes, fsync_folder, replacing, try_lock
+from configurator import Config
+from training.ranks import Ranks
 
 TRAILER = b"\nsha256 of all bytes before this line: "
 TRAILER_BYTES = len(TRAILER) + 64
 CHUNK_BYTES = 1 << 24
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint needs besides weights, optimizer and random states."""
+
+    iter_num: int = 0  # updates made
+    tokens: int = 0
+    sequences: int = 0  # position in the order of the data
+    best_val_loss: float = math.inf
+    best_iter: int = -1
+    evaluated_at: int = -1
+    lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        """After an iteration of so many sequences and tokens."""
+        self.iter_num += 1
+        self.sequences += sequences
+        self.tokens += tokens
+
+
+# -----------------------------------------------------------------------------
+# One run's checkpoints
+
+
+class Checkpoints:
+    """
+    The checkpoints of one run in out_dir: the newest `keep_checkpoints`, and best.pt. Other runs
+    are kept out of the folder as long as this object lives. With eval_only nothing is written.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, resumed: dict | None, known: list[Path]):
+        """
+        `resumed` is the state the run goes on from, None for a fresh run, which clears out_dir of
+        an earlier one. `known` are the checkpoints that were there when the run looked for one.
+        """
+        self.config, self.ranks, self.out_dir = config, ranks, Path(config.out_dir)
+        # iteration of the newest checkpoint, and the last evaluation that it knows of
+        self.saved: tuple[int, int] | None = None
+        self.best_before = math.inf, -1
+        if resumed:
+            progress = Progress(**resumed["progress"])
+            self.saved = progress.iter_num, progress.evaluated_at
+        if not config.eval_only:
+            ranks.from_first(self.open_folder, resumed, known)
+
+    def open_folder(self, resumed: dict | None, known: list[Path]) -> None:
+        # the lock is released when this file is closed
+        self.lock = make_out_dir(self.out_dir, fresh=resumed is None, known=known)
+        if resumed and resumed["progress"]["best_iter"] == resumed["progress"]["iter_num"]:
+            # the run may have been killed after saving it and before marking it
+            with contextlib.suppress(OSError):
+                mark_best(self.path(resumed["progress"]["iter_num"]))
+
+    def path(self, iter_num: int) -> Path:
+        return self.out_dir / f"ckpt-{iter_num:08}.pt"
+
+    def improved(self, progress: Progress, val_loss: float) -> bool:
+        """Whether this evaluation is the best so far, which `progress` then notes."""
+        if val_loss < progress.best_val_loss:
+            self.best_before = progress.best_val_loss, progress.best_iter
+            progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
+        return progress.best_iter == progress.iter_num
+
+    def has(self, progress: Progress) -> bool:
+        """Whether nothing has happened since the last save: no iteration, no evaluation."""
+        return self.saved == (progress.iter_num, progress.evaluated_at)
+
+    def save(self, state: dict, progress: Progress, log, last: bool) -> None:
+        """
+        Save `state`, that of `progress`; rank 0 writes, all ranks take part. Where saving fails,
+        an older checkpoint stays and the run goes on, unless there is none or this was the `last`
+        chance: then it raises RunError.
+        """
+        began = time.perf_counter()
+        size = self.ranks.from_first(self.write, state, progress, log, last)
+        if size:
+            self.saved = progress.iter_num, progress.evaluated_at
+            path = self.path(progress.iter_num)
+            log.checkpoint(progress.iter_num, path, size, time.perf_counter() - began)
+        elif progress.best_iter == progress.iter_num:
+            # best.pt still holds the one before
+            progress.best_val_loss, progress.best_iter = self.best_before
+
+    def write(self, state: dict, progress: Progress, log, last: bool) -> int:
+        """The file's size in bytes; 0 where saving failed and will be tried again."""
+        it, path = progress.iter_num, self.path(progress.iter_num)
+        if not all(weights.isfinite().all() for weights in state["model"].values()):
+            # saved, it would in time push out the good ones
+            raise RunError(
+                f"iter {it}: some weights are not finite and are not saved; the checkpoint before "
+                "stands: --init_from=resume with a lower rate"
+            )
+        try:
+            size = save(state, path)
+        except OSError as error:
+            older = list_checkpoints(self.out_dir)
+            if not older:
+                raise RunError(f"checkpoint {it}: {error}; and there is no older one") from None
+            if last:
+                raise RunError(f"checkpoint {it}: {error}; {older[-1]} stands") from None
+            log.warn(it, f"checkpoint {it} failed: {error}; {older[-1]} stands")
+            return 0
+        try:
+            if progress.best_iter == it:
+                mark_best(path)
+            prune(self.out_dir, self.config.keep_checkpoints, path)
+        except OSError as error:  # the checkpoint itself is safe
+            log.warn(it, f"{path} is saved, but tidying up after it failed: {error}")
+        return size
+
+
+# -----------------------------------------------------------------------------
+# One file
 
 
 class HashingWriter:
@@ -42,7 +162,7 @@ class HashingWriter:
 
 def save(state: dict, path: Path) -> int:
     """
-    Write `state` to `path`, all or nothing; returns the file's size in bytes. Raises OSError,
+    Write `state` to `path`, all or nothing. Returns the file's size in bytes. Raises OSError,
     leaving `path` as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it under the run
@@ -51,9 +171,8 @@ def save(state: dict, path: Path) -> int:
         writer = HashingWriter(file)
         try:
             torch.save(state, writer)
-        except (
-            RuntimeError
-        ) as error:  # torch's archive writer, closing after a failed write, complains in its place
+        except RuntimeError as error:
+            # torch's archive writer, closing after a failed write, hides the OSError behind its own
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         file.write(TRAILER + writer.sha256.hexdigest().encode())
         file.flush()
@@ -64,13 +183,10 @@ def save(state: dict, path: Path) -> int:
 
 
 def check_space(state: dict, folder: Path) -> None:
-    sizes = {
-        leaf.data_ptr(): leaf.nbytes
-        for leaf in tree_leaves(state)
-        if isinstance(leaf, torch.Tensor)
-    }  # tied ones once
-    needed = sum(sizes.values()) + (1 << 20)
-    free = free_bytes(folder)
+    """Raises OSError where the folder's disk has no room for the state."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
+    needed, free = sum(sizes.values()) + (1 << 20), free_bytes(folder)
     if free < needed:
         raise OSError(
             f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB"
@@ -91,11 +207,9 @@ def find_damage(path: Path) -> str:
         return error.strerror or str(error)
     if not trailer.startswith(TRAILER):
         return "cut short, or not written by this program"
-    return (
-        ""
-        if trailer[len(TRAILER) :] == sha256.hexdigest().encode()
-        else "its checksum does not match: bytes have changed"
-    )
+    if trailer[len(TRAILER) :] != sha256.hexdigest().encode():
+        return "its checksum does not match: bytes have changed"
+    return ""
 
 
 def load(path: Path) -> dict:
@@ -110,6 +224,10 @@ def load(path: Path) -> dict:
         except pickle.UnpicklingError:
             damage = "refused: it holds more than tensors and plain values"
     raise UserError(f"{path}: {damage}")
+
+
+# -----------------------------------------------------------------------------
+# The folder
 
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
@@ -131,7 +249,8 @@ def load_newest(out_dir: Path) -> dict | None:
             warn(f"{error}; trying the one before")
     if paths:
         raise UserError(
-            f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew elsewhere"
+            f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew "
+            "in another --out_dir"
         )
     return None
 
@@ -142,18 +261,16 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     found damaged when the run was resumed), and what killed saves left behind.
     """
     paths = list_checkpoints(out_dir)
-    kept = [path for path in paths if newest is None or path <= newest][-keep:] if keep else []
-    for path in [
-        *(path for path in paths if path not in kept),
-        *out_dir.glob("ckpt-????????.tmp"),
-        out_dir / "best.tmp",
-    ]:
+    good = [path for path in paths if newest is None or path <= newest]
+    kept = good[-keep:] if keep else []
+    unwanted = [path for path in paths if path not in kept]
+    for path in [*unwanted, *out_dir.glob("ckpt-????????.tmp"), out_dir / "best.tmp"]:
         path.unlink(missing_ok=True)
 
 
 def mark_best(path: Path) -> None:
     """
-    Make best.pt the same file as `path`, atomically; a copy where the file system has no links.
+    Make best.pt the same file as `path`, atomically. A copy where the file system has no links.
     """
     best, temporary = path.with_name("best.pt"), path.with_name("best.tmp")
     temporary.unlink(missing_ok=True)
@@ -175,11 +292,13 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
         lock = open(out_dir / "lock", "wb")
         if not try_lock(lock):
             raise UserError(
-                f"out_dir: another run is writing to {out_dir}; stop that one first, or choose another --out_dir"
+                f"out_dir: another run is writing to {out_dir}; stop that one first, or choose "
+                "another --out_dir"
             )
         if list_checkpoints(out_dir) != known:
             raise UserError(
-                f"out_dir: another run was writing to {out_dir} until now; the same command goes on from there"
+                f"out_dir: another run was writing to {out_dir} until now; the same command goes "
+                "on from there"
             )
         if not os.access(out_dir, os.W_OK):
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
@@ -194,6 +313,5 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
 
 
 def holds_run(out_dir: Path) -> bool:
-    return bool(list_checkpoints(out_dir)) or any(
-        (out_dir / name).exists() for name in ("metrics.jsonl", "best.pt")
-    )
+    names = ("metrics.jsonl", "best.pt")
+    return bool(list_checkpoints(out_dir)) or any((out_dir / name).exists() for name in names)

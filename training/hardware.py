@@ -1,8 +1,8 @@
 """
-The machine: device, dtype, peak speed, and the arithmetic of MFU.
+The machine: device, dtype, peak speed, running out of memory, and the arithmetic of MFU.
 
 MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak for the dtype in
-use (PaLM paper, appendix B). What is known of each card stands in gpus.csv; gpus.py reads it.
+use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 """
 
 import contextlib
@@ -11,32 +11,37 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from common.console import warn
+from common.console import RunError, warn
 from configurator import Config
 from training.gpus import find_row, row_peak
 
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor")
-)  # /tmp is emptied
-in_wsl = (
-    "microsoft" in platform.release().lower()
-)  # where NVIDIA's driver may crash on what follows (pytorch 192330)
-if (
-    sys.platform == "linux" and not in_wsl and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-):  # its older name: the user's choice
-    os.environ.setdefault(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-    )  # less fragmentation, so larger batches fit
+
+def set_environment() -> None:
+    """Defaults that torch reads when it first compiles or allocates. The user's own values win."""
+    with contextlib.suppress(RuntimeError):  # no home folder: torch's own default stays
+        # torch's own default is in /tmp, which a restart empties
+        cache = Path.home() / ".cache" / "torchinductor"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
+    # on it (pytorch #192330), and not where the user has set the variable's older name.
+    in_wsl = "microsoft" in platform.release().lower()
+    if sys.platform == "linux" and not in_wsl and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+set_environment()
 
 GIB = 2**30
-PLAIN_BLOCK_SIZE = (
-    512  # up to which plain attention in bfloat16 clearly beats the fused kernel on a CPU
-)
+# The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
+# (results/cpu/kernels.json)
+PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
+# What torch, cuBLAS, Triton and the system say when memory runs out
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
@@ -55,31 +60,39 @@ class Hardware:
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         """
-        float16 gradients underflow unless the loss is scaled; for other dtypes the scaler passes
+        float16 gradients underflow unless the loss is scaled. For other dtypes the scaler passes
         everything through.
         """
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
+    def flash(self, config: Config) -> bool:
+        """
+        Whether attention uses the fused kernel: as configured, but not on a CPU with a context so
+        short that plain products are faster.
+        """
+        plain = self.device.type == "cpu" and (
+            config.block_size <= PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
+        )
+        return config.flash and not plain
+
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished everything it was given."""
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
     def peak_memory_gib(self) -> float | None:
         """
-        The most memory in use so far, GiB: the allocator's on CUDA, the process's on the CPU, None
-        where unknown. On MPS what is in use now.
+        The most memory in use so far, in GiB: the allocator's on CUDA, the process's on a CPU,
+        None where unknown. On MPS the memory in use now.
         """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / GIB
-        if (
-            sys.platform == "linux"
-        ):  # not ru_maxrss, which begins with what the parent process had in use
-            peak = re.search(
-                r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()
-            )  # a sandbox may leave it out
+        if sys.platform == "linux":
+            # not ru_maxrss, which starts from what the parent process had in use
+            status = Path("/proc/self/status").read_text()
+            peak = re.search(r"VmHWM:\s+(\d+) kB", status)  # a sandbox may leave it out
             return int(peak[1]) * 1024 / GIB if peak else None
         if sys.platform == "darwin":
             import resource
@@ -89,61 +102,38 @@ class Hardware:
 
     def usable_bytes(self) -> float:
         """
-        Device memory that this process has or could still get, bytes: on CUDA what others leave,
-        else infinite.
+        Device memory that this process has or could still get, in bytes. Infinite where the device
+        is not a GPU.
         """
         if self.device.type != "cuda":
             return float("inf")
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
-    def energy_kwh(self) -> float | None:
-        """
-        What this GPU has used since its driver was loaded, kWh: NVML counts it from Volta on. None
-        where it does not.
-        """
-        if self.device.type != "cuda":
-            return None
-        handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-        # the index is another's where devices are hidden
-        uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-        try:
-            nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-            failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(
-                uuid.encode(), ctypes.byref(handle)
-            )
-            failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(
-                handle, ctypes.byref(millijoules)
-            )
-        except (OSError, AttributeError):  # no such library, or an older one
-            return None
-        return None if failed else millijoules.value / 3.6e9
-
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
-        """Model FLOPs utilisation as a fraction; not clamped; None where the peak is unknown."""
-        return (
-            flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
-            if self.peak_tflops
-            else None
-        )
+        """Model FLOPs utilisation as a fraction, not clamped. None where the peak is unknown."""
+        if not self.peak_tflops:
+            return None
+        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
+
+
+# -----------------------------------------------------------------------------
+# Choosing and setting up
 
 
 def check_device(config: Config) -> list[str]:
-    """What is wrong with config.device and config.dtype on this machine (for load_config)."""
+    """What is wrong with config.device on this machine, one line per problem."""
+    wanted = config.device
     try:
-        device = torch.device("cpu" if config.device == "auto" else config.device)
-        known = device.type in ("cuda", "mps", "cpu")
+        device = torch.device("cpu" if wanted == "auto" else wanted)
     except RuntimeError:
-        known = False
-    if not known:
-        return [f"device: {config.device!r} is none of auto, cuda, cuda:N, mps, cpu"]
+        device = None
+    if device is None or device.type not in ("cuda", "mps", "cpu"):
+        return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
     if device.type == "cuda" and not torch.cuda.is_available():
-        return [
-            f"device: {config.device} asked for, but torch {torch.__version__} sees no CUDA GPU; --device=cpu"
-        ]
+        return [f"device: torch {torch.__version__} sees no CUDA GPU for {wanted}; --device=cpu"]
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return [
-            f"device: there is no {config.device}; the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        ]
+        last = torch.cuda.device_count() - 1
+        return [f"device: there is no {wanted}; the GPUs here are cuda:0 to cuda:{last}"]
     if device.type == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but this is no Mac with Metal; --device=cpu"]
     return []
@@ -153,31 +143,48 @@ def choose_device(config: Config) -> torch.device:
     return torch.device(config.device if config.device != "auto" else best_device())
 
 
+def best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
+    """
+    bfloat16 where the hardware computes in it. A T4 claims support, but emulates (nanoGPT #525).
+    """
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
+    if device.type == "cpu":
+        avx512, amx = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if avx512 or amx else torch.float32
+    return torch.float32
 
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
     Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank
-    has its own GPU; on a CPU freed memory is kept, unless the system's own handling is wanted.
+    has its own GPU. On a CPU freed memory is kept, unless `keep_memory` is off.
     """
     device = choose_device(config)
     if device.type == "cuda":
-        torch.cuda.set_device(
-            device if device.index is not None else torch.device("cuda", local_rank)
-        )
+        own = device if device.index is not None else torch.device("cuda", local_rank)
+        torch.cuda.set_device(own)
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
     dtype = choose_dtype(config, device)
-    # TF32 keeps fp32's range with 10 bits of mantissa; without this, fp32 matrix products leave the
-    # tensor cores idle
+    # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matrix products
+    # leave the tensor cores idle.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS is deterministic only with fixed workspaces
+        # cuBLAS is deterministic only with fixed workspaces
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if dtype == torch.float16 and device.type == "cpu":
         warn("float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16")
@@ -189,37 +196,13 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
 
 def keep_freed_memory() -> None:
     """
-    glibc's malloc gives freed blocks above 32 MB back to the system, and touching new pages takes
-    up to half of a CPU step; after this it keeps them (mallopt(3); the constants are those of
-    malloc.h).
+    Make glibc's malloc keep freed memory. By default it returns blocks above 32 MB to the system,
+    and touching new pages takes up to half of a CPU step (mallopt(3), constants of malloc.h).
     """
     if platform.libc_ver()[0] == "glibc":
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def best_dtype(device: torch.device) -> torch.dtype:
-    """
-    bfloat16 where the hardware computes in it; a T4 claims support, but emulates (nanoGPT #525).
-    """
-    if device.type == "cuda":
-        return (
-            torch.bfloat16
-            if torch.cuda.is_bf16_supported(including_emulation=False)
-            else torch.float16
-        )
-    if device.type == "cpu" and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    ):
-        return torch.bfloat16
-    return torch.float32
 
 
 def device_name(device: torch.device) -> str:
@@ -228,8 +211,21 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
+    """This device's dense peak for `dtype` in TFLOP/s. None where it is not known for sure."""
+    if device.type != "cuda":
+        return None
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    row = find_row(torch.cuda.get_device_name(device), sm_count)
+    return row_peak(row, dtype, tf32) if row else None
+
+
+# -----------------------------------------------------------------------------
+# Random states
+
+
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The random states that dropout draws on. No wait for the device."""
+    """The random states that dropout draws on. Does not wait for the device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state()
@@ -242,48 +238,30 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
         getattr(torch, device.type).set_rng_state(states[device.type])
 
 
-def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
-    """This device's dense peak for `dtype` in TFLOP/s; None where it is not known for sure."""
-    if device.type != "cuda":
-        return None
-    row = find_row(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_properties(device).multi_processor_count,
-    )
-    return row_peak(row, dtype, tf32) if row else None
+# -----------------------------------------------------------------------------
+# Running out of memory
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """
-    In any of its forms: torch's own error, cuBLAS's or Triton's, the system's, or one inside what
-    torch.compile raises.
+    Whether memory ran out, in any of its forms: torch's own error, cuBLAS's or Triton's, the
+    system's, or one wrapped in what torch.compile raises.
     """
     while error is not None:
-        text = str(error)
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-            words in text for words in OUT_OF_MEMORY
-        ):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if any(words in str(error) for words in OUT_OF_MEMORY):
             return True
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return False
 
 
-def speed_hints(config: Config, vocab_size: int, hw: Hardware) -> list[str]:
-    """
-    One line for each setting that costs speed on this device: sizes that keep matrix products off
-    full tensor-core tiles (NVIDIA's matrix multiplication guide), the fused attention where plain
-    products beat it (results/README.md).
-    """
-    if hw.device.type == "cpu":
-        slow = config.flash and hw.dtype == torch.bfloat16 and config.block_size <= PLAIN_BLOCK_SIZE
-        return ["hint: with so short a context --flash=False is faster on a CPU"] * slow
-    sizes = (
-        ("n_embd", config.n_embd, 64),
-        ("n_embd / n_head, the head size,", config.n_embd // config.n_head, 8),
-        ("the padded vocabulary", vocab_size, 64),
-    )
-    return [
-        f"hint: {what} is {size}, no multiple of {multiple}; tensor cores run it slower"
-        for what, size, multiple in sizes
-        if size % multiple
-    ]
+@contextlib.contextmanager
+def on_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
+    """Turn running out of memory into a RunError with what advice() says."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(advice()) from None

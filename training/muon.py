@@ -14,11 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-NEWTON_SCHULZ = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
+# a, b, c of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
@@ -30,9 +27,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     `dtype`.
     """
     a, b, c = NEWTON_SCHULZ
-    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(
-        dtype
-    )  # now no singular value is above 1
+    # divided by their norms, no singular value is above 1
+    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
@@ -51,9 +47,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
         super().__init__(groups, dict(fused=fused))
         self.dtype = dtype
-        self._step_supports_amp_scaling = (
-            fused  # GradScaler then leaves skipping to us, and does not wait for the device
-        )
+        # GradScaler then leaves skipping to us, and does not wait for the device
+        self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -70,10 +65,11 @@ class Muon(torch.optim.Optimizer):
         sqrt(max(1, rows / cols)) along the orthogonal matrix nearest to g + mu (m - g), Nesterov's
         look ahead, and decays by lr * weight_decay.
         """
-        skipped = (
-            torch.zeros((), device=group["params"][0].device) if found_inf is None else found_inf
-        )
-        lr = group["lr"] * (1 - skipped)
+        skipped = found_inf
+        if skipped is None:
+            skipped = torch.zeros((), device=group["params"][0].device)
+        lr, parts = group["lr"] * (1 - skipped), group["parts"]
+        # matrices of one shape are orthogonalized together: (matrix, its update, scale of its rate)
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
         for p in group["params"]:
             if p.grad is None:
@@ -84,19 +80,16 @@ class Muon(torch.optim.Optimizer):
             g = torch.where(skipped.bool(), m, p.grad)
             m.lerp_(g, 1 - group["momentum"])
             p.mul_(1 - lr * group["weight_decay"])
-            for matrix, update in zip(
-                p.chunk(group["parts"]), g.lerp(m, group["momentum"]).chunk(group["parts"])
-            ):
+            look_ahead = g.lerp(m, group["momentum"])
+            for matrix, update in zip(p.chunk(parts), look_ahead.chunk(parts)):
                 rows, cols = matrix.shape
+                scale = max(1, rows / cols) ** 0.5
                 if rows > cols:
                     matrix, update = matrix.mT, update.mT
-                by_shape.setdefault(matrix.shape, []).append(
-                    (matrix, update, max(1, rows / cols) ** 0.5)
-                )
+                by_shape.setdefault(matrix.shape, []).append((matrix, update, scale))
         for triples in by_shape.values():
-            directions = orthogonalize(
-                torch.stack([update for _, update, _ in triples]), self.dtype
-            )
+            updates = torch.stack([update for _, update, _ in triples])
+            directions = orthogonalize(updates, self.dtype)
             for (matrix, _, scale), direction in zip(triples, directions):
                 matrix.sub_(direction.float() * (lr * scale))  # float16 has no room for small rates
 
@@ -104,24 +97,17 @@ class Muon(torch.optim.Optimizer):
         params = [p for p in group["params"] if p.grad is not None]
         for p in params:
             if not self.state[p]:
-                zeros = dict(
-                    step=torch.zeros((), device=p.device),
-                    exp_avg=torch.zeros_like(p),
-                    exp_avg_sq=torch.zeros_like(p),
-                )
-                self.state[p].update(zeros)
-        states = [self.state[p] for p in params]
-        exp_avgs, exp_avg_sqs, steps = (
-            [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
+                self.state[p]["step"] = torch.zeros((), device=p.device)
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
         beta1, beta2 = group["betas"]
         adamw(
             params,
-            [p.grad for p in params],
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
+            grads=[p.grad for p in params],
+            exp_avgs=[self.state[p]["exp_avg"] for p in params],
+            exp_avg_sqs=[self.state[p]["exp_avg_sq"] for p in params],
+            max_exp_avg_sqs=[],
+            state_steps=[self.state[p]["step"] for p in params],
             fused=group["fused"],
             found_inf=found_inf,
             amsgrad=False,
@@ -140,13 +126,10 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     head tied to the embedding counts as head. Raises ValueError for a parameter that has no role
     here.
     """
-    roles: dict[str, list[nn.Parameter]] = {
-        role: [] for role in ("matrices", "qkv", "head", "embedding", "vectors")
-    }
+    roles = dict(matrices=[], qkv=[], head=[], embedding=[], vectors=[])
     modules = dict(model.named_modules())
-    names = {
-        p: name for name, p in model.named_parameters(remove_duplicate=False)
-    }  # a tied head under its last name
+    # a tied head goes under its last name
+    names = {p: name for name, p in model.named_parameters(remove_duplicate=False)}
     for p, name in names.items():
         owner = modules[name.rpartition(".")[0]]
         if name == "lm_head.weight":
@@ -159,7 +142,8 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
             role = "qkv" if name.endswith("c_attn.weight") else "matrices"
         else:
             raise ValueError(
-                f"{name}: neither a matrix, an embedding, the head nor a vector; Muon has no rule for it"
+                f"{name}: neither a matrix, an embedding, the head nor a vector; Muon has no rule "
+                "for it"
             )
         roles[role].append(p)
     return roles

@@ -2,9 +2,9 @@
 Several processes, one run: torchrun starts them, each with a device of its own, and each runs the
 same loop.
 
-Decisions and log figures are agreed on through the hosts (gloo, a few bytes); gradients are
-averaged by torch's DistributedDataParallel on the devices. A process alone needs none of it:
-everything here then returns its argument.
+Decisions and log figures are agreed on through the hosts (gloo, a few bytes). Gradients are
+averaged by torch's DistributedDataParallel on the devices. A process on its own needs none of
+this: everything here then returns its argument.
 """
 
 import contextlib
@@ -21,19 +21,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import RunError, UserError, complain, end_process
-from configurator import Config, print_config
+from configurator import Config
 
-TIMEOUT = timedelta(
-    minutes=10
-)  # of one collective; longer than any evaluation or checkpoint that a rank waits for
+# Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
+TIMEOUT = timedelta(minutes=10)
 
 
 def meet(rank: int, world_size: int) -> dist.Store:
     """
-    A store that holds only what this life of the job writes. torchrun keeps one store through its
-    restarts, and in it the addresses of the dead, which gloo would wait for. Its restart count
-    cannot tell lives apart, as it differs between machines; so rank 0 makes up a name for this life
-    and gives it to whoever asks now.
+    A store that holds only what this life of the job writes.
+
+    torchrun keeps one store through its restarts. It still holds the addresses of dead processes,
+    which gloo would wait for, and torchrun's restart count differs between machines. So:
+    1. rank 0 makes up a name for this life;
+    2. each other rank asks for it under a key of its own;
+    3. rank 0 answers whoever asks, until all have signed in under that name.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     me = uuid.uuid4().hex
@@ -42,14 +44,14 @@ def meet(rank: int, world_size: int) -> dist.Store:
         life = store.get(f"answer to {me}").decode()
         store.set(f"{rank} in {life}", "")
         return dist.PrefixStore(life, store)
-    missing = range(1, world_size)
-    while missing := [other for other in missing if not store.check([f"{other} in {me}"])]:
+    missing = list(range(1, world_size))
+    while missing:
         for other in missing:
-            if store.check(
-                [f"asked by {other}"]
-            ):  # the question of a dead one may lie there still: answered in vain
+            # The question may be left over from a dead process. Answering it does no harm.
+            if store.check([f"asked by {other}"]):
                 store.set(f"answer to {store.get(f'asked by {other}').decode()}", me)
         time.sleep(0.01)
+        missing = [other for other in missing if not store.check([f"{other} in {me}"])]
     return dist.PrefixStore(me, store)
 
 
@@ -57,17 +59,20 @@ class Ranks:
     """This process among those of the run, from torchrun's environment. Joins them at once."""
 
     def __init__(self) -> None:
-        self.rank, self.local_rank = (
-            int(os.environ.get("RANK", 0)),
-            int(os.environ.get("LOCAL_RANK", 0)),
+        self.rank = self.local_rank = 0
+        self.world_size = read_environment("WORLD_SIZE", 1)
+        if self.world_size == 1:
+            return
+        self.rank = read_environment("RANK")
+        self.local_rank = read_environment("LOCAL_RANK", 0)
+        if self.rank >= self.world_size:
+            raise UserError(f"RANK: {self.rank} is not below WORLD_SIZE={self.world_size}")
+        nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        store = meet(self.rank, self.world_size)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
         )
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            store = meet(self.rank, self.world_size)
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
-            )
 
     @property
     def first(self) -> bool:
@@ -76,17 +81,15 @@ class Ranks:
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model, its gradients averaged over all ranks where there are several."""
-        return (
-            DistributedDataParallel(model, gradient_as_bucket_view=True)
-            if self.world_size > 1
-            else model
-        )
+        if self.world_size == 1:
+            return model
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """
-        Around what all ranks must do at once: raises RunError where another one has gone, or has
-        not come for TIMEOUT.
+        Around what all ranks must do at once. Raises RunError where another rank has gone, or has
+        not come within TIMEOUT.
         """
         try:
             yield
@@ -95,8 +98,8 @@ class Ranks:
                 raise
             reason = str(error).partition("\n")[0]
             raise RunError(
-                f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, or at the network "
-                f"between the machines"
+                f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, "
+                "or at the network between the machines"
             ) from None
 
     def reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
@@ -110,6 +113,10 @@ class Ranks:
 
     def max(self, values: list[float]) -> list[float]:
         return self.reduce(values, dist.ReduceOp.MAX)
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank."""
+        return bool(self.max([value])[0])
 
     def from_first(self, function: Callable[..., Any], *args) -> Any:
         """
@@ -137,54 +144,82 @@ class Ranks:
                 dist.all_gather_object(values, value)
         return values
 
+    # -------------------------------------------------------------------------
+    # Checks before the first iteration
+
+    def raise_together(self, problems: list[str]) -> None:
+        """
+        Raise a UserError on every rank where any has problems. Rank 0 speaks for all that have
+        the same problems as it has.
+        """
+        everywhere = self.gather(list(dict.fromkeys(problems)))
+        if not any(everywhere):
+            return
+        mine = everywhere[self.rank]
+        error = UserError(*(mine or ["another rank cannot start; its own lines say why"]))
+        error.agreed = mine in ([], everywhere[0])
+        raise error
+
+    def check_same(self, what: str, value: str) -> None:
+        """Raises UserError on every rank where one has another value than the first."""
+        everywhere = self.gather(value)
+        for rank, other in enumerate(everywhere):
+            if other != everywhere[0]:
+                error = UserError(
+                    f"rank {rank} has another {what} than rank 0; start all processes with the same"
+                )
+                error.agreed = True
+                raise error
+
     def check_config(self, config: Config) -> list[str]:
-        """Whether the ranks agree and can share out the GPUs (the first check for load_config)."""
-        if self.world_size == 1:
-            return []
-        self.check_same("configuration", print_config(config))
+        """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
         n, problems = self.world_size, []
+        if n == 1:
+            return []
+        accum = config.gradient_accumulation_steps
+        if accum % n:
+            below, above = accum // n * n, accum // n * n + n
+            fits = f"{below} or {above}" if below else f"{above}"
+            problems.append(
+                f"gradient_accumulation_steps: {accum} micro-batches cannot be shared out to {n} "
+                f"processes; {fits} can"
+            )
         if torch.cuda.is_available() and config.device != "cpu":
             if config.device not in ("auto", "cuda"):
                 problems.append(
                     f"device: {config.device} for {n} processes; --device=cuda gives each its own"
                 )
-            if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-                problems.append(
-                    f"nproc_per_node: more processes than the {torch.cuda.device_count()} GPUs here"
-                )
+            here, gpus = read_environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+            if here > gpus:
+                problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")
         return problems
 
-    def check_share(self, steps: int) -> None:
-        """Raises UserError where an iteration's micro-batches cannot be shared out evenly."""
-        n = self.world_size
-        if steps % n:
-            fits = " or ".join(str(m) for m in (steps // n * n, steps // n * n + n) if m)
-            what = f"{steps} micro-batches cannot be shared out to {n} processes; {fits} can"
-            raise UserError(f"gradient_accumulation_steps: {what}")
-
-    def check_same(self, what: str, value: str) -> None:
-        """Raises UserError on every rank where one has another value than the first."""
-        everywhere = self.gather(value)
-        different = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
-        if different:
-            raise UserError(
-                f"rank {different[0]} has another {what} than rank 0; start all processes with the same"
-            )
-
     def leave(self, code: int) -> int:
-        """The exit code; where there are several processes, this one ends with it here."""
+        """The exit code. Where there are several processes, this one ends with it here."""
         if self.world_size > 1:
             end_process(code)
         return code
 
 
+def read_environment(name: str, default: int | None = None) -> int:
+    """A whole number that torchrun sets. Raises UserError where it is missing or something else."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) == 0):
+        raise UserError(f"{name}: {text!r} in the environment is no number; start with torchrun")
+    return int(text)
+
+
+# -----------------------------------------------------------------------------
+# Signals
+
+
 class Interrupted(Exception):
-    """A signal arrived; raised where the run can stop without losing anything."""
+    """A signal arrived. Raised where the run can stop without losing anything."""
 
 
 class Signals:
     """
-    SIGINT and SIGTERM ask the run to save and stop, all ranks together; a second one ends the
+    SIGINT and SIGTERM ask the run to save and stop, all ranks together. A second one ends the
     process at once.
     """
 
@@ -192,16 +227,14 @@ class Signals:
         self.ranks, self.received, self.agreed = ranks, 0, 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
-        if (
-            hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-        ):  # a closed terminal, without nohup
+        # sent when a terminal closes; ignored under nohup
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.handle)
 
     def handle(self, number: int, frame) -> None:
         if self.received:
-            if (
-                time.monotonic() - self.since > 0.5
-            ):  # SLURM, systemd and torchrun between them send one stop twice
+            # SLURM, systemd and torchrun between them send one stop twice
+            if time.monotonic() - self.since > 0.5:
                 os._exit(128 + number)
             return
         self.received, self.since = number, time.monotonic()
@@ -210,7 +243,7 @@ class Signals:
 
     def check(self, ready: Callable[[], bool] = lambda: True) -> None:
         """
-        Raises Interrupted on all ranks where one got a signal; otherwise returns once `ready()` is
+        Raises Interrupted on all ranks where one got a signal. Otherwise returns once `ready()` is
         true on all of them.
         """
         waiting = True
@@ -219,3 +252,12 @@ class Signals:
             self.agreed, waiting = self.ranks.max([self.received, waits_here])
             if self.agreed:
                 raise Interrupted
+
+    @property
+    def name(self) -> str:
+        """Of the signal that all ranks agreed on, such as SIGTERM."""
+        return signal.Signals(int(self.agreed)).name
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + int(self.agreed) if self.agreed else 0

@@ -16,28 +16,35 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
-from common.console import RunError, UserError, complain, count, duration, say, warn
+from common.console import RunError, UserError, count, duration, say, warn
+from common.files import replacing
 from configurator import Config, config_values
-from data.loader import ShuffledWindows
+from data.loader import ShuffledWindows, TrainBatches
 from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_parameters, flops_per_token
-from training.checkpoint import replacing
-from training.hardware import Hardware, speed_hints
+from training.checkpoint import Progress
+from training.hardware import Hardware
 from training.ranks import Ranks
 from training.tracker import Tracker
 
-CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
-SPIKE = 1.25  # a loss this many times its running mean is marked
+CATEGORIES = (
+    *("start-up", "compile", "steps", "data wait"),
+    *("evaluation", "checkpoints", "other"),
+)
+SPIKE = 1.25  # a loss this many times its running mean gets a warning
 LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
+
+# -----------------------------------------------------------------------------
+# Where the time goes
 
 
 class Ledger:
     """
     Books wall time under exactly one category at a time: "start-up" until the first `switch`, then
-    "other" except inside `book`. Nested bookings take their time out of the outer one. Times are in
-    seconds.
+    "other" except inside `book`. Nested bookings take their time out of the outer one. Seconds.
     """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
@@ -46,7 +53,7 @@ class Ledger:
 
     def switch(self, category: str) -> str:
         """
-        Charge the time since the last switch to the category that ends; returns that category.
+        Charge the time since the last switch to the category that ends, and return that category.
         """
         now = self.clock()
         self.seconds[self.category] += now - self.since
@@ -62,7 +69,7 @@ class Ledger:
             self.switch(outer)
 
     def book_waits(self, batches: Iterator) -> Iterator:
-        """The same batches, each wait for one booked as data wait."""
+        """The same batches. Each wait for one is booked as data wait."""
         while True:
             with self.book("data wait"):
                 batch = next(batches)
@@ -77,48 +84,98 @@ class Ledger:
         return sum(self.seconds.values())
 
 
+# -----------------------------------------------------------------------------
+# The log of one run
+
+
 @dataclass
-class IterationResult:
-    """What an iteration leaves behind, its tensors still on the device."""
+class Iteration:
+    """What an iteration leaves behind. Its tensors stay on the device until the next log line."""
 
     iter_num: int
-    tokens: int  # trained on before this iteration, as sequences below
+    tokens: int  # trained on before this iteration, as `sequences`
     sequences: int
     lr: float
-    losses: Tensor  # (micro-steps,), nats per token
-    grad_norm: Tensor
+    losses: Tensor | None = None  # (micro-steps,), nats per token
+    grad_norm: Tensor | None = None
     timed: bool = True  # False where it was compiled in
 
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run (eval_only: console alone), written by the first rank for
-    all. Resumed at (iteration, last evaluation), the records that the run will write again are
-    dropped, so that the file reads as one.
+    Console and metrics.jsonl of one run, written by the first rank for all. With eval_only there is
+    only the console. On resume, the records that the run will write again are dropped, so that the
+    file reads as one run.
     """
 
     def __init__(
-        self,
-        config: Config,
-        ledger: Ledger,
-        hw: Hardware,
-        ranks: Ranks,
-        resumed_at: tuple[int, int] | None = None,
+        self, config: Config, hw: Hardware, ranks: Ranks, began: float, resumed: dict | None = None
     ):
-        self.config, self.ledger, self.hw, self.ranks, self.file = config, ledger, hw, ranks, None
-        after = (
-            resumed_at[0] + 1 if resumed_at else 0
-        )  # the evaluation before the resumed iteration stands
-        self.tracker = Tracker(config, wanted=ranks.first, purge_from=after)
-        self.results: list[IterationResult] = []  # since the last line
-        self.logged = dict(ledger.seconds)  # as of the last line
-        self.kwh_before = hw.energy_kwh()
+        """`began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state."""
+        self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
+        self.began, self.ledger = began, Ledger(began)
+        progress = Progress(**resumed["progress"]) if resumed else None
+        for category, seconds in resumed["ledger"].items() if resumed else ():
+            self.ledger.seconds[category] += seconds
+        # the evaluation at the resumed iteration stands; what comes after it is written again
+        purge_from = progress.iter_num + 1 if progress else 0
+        self.tracker = Tracker(config, wanted=ranks.first, purge_from=purge_from)
+        self.iterations: list[Iteration] = []  # since the last line
+        self.logged = dict(self.ledger.seconds)  # as of the last line
         self.skips_in_a_row, self.halvings_in_a_row, self.mean_loss = 0, 0, None
         if ranks.first and not config.eval_only:
             path = Path(config.out_dir) / "metrics.jsonl"
-            if resumed_at is not None:
-                drop_records(path, *resumed_at)
-            self.file = open(path, "wb" if resumed_at is None else "ab", buffering=0)
+            if progress:
+                drop_records(path, progress)
+            self.file = open(path, "ab" if progress else "wb", buffering=0)
+
+    # -------------------------------------------------------------------------
+    # Booking time
+
+    @contextlib.contextmanager
+    def book(self, category: str) -> Iterator[None]:
+        """Book what happens inside. The iterations the device is still busy with end before it."""
+        self.wait_for_device()
+        with self.ledger.book(category):
+            yield
+
+    def wait_for_device(self) -> None:
+        """As part of the iterations that it is still busy with."""
+        with self.ledger.book("steps"):
+            self.hw.synchronize()
+
+    @contextlib.contextmanager
+    def iteration(self, progress: Progress, lr: float) -> Iterator[Iteration]:
+        """
+        Book one iteration, which the caller fills in, and keep it for the next line. If
+        torch.compile ran again in it, all its time is booked as compile.
+        """
+        it = Iteration(progress.iter_num, progress.tokens, progress.sequences, lr)
+        graphs, seconds_before = compiled_graphs(), self.ledger.seconds["steps"]
+        with self.ledger.book("steps"):
+            yield it
+        if compiled_graphs() != graphs:
+            self.wait_for_device()
+            seconds = self.ledger.seconds["steps"] - seconds_before
+            self.ledger.move(seconds, "steps", "compile")
+            self.warn(
+                it.iter_num,
+                f"iter {it.iter_num}: compiled again, {seconds:.1f}s booked as compile",
+            )
+            it.timed = False
+        self.iterations.append(it)
+
+    def is_ready(self, batches: TrainBatches) -> bool:
+        """Whether the next batch has come, after a moment of waiting, booked as data wait."""
+        with self.ledger.book("data wait"):
+            return batches.ready()
+
+    def minutes(self) -> float:
+        """Since the run began, this start alone."""
+        return (self.ledger.clock() - self.began) / 60
+
+    # -------------------------------------------------------------------------
+    # Lines and records
 
     def record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, flushed."""
@@ -130,40 +187,34 @@ class RunLog:
                 warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
 
-    def start(self, data: Dataset, model: GPTConfig, iter_num: int) -> None:
-        """The first lines: what is trained, on what, with what."""
+    def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:
+        """The first lines: what is trained, on what, and with what."""
         c, hw = self.config, self.hw
-        self.train_tokens = (
-            None if data.stream else len(data.train)
-        )  # a stream's nobody has counted
-        self.flops_per_token, train = (
-            flops_per_token(model),
-            count(self.train_tokens) if self.train_tokens else "streamed",
-        )
         parameters, _ = count_parameters(model)
-        peak = (
-            f"{hw.peak_tflops} TFLOP/s dense peak"
-            if hw.peak_tflops
-            else "peak unknown, so mfu n/a (--peak_tflops sets it)"
-        )
+        self.flops_per_token = flops_per_token(model)
+        # nobody has counted a stream's tokens
+        self.train_tokens = None if data.stream else len(data.train)
+        train = count(self.train_tokens) if self.train_tokens else "streamed"
+        peak = "peak unknown, so mfu n/a (--peak_tflops sets it)"
+        if hw.peak_tflops:
+            peak = f"{hw.peak_tflops} TFLOP/s dense peak"
         dtype = str(hw.dtype).removeprefix("torch.")
         say(
-            f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> {model.vocab_size}, "
-            f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
+            f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> "
+            f"{model.vocab_size}, {self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
         )
         say(f"device: {hw.name}, {dtype}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         say(
-            f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * block_size {c.block_size} * "
+            f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * "
+            f"block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}"
         )
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
-        for hint in speed_hints(c, model.vocab_size, hw) if self.ranks.first else []:
-            complain(hint)
         self.record(
             "start",
-            iter=iter_num,
+            iter=progress.iter_num,
             config=config_values(c),
             parameters=parameters,
             device=hw.name,
@@ -175,126 +226,131 @@ class RunLog:
             torch=torch.__version__,
         )
 
-    def steps(self, windows: ShuffledWindows) -> None:
+    def line(self, windows: ShuffledWindows) -> None:
         """
         One line and record for the iterations since the last. Only here do their numbers leave the
-        device, which must be idle by now, or their time is not all in the ledger. Raises RunError
-        after max_skips skipped updates in a row.
+        device. Raises RunError after max_skips skipped updates in a row.
         """
-        (any_timed,) = self.ranks.max([any(result.timed for result in self.results)])
-        if not any_timed:  # compiled in: the next line speaks for these too
+        self.wait_for_device()
+        # where all of them were compiled in, the next line counts them too
+        if not self.ranks.any(any(it.timed for it in self.iterations)):
             return
         self.check_skips(windows)
-        last, seconds = self.results[-1], self.ledger.seconds
+        last, seconds, ranks = self.iterations[-1], self.ledger.seconds, self.ranks
         waited = seconds["data wait"] - self.logged["data wait"]
         elapsed = seconds["steps"] - self.logged["steps"] + waited
-        (loss,) = self.ranks.reduce([last.losses.mean().item()])
-        elapsed, waited, mem_gib = self.ranks.max(
-            [elapsed, waited, self.hw.peak_memory_gib() or 0.0]
-        )
-        timed = sum(result.timed for result in self.results) or 1
-        loss, step_seconds, mem_gib = loss / self.ranks.world_size, elapsed / timed, mem_gib or None
+        (loss_sum,) = ranks.reduce([last.losses.mean().item()])
+        # of the slowest rank
+        elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
+        timed = sum(it.timed for it in self.iterations) or 1
+        step_seconds = elapsed / timed
         tokens_per_sec = self.config.iter_tokens / step_seconds
-        epoch = f"{last.tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
-        mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, self.ranks.world_size)
         values = dict(
             iter=last.iter_num,
             tokens=last.tokens,
-            loss=loss,
+            loss=loss_sum / ranks.world_size,
             lr=last.lr,
             grad_norm=last.grad_norm.item(),
             step_ms=1000 * step_seconds,
             tokens_per_sec=tokens_per_sec,
-            mfu=mfu,
-            mem_gib=mem_gib,
+            mfu=self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size),
+            mem_gib=mem or None,
             data_wait_ms=1000 * waited / timed,
         )
-        say(
-            f"iter {last.iter_num}: loss {values['loss']:.4f}, time {values['step_ms']:.2f}ms, "
-            f"mfu {'n/a' if mfu is None else f'{mfu:.2%}'}, tok/s {tokens_per_sec:,.0f}, lr {last.lr:.2e}, "
-            f"norm {values['grad_norm']:.2f}, tokens {count(last.tokens)}, epoch {epoch}, "
-            f"mem {'n/a' if mem_gib is None else f'{mem_gib:.1f}GiB'}, eta {duration(self.eta(step_seconds))}"
-        )
+        say(self.format_step(values))
         self.record("step", **values)
         self.mark_spike(last.iter_num, values["loss"])
-        self.results.clear()
+        self.iterations.clear()
         self.logged = dict(seconds)
 
-    def mark_spike(self, iter_num: int, loss: float) -> None:
-        """
-        Warn of a loss far above the running mean of the lines before; one that is not finite is not
-        taken into it.
-        """
-        if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
-            self.warn(
-                iter_num,
-                f"iter {iter_num}: loss spike, {loss:.4f} after a running mean of {self.mean_loss:.4f}",
-            )
-        if math.isfinite(loss):
-            self.mean_loss = loss if self.mean_loss is None else 0.9 * self.mean_loss + 0.1 * loss
+    def format_step(self, v: dict) -> str:
+        """nanoGPT's grammar first, then everything else."""
+        mfu = "n/a" if v["mfu"] is None else f"{v['mfu']:.2%}"
+        mem = "n/a" if v["mem_gib"] is None else f"{v['mem_gib']:.1f}GiB"
+        epoch = f"{v['tokens'] / self.train_tokens:.2f}" if self.train_tokens else "n/a"
+        return (
+            f"iter {v['iter']}: loss {v['loss']:.4f}, time {v['step_ms']:.2f}ms, mfu {mfu}, "
+            f"tok/s {v['tokens_per_sec']:,.0f}, lr {v['lr']:.2e}, norm {v['grad_norm']:.2f}, "
+            f"tokens {count(v['tokens'])}, epoch {epoch}, mem {mem}, "
+            f"eta {duration(self.eta(v['iter'], v['step_ms'] / 1000))}"
+        )
 
-    def eta(self, step_seconds: float) -> float:
+    def eta(self, it: int, step_seconds: float) -> float:
         """
         Seconds to the end: the iterations left, and the evaluations and checkpoints left at their
         mean price so far.
         """
-        c, it = self.config, self.results[-1].iter_num
-        pauses = (self.ledger.seconds["evaluation"] + self.ledger.seconds["checkpoints"]) / (
-            it // c.eval_interval + 1
-        )
-        return (c.max_iters - it - 1) * step_seconds + (
-            c.max_iters // c.eval_interval - it // c.eval_interval
-        ) * pauses
+        c, seconds = self.config, self.ledger.seconds
+        evaluations = it // c.eval_interval + 1
+        pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
+        left = c.max_iters // c.eval_interval - it // c.eval_interval
+        return (c.max_iters - it - 1) * step_seconds + left * pause
+
+    def mark_spike(self, iter_num: int, loss: float) -> None:
+        """
+        Warn of a loss far above the running mean of the lines before. A loss that is not finite
+        does not enter the mean.
+        """
+        if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
+            self.warn(
+                iter_num,
+                f"iter {iter_num}: loss spike, {loss:.4f} after a running mean of "
+                f"{self.mean_loss:.4f}",
+            )
+        if math.isfinite(loss):
+            before = loss if self.mean_loss is None else self.mean_loss
+            self.mean_loss = 0.9 * before + 0.1 * loss
 
     def check_skips(self, windows: ShuffledWindows) -> None:
         """
-        Name the iterations whose update was skipped for a non-finite gradient, and the first
-        micro-batch at fault. With float16 some are normal: the loss scale is too large at first and
-        from time to time, and each skip halves it.
+        Name the iterations whose update was skipped for a gradient that is not finite. With float16
+        some are normal: the loss scale is too large at first and from time to time, and each skip
+        halves it.
         """
         normal_halvings = LOSS_SCALE_HALVINGS if self.hw.dtype == torch.float16 else 0
-        finite = torch.stack([result.grad_norm for result in self.results]).isfinite().tolist()
-        for result, good in zip(self.results, finite):
-            if good:
+        norms = torch.stack([it.grad_norm for it in self.iterations])
+        for it, finite in zip(self.iterations, norms.isfinite().tolist()):
+            if finite:
                 self.skips_in_a_row, self.halvings_in_a_row = 0, 0
                 continue
-            bad = (
-                (~result.losses.isfinite()).nonzero().flatten().tolist()
-            )  # of this rank's share of the micro-batches
-            mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
-            first = -self.ranks.max([-mine])[0]
-            if first == math.inf and self.halvings_in_a_row < normal_halvings:
+            micro_batch = self.first_bad_micro_batch(it)
+            if micro_batch is None and self.halvings_in_a_row < normal_halvings:
                 self.halvings_in_a_row += 1
-                self.record(
-                    "event",
-                    iter=result.iter_num,
-                    message="update skipped, the loss scale is halved",
-                )
+                message = "update skipped, the loss scale is halved"
+                self.record("event", iter=it.iter_num, message=message)
                 continue
             self.skips_in_a_row += 1
-            where = windows.locate(
-                result.sequences + (int(first) if first < math.inf else 0) * self.config.batch_size
-            )
-            what = (
-                f"micro-batch {int(first)} reads"
-                if first < math.inf
-                else "all losses are finite; the iteration begins at"
-            )
+            sequence = it.sequences + (micro_batch or 0) * self.config.batch_size
+            what = "all losses are finite; the iteration begins at"
+            if micro_batch is not None:
+                what = f"micro-batch {micro_batch} reads"
             self.warn(
-                result.iter_num,
-                f"iter {result.iter_num}: update skipped, its gradient is not finite; {what} {where}",
+                it.iter_num,
+                f"iter {it.iter_num}: update skipped, its gradient is not finite; {what} "
+                f"{windows.locate(sequence)}",
             )
             if self.skips_in_a_row >= self.config.max_skips:
                 error = RunError(
-                    f"{self.skips_in_a_row} updates in a row skipped, their gradients are not finite; "
-                    f"a lower learning_rate or dtype=float32 may help"
+                    f"{self.skips_in_a_row} updates in a row skipped, their gradients are not "
+                    "finite; a lower learning_rate or dtype=float32 may help"
                 )
                 error.agreed = True  # all ranks have the same gradients
                 raise error
 
-    def evaluation(self, iter_num: int, train_loss: float, val_loss: float, seconds: float) -> None:
+    def first_bad_micro_batch(self, it: Iteration) -> int | None:
+        """The first micro-batch of all ranks whose loss is not finite. None: all are finite."""
+        bad = (~it.losses.isfinite()).nonzero().flatten().tolist()
+        # this rank has every world_size-th micro-batch
+        mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
+        first = -self.ranks.max([-mine])[0]
+        return int(first) if first < math.inf else None
+
+    def evaluation(self, iter_num: int, train_loss: float, val_loss: float) -> None:
+        """Inside book("evaluation")."""
+        seconds = self.ledger.clock() - self.ledger.since
         say(
-            f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, time {seconds:.1f}s"
+            f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, "
+            f"time {seconds:.1f}s"
         )
         self.record(
             "eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds
@@ -314,33 +370,17 @@ class RunLog:
             warn(message)
         self.record("event", iter=iter_num, message=message)
 
-    def end(self, reason: str, iters: int, tokens: int) -> None:
+    def end(self, reason: str, progress: Progress) -> None:
         """The last lines: why the run ended, and where its wall time went."""
-        total = self.ledger.total()
-        shares = ", ".join(
-            f"{name} {s:.1f}s ({s / total:.1%})"
-            for name, s in self.ledger.seconds.items()
-            if s >= 0.05
-        )
-        say(f"time: {duration(total)} wall = {shares}")
-        kwh = self.hw.energy_kwh()  # of this process's GPU, since the driver was loaded
-        kwh = None if kwh is None or self.kwh_before is None else kwh - self.kwh_before
-        used = (
-            f"; {kwh:.3g} kWh measured on the {'first ' * (self.ranks.world_size > 1)}GPU since the start"
-            if kwh
-            else ""
-        )
+        total, seconds = self.ledger.total(), self.ledger.seconds
+        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s >= 0.05]
+        say(f"time: {duration(total)} wall = {', '.join(shares)}")
+        iters, tokens = progress.iter_num, progress.tokens
         say(
-            f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{self.against_plan(iters)}{used}"
+            f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens"
+            f"{self.against_plan(iters)}"
         )
-        self.record(
-            "end",
-            reason=reason,
-            iters=iters,
-            tokens=tokens,
-            kwh=kwh,
-            ledger=dict(self.ledger.seconds),
-        )
+        self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         self.tracker.close()
 
     def against_plan(self, iters: int) -> str:
@@ -351,22 +391,34 @@ class RunLog:
         try:
             plan = json.loads((Path(self.config.out_dir) / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ):  # none, or one without an iteration time
-            return ""
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+            return ""  # no plan, or one without an iteration time
         actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
         off = f" ({actual / planned - 1:+.1%})" if planned else ""
         return f"; {actual:.3g} h of iterations, {planned:.3g} h planned{off}"
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    return counters["stats"]["unique_graphs"]
+
+
+# -----------------------------------------------------------------------------
+# metrics.jsonl
+
+
+def plain(value):
+    """A value for JSON: a float with nine digits, or null where it is not finite."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
 def read_records(lines: list[str]) -> list[dict]:
-    """The records of metrics.jsonl's lines, without what is none."""
+    """The records of metrics.jsonl's lines. Lines that are none are left out."""
     try:
-        records = json.loads(f"[{','.join(lines)}]")  # at once: three times as fast as line by line
+        # all at once: three times as fast as line by line
+        records = json.loads(f"[{','.join(lines)}]")
     except (ValueError, RecursionError):
         records = []
         for line in lines:
@@ -375,39 +427,26 @@ def read_records(lines: list[str]) -> list[dict]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
+def drop_records(path: Path, progress: Progress) -> None:
     """
-    Rewrite metrics.jsonl without what a run resumed at iter_num says again, and without lines that
-    are no records.
+    Rewrite metrics.jsonl without what a run resumed at `progress` will say again, and without lines
+    that are no records, such as half a line that a kill has left.
     """
-    # ckpt-N is saved before iteration N, and after the evaluation at N, unless a signal came before
-    # that
-    last = dict(
-        step=iter_num - 1,
-        event=iter_num - 1,
-        eval=evaluated_at,
-        sample=evaluated_at,
-        checkpoint=iter_num,
-    )
-    kept = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # a kill can leave half a line at the end
-            record = json.loads(line)
-            if record["kind"] != "end" and record["iter"] <= last.get(record["kind"], math.inf):
-                kept.append(line + b"\n")
+    # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
+    it, evaluated_at = progress.iter_num, progress.evaluated_at
+    last = dict(step=it - 1, event=it - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=it)
+    last["end"] = -1
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    kept = [
+        record
+        for record in read_records(lines)
+        if isinstance(record.get("iter"), int)
+        and record["iter"] <= last.get(record.get("kind"), math.inf)
+    ]
     try:
         with replacing(path) as file:
-            file.writelines(kept)
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}; make room, then the same command goes on"
         ) from None
-
-
-def plain(value):
-    """A value for JSON: nine digits of a float, null for one that is not finite."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if math.isfinite(value) else None

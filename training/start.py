@@ -5,135 +5,87 @@ and on which data.
 
 import subprocess
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from common.console import UserError
-from configurator import Config, config_values
+from common.console import UserError, say
+from configurator import Config, config_values, print_config, read_config, resolve
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
-from training.checkpoint import holds_run, list_checkpoints, load_newest
+from training.checkpoint import Progress, holds_run, list_checkpoints, load_newest
+from training.hardware import Hardware, check_device, set_rng_state
 from training.ranks import Ranks
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
+# A resumed run must keep these
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
+# With another value of these, sums are rounded differently
 ROUNDING = (
-    "device",
-    "dtype",
-    "compile",
-    "flash",
-    "loss_chunk",
-    "recompute",
-    "tf32",
-    "batch_size",
-    "gradient_accumulation_steps",
+    *("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32"),
+    *("batch_size", "gradient_accumulation_steps"),
 )
-FIXED_ON_RESUME = (
-    *ARCHITECTURE,
-    "pad_vocab_multiple",
-    "optimizer",
-    "seed",
-    "stream",
-)  # with these a checkpoint stands
 
 
+@dataclass
 class Start:
     """
-    What init_from means. `resumed` is the checkpoint a run goes on from, `saved` that or weights
-    trained elsewhere (then it holds `model`, `model_config` and `vocab` alone); both None from
-    scratch.
+    What init_from means. `resumed` is the checkpoint a run goes on from. `weights` is that
+    checkpoint, or weights trained elsewhere (then only `model`, `model_config` and `vocab`). Both
+    are None from scratch.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.resumed: dict | None = None
-        self.saved: dict | None = None
-        self.checkpoints: list[Path] = []  # that were in out_dir then
+    resumed: dict | None = None
+    weights: dict | None = None
+    known: list[Path] = field(default_factory=list)  # checkpoints in out_dir at that time
+    problems: list[str] = field(default_factory=list)
 
-    def find(self, config: Config) -> list[str]:
-        """
-        Read what init_from names, let it set the keys that it decides, and list the files and flags
-        that contradict it: a check for load_config.
-        """
-        out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
-        problems = []
-        self.checkpoints = list_checkpoints(out_dir)
-        holds_another = self.ranks.from_first(holds_run, out_dir) and not (
-            resuming or config.overwrite
+
+# -----------------------------------------------------------------------------
+# Finding and checking
+
+
+def read_arguments(argv: list[str], ranks: Ranks) -> Config:
+    """The configuration of files and flags. Raises UserError, also where ranks have others."""
+    config, problems = read_config(argv)
+    ranks.raise_together(problems)
+    ranks.check_same("configuration", print_config(config))
+    return config
+
+
+def find_start(config: Config, ranks: Ranks) -> Start:
+    """Load what init_from names: rank 0 reads it for all. Notes what is wrong with it."""
+    out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
+    start = Start(known=list_checkpoints(out_dir))
+    if not (resuming or config.overwrite) and ranks.from_first(holds_run, out_dir):
+        if not config.eval_only:
+            start.problems.append(
+                f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose "
+                "another: --out_dir=...; or delete it: --overwrite=True"
+            )
+        elif config.init_from == "scratch":
+            start.problems.append(
+                "init_from: scratch would evaluate random weights, not those of the run in "
+                f"{out_dir}; --init_from=resume"
+            )
+    try:
+        if resuming:
+            start.resumed = start.weights = ranks.from_first(load_newest, out_dir)
+        elif config.init_from != "scratch":
+            start.weights = ranks.from_first(read_pretrained, config)
+    except UserError as error:
+        start.problems += error.problems
+        return start
+    if not start.weights and config.init_from == "resume":
+        start.problems.append(
+            f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where "
+            "there is none"
         )
-        if holds_another and config.eval_only and config.init_from == "scratch":
-            problems.append(
-                f"init_from: scratch would evaluate random weights, not those of the run in {out_dir}; "
-                f"--init_from=resume"
+    if not start.weights and config.init_from == "auto":
+        if ranks.from_first(Path.exists, out_dir / "best.pt"):
+            start.problems.append(
+                f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; "
+                f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
             )
-        elif holds_another and not config.eval_only:
-            problems.append(
-                f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose another: "
-                f"--out_dir=...; or delete it: --overwrite=True"
-            )
-        try:
-            if resuming:
-                self.resumed = self.saved = self.ranks.from_first(load_newest, out_dir)
-            elif config.init_from != "scratch":
-                self.saved = self.ranks.from_first(read_pretrained, config)
-        except UserError as error:
-            return problems + error.problems
-        if self.resumed:
-            if "dataset" not in config.given:
-                config.dataset = self.resumed["config"]["dataset"]
-            return problems + adopt(self.resumed["config"], FIXED_ON_RESUME, config)
-        if self.saved:
-            return problems + adopt(self.saved["model_config"], ARCHITECTURE, config)
-        if config.init_from == "resume":
-            problems.append(
-                f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where there is none"
-            )
-        if config.init_from == "auto" and self.ranks.from_first(Path.exists, out_dir / "best.pt"):
-            problems.append(
-                f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; --init_from={out_dir}/best.pt with another "
-                f"--out_dir starts from its weights"
-            )
-        return problems
-
-    def finished(self, config: Config) -> bool:
-        """Whether the resumed run has nothing left to do; says so."""
-        progress = self.resumed["progress"] if self.resumed else None
-        if (
-            not progress
-            or config.eval_only
-            or not progress["iter_num"] >= config.max_iters <= progress["evaluated_at"]
-        ):
-            return False
-        print(
-            f"{config.out_dir} is finished: {progress['iter_num']:,} iterations; a larger --max_iters goes on"
-        )
-        return True
-
-    def say_what_changed(self, config: Config) -> None:
-        """
-        Print the keys that differ from the resumed checkpoint's, and whether the run goes on bit
-        for bit.
-        """
-        values, saved = config_values(config), self.resumed["config"] if self.resumed else {}
-        changed = [
-            name
-            for name in values
-            if saved.get(name, values[name]) != values[name] and name != "init_from"
-        ]
-        for name in changed:
-            print(
-                f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})",
-                flush=True,
-            )
-        rounding = [name for name in changed if name in ROUNDING]
-        if self.resumed and len(self.resumed["rng"]) != self.ranks.world_size:
-            rounding.append("number of processes")
-        horizon = self.resumed["progress"]["lr_horizon"] if self.resumed else config.max_iters
-        if horizon != config.max_iters and "lr_decay_iters" not in config.given:
-            print(
-                f"resume: the rate's decay still ends at iteration {horizon}; --lr_decay_iters={config.max_iters} moves that"
-            )
-        if rounding:
-            print(
-                f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit for bit the same run"
-            )
+    return start
 
 
 def read_pretrained(config: Config) -> dict:
@@ -143,30 +95,89 @@ def read_pretrained(config: Config) -> dict:
     return load_pretrained(config.init_from, block_size)
 
 
-def adopt(saved: dict, names: tuple[str, ...], config: Config) -> list[str]:
+def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
     """
-    Set these keys to the saved values; list those that a file or flag has set to something else.
+    The configuration with the keys that the checkpoint or the weights decide. Raises a UserError
+    with all that is wrong: with the configuration, the start, the device and the dataset.
     """
-    problems = []
-    for name in (name for name in names if name in saved):
-        if name in config.given and getattr(config, name) != saved[name]:
-            source = (
-                "the checkpoint" if config.init_from in ("resume", "auto") else config.init_from
-            )
-            problems.append(
-                f"{name}: {getattr(config, name)!r} contradicts the {saved[name]!r} of {source}; leave it out"
-            )
-        setattr(config, name, saved[name])
-    return problems
+    config, problems = adopt(config, start)
+    problems = start.problems + problems + check_device(config) + check_data(config)
+    problems += resolve(config) + ranks.check_config(config)
+    ranks.raise_together(problems)
+    return config
+
+
+def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
+    """
+    The configuration with the saved architecture and, on resume, the other keys that must stay.
+    Also lists the keys that a file or flag has set to something else.
+    """
+    if not start.weights:
+        return config, []
+    if start.resumed:
+        saved, names, source = start.resumed["config"], FIXED_ON_RESUME, "the checkpoint"
+        if "dataset" not in config.given:
+            config = replace(config, dataset=saved["dataset"])
+    else:
+        saved, names, source = start.weights["model_config"], ARCHITECTURE, config.init_from
+    values = {name: saved[name] for name in names if name in saved}
+    problems = [
+        f"{name}: {getattr(config, name)!r} contradicts the {value!r} of {source}; leave it out"
+        for name, value in values.items()
+        if name in config.given and getattr(config, name) != value
+    ]
+    return replace(config, **values), problems
+
+
+def is_finished(config: Config, start: Start) -> bool:
+    """Whether the resumed run has nothing left to do. Says so."""
+    if not start.resumed or config.eval_only:
+        return False
+    progress = Progress(**start.resumed["progress"])
+    if progress.iter_num < config.max_iters or progress.evaluated_at < config.max_iters:
+        return False
+    say(
+        f"{config.out_dir} is finished: {progress.iter_num:,} iterations; a larger --max_iters "
+        "goes on"
+    )
+    return True
+
+
+def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
+    """Print how this start differs from the checkpoint's, and whether the run stays bit for bit."""
+    if not start.resumed:
+        return
+    values, saved = config_values(config), start.resumed["config"]
+    changed = [n for n in values if n in saved and saved[n] != values[n] and n != "init_from"]
+    for name in changed:
+        say(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})")
+    horizon = start.resumed["progress"]["lr_horizon"]
+    if horizon != config.max_iters and "lr_decay_iters" not in config.given:
+        say(
+            f"resume: the rate's decay still ends at iteration {horizon}; "
+            f"--lr_decay_iters={config.max_iters} moves that"
+        )
+    rounding = [name for name in changed if name in ROUNDING]
+    if len(start.resumed["rng"]) != ranks.world_size:
+        rounding.append("number of processes")
+    if rounding:
+        say(
+            f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit "
+            "for bit the same run"
+        )
+
+
+# -----------------------------------------------------------------------------
+# Data
 
 
 def prepare_on_demand(config: Config) -> None:
     """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
-    folder = dataset_folder(config.dataset)
     if not is_made_on_demand(config):
         return
-    print(f"data: preparing {folder} from Python's own source files", flush=True)
-    script = Path(__file__).parent / "data" / "prepare_text.py"
+    folder = dataset_folder(config.dataset)
+    say(f"data: preparing {folder} from Python's own source files")
+    script = Path(__file__).parent.parent / "data" / "prepare_text.py"
     if subprocess.run([sys.executable, str(script), f"--out={folder}"]).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     if problems := check_dataset(config):
@@ -174,24 +185,66 @@ def prepare_on_demand(config: Config) -> None:
 
 
 def check_data(config: Config) -> list[str]:
-    """
-    What is wrong with the dataset or the stream's source for this configuration, one line each (for
-    load_config).
-    """
+    """What is wrong with the dataset, or with the source of a stream, one line per problem."""
     if not config.stream:
         return check_dataset(config)
-    from data.stream import check_source  # which training from shards does not need
+    from data.stream import check_source  # training from shards does not need it
 
     return check_source(config)
 
 
-def open_data(config: Config, position: dict | None = None) -> Dataset:
+def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     """
-    The configured dataset: a folder, or a stream, from the `position` that a checkpoint holds of
-    it. Raises UserError.
+    The configured dataset: a folder, or a stream from where the checkpoint's left off. Raises
+    UserError where it is not the one that the checkpoint or the weights were trained on.
     """
-    if not config.stream:
-        return open_dataset(config.dataset)
-    from data.stream import open_stream
+    ranks.from_first(prepare_on_demand, config)
+    if config.stream:
+        from data.stream import open_stream
 
-    return open_stream(config, position)
+        data = open_stream(config, start.resumed and start.resumed.get("stream"))
+    else:
+        data = open_dataset(config.dataset)
+    problems = []
+    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
+        problems.append(
+            f"dataset: {data.source} is not what the checkpoint was trained on, or has changed "
+            "since; restore it, or start anew with another --out_dir"
+        )
+    if start.weights and start.weights["vocab"] < data.vocab:
+        problems.append(
+            f"dataset: its vocabulary is {data.vocab}, that of init_from={config.init_from} only "
+            f"{start.weights['vocab']}"
+        )
+    ranks.raise_together(problems)
+    ranks.check_same("dataset", data.fingerprint)
+    return data
+
+
+# -----------------------------------------------------------------------------
+# Restoring
+
+
+def restore(
+    config: Config, start: Start, model, optimizer, scaler, hw: Hardware, rank: int
+) -> Progress:
+    """
+    Load the weights. On resume take over the rest of the checkpoint too, except hyperparameters:
+    those are the config's. Returns how far the run is.
+    """
+    horizon = config.lr_decay_iters or config.max_iters
+    if start.weights:
+        model.load_state_dict(start.weights["model"])
+    if not start.resumed:
+        return Progress(lr_horizon=horizon)
+    state = start.resumed
+    state["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(state["optimizer"])
+    if scaler.is_enabled() and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    if rank < len(state["rng"]):
+        set_rng_state(state["rng"][rank], hw.device)
+    progress = Progress(**state["progress"])
+    if "lr_decay_iters" in config.given:
+        progress.lr_horizon = horizon
+    return progress
