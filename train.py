@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import RunError, UserError, run_main, say, warn
+from common.console import UserError, run_main, say, warn
 from configurator import Config, config_values
 from data.loader import TrainBatches, eval_batches, move, split_block
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
-from model import GPTConfig, generate
+from model import GPTConfig, generate_stream
 from reports.picture import draw_run
 from training import hardware
 from training.build import build_model, build_optimizer, loss_chunk, model_config
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, list_checkpoints
 from training.gpus import out_of_memory_advice
 from training.hardware import Hardware, on_out_of_memory
 from training.ranks import Interrupted, Ranks, Signals
@@ -175,9 +175,11 @@ def reason_to_end(config: Config, iter_num: int, log: RunLog, ranks: Ranks) -> s
 
 
 def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) -> str:
-    """What to try when the micro-batch did not fit into memory."""
+    """What to try when the micro-batch did not fit into memory: flags with which a run starts."""
     room = hw.usable_bytes()
-    return out_of_memory_advice(config, model, hw.dtype, room, ranks.world_size)
+    advice = out_of_memory_advice(config, model, hw.dtype, room, ranks.world_size)
+    resumes = config.init_from != "auto" and list_checkpoints(Path(config.out_dir))
+    return f"{advice} --init_from=resume" if resumes else advice
 
 
 def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> tuple[Callable, Config]:
@@ -188,6 +190,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> tuple[Ca
     """
     if not config.compile:
         return model, config
+    say("compiling: about a minute without a line")
     rng, began = hardware.get_rng_state(hw.device), time.perf_counter()
     # made like real batches, with their strides, or it would all compile again
     block = torch.randint(vocab, (config.batch_size, config.block_size + 1))
@@ -238,15 +241,21 @@ def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
         return None
 
 
-def sample_text(model, text: Tokenizer, vocab: int, config: Config, hw: Hardware) -> str:
-    """sample_tokens tokens from the model, always with the same random numbers."""
-    idx = torch.tensor([text.prompt()], device=hw.device)
+def sample_text(
+    model, text: Tokenizer, vocab: int, config: Config, hw: Hardware, signals: Signals
+) -> str:
+    """sample_tokens tokens from the model, with the same random numbers each time."""
+    ids = text.prompt()
+    idx = torch.tensor([ids], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
-        idx = generate(model, idx, config.sample_tokens, vocab, 0.8, 200, generator)
+        for new in generate_stream(model, idx, config.sample_tokens, vocab, 0.8, 200, generator):
+            if signals.received:  # cut short; the loop stops where all ranks can
+                break
+            ids.append(new.item())
     model.train()
-    return text.decode(idx[0].tolist())
+    return text.decode(ids)
 
 
 # -----------------------------------------------------------------------------
@@ -264,10 +273,9 @@ def main(argv: list[str]) -> int:
     c = check_start(c, start, ranks)
     if is_finished(c, start):
         return 0
-    say_what_changed(c, start, ranks)
+    signals = Signals(ranks)  # they only ask; signals.check() raises Interrupted where it is safe
     hw = hardware.set_up(c, ranks.local_rank)
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
-    signals = Signals(ranks)  # they only ask; signals.check() raises Interrupted where it is safe
 
     # Model and optimizer, as they were where the run goes on
     with on_out_of_memory(lambda: NO_ROOM):
@@ -278,13 +286,15 @@ def main(argv: list[str]) -> int:
         optimizer = build_optimizer(raw_model, c, hw.dtype)
         scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
         p = restore(c, start, raw_model, optimizer, scaler, hw, ranks.rank)  # how far the run is
+    optimizer.register_step_pre_hook(p.begin_update)  # from there on p.advance makes it whole
     rng = hardware.get_rng_state(hw.device)  # always as of the last whole iteration
 
     # From here on out_dir is this run's alone
     checkpoints = Checkpoints(c, ranks, start.resumed, start.known)
     log = RunLog(c, hw, ranks, began, start.resumed)
-    log.start(data, raw_model.config, p)
+    say_what_changed(c, start, ranks)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
+    log.start(data, raw_model.config, p, batches.windows)
     loader = log.ledger.book_waits(batches)  # the same batches, the waits for them booked
     text = open_tokenizer(data, log) if c.sample_tokens and ranks.first else None
     accum = c.gradient_accumulation_steps // ranks.world_size
@@ -297,7 +307,7 @@ def main(argv: list[str]) -> int:
 
     def save(last: bool = False) -> None:
         """Everything that resuming needs, as of the last whole iteration, if it is not saved."""
-        if c.eval_only or checkpoints.has(p):
+        if c.eval_only or p.updating or checkpoints.has(p):
             return
         with log.book("checkpoints"):
             state = dict(
@@ -321,7 +331,6 @@ def main(argv: list[str]) -> int:
         optimizer.zero_grad(set_to_none=True)
         hardware.set_rng_state(rng, hw.device)
 
-    # outermost: after half an update nothing is saved
     with on_out_of_memory(lambda: smaller_batch(c, raw_model.config, hw, ranks)):
         try:
             with log.book("compile"):
@@ -343,10 +352,10 @@ def main(argv: list[str]) -> int:
                         train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
                         log.evaluation(p.iter_num, train_loss, val_loss)
                         p.evaluated_at = p.iter_num
-                        if text:
-                            log.sample(p.iter_num, sample_text(raw_model, text, data.vocab, c, hw))
-                        if ranks.first and not c.eval_only:
-                            draw_run(Path(c.out_dir))
+                        if text and p.iter_num > 0 and math.isfinite(val_loss):
+                            sample = sample_text(raw_model, text, data.vocab, c, hw, signals)
+                            log.sample(p.iter_num, sample)
+                        log.draw(draw_run, now=True)
                     if checkpoints.improved(p, val_loss) or c.always_save_checkpoint:
                         if p.iter_num > 0:
                             save()
@@ -368,15 +377,16 @@ def main(argv: list[str]) -> int:
 
                 # every log_interval, and the last one: the only wait for the device
                 if due(p.iter_num - 1, c.log_interval) or p.iter_num == c.max_iters:
-                    log.line(batches.windows)
+                    log.line()
+                    log.draw(draw_run)
         except Interrupted:  # a signal, raised on all ranks together
             rewind()
             save(last=True)
             reason = signals.name
-        except RunError:  # bad data, a lost rank, a full disk, too many skipped updates
+        except Exception:  # bad data, a full disk, a lost rank, no memory, anything unforeseen
             rewind()
-            # after skipped updates the weights are suspect: the previous checkpoint stays
-            if not log.skips_in_a_row and ranks.world_size == 1:
+            # the previous checkpoint stays where updates were skipped, or one was not finished
+            if p.iter_num > 0 and not log.skips_in_a_row and ranks.world_size == 1:
                 save(last=True)
             raise
         finally:

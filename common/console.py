@@ -3,16 +3,44 @@ What people read and type: lines on the console, numbers short and long, errors 
 """
 
 import argparse
+import contextlib
 import difflib
+import errno
 import os
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from typing import TextIO
+
+# the reader of our output, such as head, has gone; the disk it goes to is full
+CONSOLE_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 # -----------------------------------------------------------------------------
 # Lines
+
+
+def printable(text: str) -> str:
+    """
+    `text` with control characters other than newline and tab escaped, so that a terminal shows and
+    never obeys them.
+    """
+    shown = []
+    for char in text:
+        if unicodedata.category(char) == "Cc" and char not in "\n\t":
+            char = f"\\x{ord(char):02x}"
+        shown.append(char)
+    return "".join(shown)
+
+
+transcript: TextIO | None = None  # a copy of every line goes there: log.txt of a run
+
+
+def keep_transcript(file: TextIO | None) -> None:
+    global transcript
+    transcript = file
 
 
 def say(line: str) -> None:
@@ -20,17 +48,26 @@ def say(line: str) -> None:
     Print to stdout. A console that has gone, or whose disk is full, costs its lines, never the run.
     """
     try:
-        print(line, flush=True)
+        print(printable(line), flush=True)
     except OSError:
         sys.stdout = open(os.devnull, "w")
+    copy(line)
 
 
 def complain(line: str) -> None:
     """Print to stderr, with the same care."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = open(os.devnull, "w")
+    copy(line)
+
+
+def copy(line: str) -> None:
+    if transcript:
+        with contextlib.suppress(OSError, ValueError):  # a full disk; closed meanwhile
+            transcript.write(printable(line) + "\n")
+            transcript.flush()
 
 
 def warn(message: str) -> None:
@@ -126,26 +163,33 @@ def did_you_mean(name: str, known) -> str:
 def run_main(main: Callable[[list[str]], int | None]) -> None:
     """
     Run a script's main(argv) and exit. A UserError becomes one `error:` line per problem and its
-    exit code, without a traceback.
+    exit code, without a traceback; so does a file that the system refuses.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
-        # of several processes on a machine one speaks, unless the trouble may be another's alone
-        if os.environ.get("LOCAL_RANK", "0") == "0" or (
-            isinstance(error, RunError) and not error.agreed
-        ):
+        # what all processes agree on, the first one on each machine says
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        if not (several and error.agreed and os.environ.get("LOCAL_RANK", "0") != "0"):
             for problem in error.problems:
                 complain(f"error: {problem}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    except OSError as error:
+        code = 2 if error.filename else 1
+        if error.filename:  # no permission, a name too long, ...
+            complain(f"error: {error.filename}: {error.strerror}")
+        elif error.errno in CONSOLE_GONE:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            complain(traceback.format_exc().rstrip())
     except Exception:
         complain(traceback.format_exc().rstrip())
         code = 1

@@ -56,6 +56,14 @@ def try_lock(file: BinaryIO) -> bool:
     return True
 
 
+def is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Whether `path` still names the open file, which may have been deleted or replaced since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def free_bytes(folder: Path) -> int:
     """Free space on the disk that `folder`, which need not exist yet, is or would be on."""
     folder = folder.absolute()

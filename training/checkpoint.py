@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
-from common.files import free_bytes, fsync_folder, replacing, try_lock
+from common.files import free_bytes, fsync_folder, is_same_file, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
 
@@ -43,8 +44,16 @@ class Progress:
     evaluated_at: int = -1
     lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
 
+    # not part of a checkpoint: an update has begun and its iteration is not over
+    updating = False
+
+    def begin_update(self, *_) -> None:
+        """Called by the optimizer before it changes the first weight."""
+        self.updating = True
+
     def advance(self, sequences: int, tokens: int) -> None:
         """After an iteration of so many sequences and tokens."""
+        self.updating = False
         self.iter_num += 1
         self.sequences += sequences
         self.tokens += tokens
@@ -76,12 +85,25 @@ class Checkpoints:
             ranks.from_first(self.open_folder, resumed, known)
 
     def open_folder(self, resumed: dict | None, known: list[Path]) -> None:
-        # the lock is released when this file is closed
+        # released when this file is closed
         self.lock = make_out_dir(self.out_dir, fresh=resumed is None, known=known)
         if resumed and resumed["progress"]["best_iter"] == resumed["progress"]["iter_num"]:
             # the run may have been killed after saving it and before marking it
             with contextlib.suppress(OSError):
                 mark_best(self.path(resumed["progress"]["iter_num"]))
+
+    def keep_folder(self) -> bool:
+        """
+        Make the folder again if somebody has deleted it under the run; returns whether that was
+        so. Raises RunError where another run has begun there since.
+        """
+        if is_same_file(self.lock, self.out_dir / "lock"):
+            return False
+        try:
+            self.lock = make_out_dir(self.out_dir, fresh=False, known=[])
+        except UserError as error:
+            raise RunError(f"{self.out_dir} was deleted under this run. {error}") from None
+        return True
 
     def path(self, iter_num: int) -> Path:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
@@ -116,6 +138,9 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
+        if self.keep_folder():
+            log.reopen()
+            log.warn(it, f"{self.out_dir} was deleted under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             raise RunError(
@@ -223,6 +248,8 @@ def load(path: Path) -> dict:
             return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             damage = "refused: it holds more than tensors and plain values"
+        except Exception as error:  # whatever torch makes of bytes that are no archive
+            damage = f"not a checkpoint ({type(error).__name__})"
     raise UserError(f"{path}: {damage}")
 
 
@@ -232,19 +259,25 @@ def load(path: Path) -> dict:
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
     """ckpt-*.pt, oldest first."""
-    return sorted(out_dir.glob("ckpt-" + "[0-9]" * 8 + ".pt"))
+    found = out_dir.glob("ckpt-" + "[0-9]" * 8 + "*.pt")  # from iteration 100,000,000 on, 9 digits
+    numbered = [(path.stem.removeprefix("ckpt-"), path) for path in found if path.is_file()]
+    return [path for _, path in sorted((int(n), path) for n, path in numbered if n.isdecimal())]
 
 
-def load_newest(out_dir: Path) -> dict | None:
+def load_newest(
+    out_dir: Path, check: Callable[[dict, Path], None] = lambda state, path: None
+) -> dict | None:
     """
-    The newest valid checkpoint's state; damaged ones are named on the way. None where out_dir holds
-    no checkpoint. Raises UserError where there are checkpoints and none is valid: never a silent
-    new start.
+    The newest valid checkpoint's state; damaged ones, and those for which check(state, path)
+    raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError
+    where there are checkpoints and none is valid: never a silent new start.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            return load(path)
+            state = load(path)
+            check(state, path)
+            return state
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
@@ -261,10 +294,10 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     found damaged when the run was resumed), and what killed saves left behind.
     """
     paths = list_checkpoints(out_dir)
-    good = [path for path in paths if newest is None or path <= newest]
+    good = paths[: paths.index(newest) + 1] if newest in paths else paths
     kept = good[-keep:] if keep else []
     unwanted = [path for path in paths if path not in kept]
-    for path in [*unwanted, *out_dir.glob("ckpt-????????.tmp"), out_dir / "best.tmp"]:
+    for path in [*unwanted, *out_dir.glob("ckpt-*.tmp"), out_dir / "best.tmp"]:
         path.unlink(missing_ok=True)
 
 
@@ -289,7 +322,7 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(out_dir / "lock", "wb")
+        lock = open(out_dir / "lock", "ab")  # not emptied: it may be a link to something else
         if not try_lock(lock):
             raise UserError(
                 f"out_dir: another run is writing to {out_dir}; stop that one first, or choose "
@@ -304,7 +337,7 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
         if fresh:
             prune(out_dir, keep=0)
-            for name in ("best.pt", "metrics.jsonl", "loss.png"):
+            for name in ("best.pt", "metrics.jsonl", "log.txt", "loss.png"):
                 (out_dir / name).unlink(missing_ok=True)
         fsync_folder(out_dir)
         return lock
@@ -313,5 +346,8 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
 
 
 def holds_run(out_dir: Path) -> bool:
-    names = ("metrics.jsonl", "best.pt")
-    return bool(list_checkpoints(out_dir)) or any((out_dir / name).exists() for name in names)
+    """Whether there is something to lose: a checkpoint, or the log of a run that saved one."""
+    log = out_dir / "metrics.jsonl"
+    if list_checkpoints(out_dir) or (out_dir / "best.pt").exists():
+        return True
+    return log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()

@@ -9,6 +9,8 @@ compilation never enter an iteration's time.
 import contextlib
 import json
 import math
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +20,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
-from common.console import RunError, UserError, count, duration, say, warn
+from common.console import (
+    RunError,
+    UserError,
+    count,
+    duration,
+    keep_transcript,
+    say,
+    warn,
+)
 from common.files import replacing
 from configurator import Config, config_values
 from data.loader import ShuffledWindows, TrainBatches
@@ -34,6 +44,7 @@ CATEGORIES = (
     *("start-up", "compile", "steps", "data wait"),
     *("evaluation", "checkpoints", "other"),
 )
+MOST_ITERATIONS = 1000  # whose tensors are kept until a log line
 SPIKE = 1.25  # a loss this many times its running mean gets a warning
 LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
 
@@ -120,14 +131,25 @@ class RunLog:
         # the evaluation at the resumed iteration stands; what comes after it is written again
         purge_from = progress.iter_num + 1 if progress else 0
         self.tracker = Tracker(config, wanted=ranks.first, purge_from=purge_from)
-        self.iterations: list[Iteration] = []  # since the last line
+        self.iterations: list[Iteration] = []  # not looked at yet
+        self.timed = 0  # iterations since the last line, without those compiled in
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.skips_in_a_row, self.halvings_in_a_row, self.mean_loss = 0, 0, None
+        self.drawn_at = 0.0
+        self.out_dir = Path(config.out_dir)
         if ranks.first and not config.eval_only:
-            path = Path(config.out_dir) / "metrics.jsonl"
             if progress:
-                drop_records(path, progress)
-            self.file = open(path, "ab" if progress else "wb", buffering=0)
+                drop_records(self.out_dir / "metrics.jsonl", progress)
+            self.open_files("a" if progress else "w")
+
+    def open_files(self, mode: str) -> None:
+        self.file = open(self.out_dir / "metrics.jsonl", f"{mode}b", buffering=0)
+        keep_transcript(open(self.out_dir / "log.txt", mode, encoding="utf-8", errors="replace"))
+
+    def reopen(self) -> None:
+        """After out_dir was deleted under the run and made again."""
+        self.open_files("a")
+        self.record("start", **self.start_record)
 
     # -------------------------------------------------------------------------
     # Booking time
@@ -164,6 +186,9 @@ class RunLog:
             )
             it.timed = False
         self.iterations.append(it)
+        if len(self.iterations) >= MOST_ITERATIONS:  # log_interval is long: look at them meanwhile
+            self.wait_for_device()
+            self.check_skips()
 
     def is_ready(self, batches: TrainBatches) -> bool:
         """Whether the next batch has come, after a moment of waiting, booked as data wait."""
@@ -187,9 +212,11 @@ class RunLog:
                 warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
 
-    def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:
-        """The first lines: what is trained, on what, and with what."""
-        c, hw = self.config, self.hw
+    def start(
+        self, data: Dataset, model: GPTConfig, progress: Progress, windows: ShuffledWindows
+    ) -> None:
+        """The first lines: what is trained, on what, with what, and for how long."""
+        c, hw, self.windows = self.config, self.hw, windows
         parameters, _ = count_parameters(model)
         self.flops_per_token = flops_per_token(model)
         # nobody has counted a stream's tokens
@@ -210,10 +237,12 @@ class RunLog:
             f"block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}"
         )
+        total = c.iter_tokens * c.max_iters
+        epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
+        say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
-        self.record(
-            "start",
+        self.start_record = dict(
             iter=progress.iter_num,
             config=config_values(c),
             parameters=parameters,
@@ -225,24 +254,25 @@ class RunLog:
             world_size=self.ranks.world_size,
             torch=torch.__version__,
         )
+        self.record("start", **self.start_record)
 
-    def line(self, windows: ShuffledWindows) -> None:
+    def line(self) -> None:
         """
         One line and record for the iterations since the last. Only here do their numbers leave the
         device. Raises RunError after max_skips skipped updates in a row.
         """
         self.wait_for_device()
-        # where all of them were compiled in, the next line counts them too
-        if not self.ranks.any(any(it.timed for it in self.iterations)):
-            return
-        self.check_skips(windows)
         last, seconds, ranks = self.iterations[-1], self.ledger.seconds, self.ranks
+        self.check_skips()
+        # where all of them were compiled in, the next line counts them too
+        if not ranks.any(self.timed > 0):
+            return
         waited = seconds["data wait"] - self.logged["data wait"]
         elapsed = seconds["steps"] - self.logged["steps"] + waited
         (loss_sum,) = ranks.reduce([last.losses.mean().item()])
         # of the slowest rank
         elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
-        timed = sum(it.timed for it in self.iterations) or 1
+        timed = self.timed or 1
         step_seconds = elapsed / timed
         tokens_per_sec = self.config.iter_tokens / step_seconds
         values = dict(
@@ -260,7 +290,7 @@ class RunLog:
         say(self.format_step(values))
         self.record("step", **values)
         self.mark_spike(last.iter_num, values["loss"])
-        self.iterations.clear()
+        self.timed = 0
         self.logged = dict(seconds)
 
     def format_step(self, v: dict) -> str:
@@ -301,15 +331,17 @@ class RunLog:
             before = loss if self.mean_loss is None else self.mean_loss
             self.mean_loss = 0.9 * before + 0.1 * loss
 
-    def check_skips(self, windows: ShuffledWindows) -> None:
+    def check_skips(self) -> None:
         """
-        Name the iterations whose update was skipped for a gradient that is not finite. With float16
-        some are normal: the loss scale is too large at first and from time to time, and each skip
-        halves it.
+        Go through the iterations since the last time. Name those whose update was skipped for a
+        gradient that is not finite. With float16 some are normal: the loss scale is too large at
+        first and from time to time, and each skip halves it.
         """
+        self.timed += sum(it.timed for it in self.iterations)
+        iterations, self.iterations = self.iterations, []
         normal_halvings = LOSS_SCALE_HALVINGS if self.hw.dtype == torch.float16 else 0
-        norms = torch.stack([it.grad_norm for it in self.iterations])
-        for it, finite in zip(self.iterations, norms.isfinite().tolist()):
+        norms = torch.stack([it.grad_norm for it in iterations])
+        for it, finite in zip(iterations, norms.isfinite().tolist()):
             if finite:
                 self.skips_in_a_row, self.halvings_in_a_row = 0, 0
                 continue
@@ -327,7 +359,7 @@ class RunLog:
             self.warn(
                 it.iter_num,
                 f"iter {it.iter_num}: update skipped, its gradient is not finite; {what} "
-                f"{windows.locate(sequence)}",
+                f"{self.windows.locate(sequence)}",
             )
             if self.skips_in_a_row >= self.config.max_skips:
                 error = RunError(
@@ -365,6 +397,14 @@ class RunLog:
         say(f"sample {iter_num}:\n{text}\n")
         self.record("sample", iter=iter_num, text=text)
 
+    def draw(self, draw_run: Callable[[Path], None], now: bool = False) -> None:
+        """Draw loss.png, at most once a minute unless it is wanted `now`."""
+        if not self.file or not (now or time.monotonic() - self.drawn_at > 60):
+            return
+        with self.ledger.book("evaluation"):
+            draw_run(self.out_dir)
+        self.drawn_at = time.monotonic()
+
     def warn(self, iter_num: int, message: str) -> None:
         if self.ranks.first:
             warn(message)
@@ -381,7 +421,12 @@ class RunLog:
             f"{self.against_plan(iters)}"
         )
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
+        if not self.config.eval_only and iters < self.config.max_iters:
+            more = "" if self.config.init_from == "auto" else " --init_from=resume"
+            script = "python" if self.ranks.world_size == 1 else "torchrun ..."
+            say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
+        keep_transcript(None)
 
     def against_plan(self, iters: int) -> str:
         """
@@ -389,7 +434,7 @@ class RunLog:
         made a plan.
         """
         try:
-            plan = json.loads((Path(self.config.out_dir) / "plan.json").read_text(encoding="utf-8"))
+            plan = json.loads((self.out_dir / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             return ""  # no plan, or one without an iteration time

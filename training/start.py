@@ -8,12 +8,17 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from common.console import UserError, say
 from configurator import Config, config_values, print_config, read_config, resolve
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
+from model import GPTConfig
+from training.build import build_model, build_optimizer
 from training.checkpoint import Progress, holds_run, list_checkpoints, load_newest
 from training.hardware import Hardware, check_device, set_rng_state
 from training.ranks import Ranks
+from training.runlog import CATEGORIES
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 # A resumed run must keep these
@@ -68,7 +73,7 @@ def find_start(config: Config, ranks: Ranks) -> Start:
             )
     try:
         if resuming:
-            start.resumed = start.weights = ranks.from_first(load_newest, out_dir)
+            start.resumed = start.weights = ranks.from_first(load_newest, out_dir, validate)
         elif config.init_from != "scratch":
             start.weights = ranks.from_first(read_pretrained, config)
     except UserError as error:
@@ -86,6 +91,42 @@ def find_start(config: Config, ranks: Ranks) -> Start:
                 f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
             )
     return start
+
+
+def validate(state: dict, path: Path) -> None:
+    """
+    Raises UserError where a file with the right checksum holds something else than a run that can
+    go on: made by another version, or by a stranger.
+    """
+    from training.pretrained import check_state
+
+    try:
+        progress, config = Progress(**state["progress"]), Config(**state["config"])
+        counts = (progress.iter_num, progress.sequences, progress.tokens)
+        if not 0 <= progress.iter_num <= progress.sequences <= 10**12:
+            raise ValueError(f"progress {counts}")
+        if not all(state["ledger"][category] >= 0 for category in CATEGORIES):
+            raise ValueError("negative times")
+        check_state(state, path)
+        if not all(weights.isfinite().all() for weights in state["model"].values()):
+            raise ValueError("weights that are not finite")
+        for states in state["rng"]:
+            torch.Generator().set_state(states["cpu"])
+        with torch.device("meta"):  # shapes without memory
+            model = build_model(GPTConfig(**state["model_config"]))
+        groups = build_optimizer(model, config, torch.float32).param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        for number, moments in state["optimizer"]["state"].items():
+            for name, moment in moments.items():
+                if name != "step" and moment.shape != parameters[number].shape:
+                    raise ValueError(f"an optimizer state {name} of another shape")
+    except UserError:
+        raise
+    except Exception as error:  # a stranger's file may hold anything
+        raise UserError(
+            f"{path}: cannot be resumed, made by another version of this program or changed "
+            f"({type(error).__name__}: {error})"
+        ) from None
 
 
 def read_pretrained(config: Config) -> dict:
@@ -115,17 +156,26 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
     if not start.weights:
         return config, []
     if start.resumed:
-        saved, names, source = start.resumed["config"], FIXED_ON_RESUME, "the checkpoint"
+        saved, names, source = start.resumed["config"], FIXED_ON_RESUME, config.out_dir
         if "dataset" not in config.given:
             config = replace(config, dataset=saved["dataset"])
     else:
         saved, names, source = start.weights["model_config"], ARCHITECTURE, config.init_from
     values = {name: saved[name] for name in names if name in saved}
-    problems = [
-        f"{name}: {getattr(config, name)!r} contradicts the {value!r} of {source}; leave it out"
+    different = [
+        f"{name} {value!r} (asked for: {getattr(config, name)!r})"
         for name, value in values.items()
         if name in config.given and getattr(config, name) != value
     ]
+    problems = []
+    if different and start.resumed:
+        problems.append(
+            f"out_dir: {config.out_dir} holds a run with {', '.join(different)}; ask for its "
+            "values to go on with it; or start another: --out_dir=...; or delete it: "
+            "--init_from=scratch --overwrite=True"
+        )
+    elif different:
+        problems.append(f"init_from: {source} has {', '.join(different)}; ask for its values")
     return replace(config, **values), problems
 
 
@@ -147,11 +197,14 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
     """Print how this start differs from the checkpoint's, and whether the run stays bit for bit."""
     if not start.resumed:
         return
+    progress = Progress(**start.resumed["progress"])
+    path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"
+    say(f"resume: {path}, iteration {progress.iter_num:,} of {config.max_iters:,}")
     values, saved = config_values(config), start.resumed["config"]
     changed = [n for n in values if n in saved and saved[n] != values[n] and n != "init_from"]
     for name in changed:
         say(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})")
-    horizon = start.resumed["progress"]["lr_horizon"]
+    horizon = progress.lr_horizon
     if horizon != config.max_iters and "lr_decay_iters" not in config.given:
         say(
             f"resume: the rate's decay still ends at iteration {horizon}; "
