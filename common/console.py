@@ -201,7 +201,7 @@ def end_process(code: int) -> None:
     Exit. One of several processes exits at once: the destructor of torch's gloo group can wait for
     ever for Python's lock.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

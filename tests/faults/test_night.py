@@ -1,0 +1,332 @@
+"""What a night can bring besides signals and full disks: mostly what attacks have found."""
+
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, assert_same_state, flags, load, records, run_here, start_process
+
+import train
+from common.console import RunError, UserError, printable
+from training import checkpoint, runlog
+
+# -----------------------------------------------------------------------------
+# The folder of a run
+
+
+def at_call(monkeypatch, owner, name, number, action):
+    """Do something before the n-th call of a function."""
+    original, calls = getattr(owner, name), iter(range(10**9))
+
+    def call(*args, **kwargs):
+        if next(calls) == number:
+            action()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_a_deleted_folder_that_another_run_has_taken_is_left_to_it(dataset, tmp_path, monkeypatch):
+    out_dir = tmp_path / "run"
+    ready = "iter 2:"
+
+    def another_run_begins():
+        shutil.rmtree(out_dir)
+        options = flags(dataset, out_dir, seed=5, max_iters=10**6, eval_interval=10**6)
+        other = start_process("train.py", *options)
+        while not other.stdout.readline().startswith(ready):
+            assert other.poll() is None
+        others.append(other)
+
+    others = []
+    at_call(monkeypatch, train, "train_step", 2, another_run_begins)
+    with pytest.raises(RunError, match="was deleted under this run.*another run is writing"):
+        run_here(dataset, out_dir, max_iters=8)
+    before = sorted(p.name for p in out_dir.iterdir())
+    others[0].terminate()
+    others[0].communicate(timeout=60)
+    assert others[0].returncode == 143
+    assert not [name for name in before if name.endswith(".pt")]  # the old run saved nothing there
+    assert checkpoint.load_newest(out_dir)["config"]["seed"] == 5
+
+
+def test_a_deleted_folder_is_made_again_with_its_log(dataset, tmp_path, monkeypatch, capsys):
+    out_dir = tmp_path / "run"
+    at_call(monkeypatch, train, "train_step", 5, lambda: shutil.rmtree(out_dir))
+    assert run_here(dataset, out_dir) == 0
+    assert capsys.readouterr().err.count("was deleted under the run; made again") == 1
+    assert [r["kind"] for r in records(out_dir)][:1] == ["start"]
+    assert records(out_dir, "end") and (out_dir / "log.txt").exists()
+    with pytest.raises(UserError, match="holds another run"):
+        run_here(dataset, out_dir)
+
+
+def test_iterations_beyond_eight_digits_and_folders_named_like_checkpoints(tmp_path):
+    for name in ("ckpt-99999999.pt", "ckpt-100000000.pt", "ckpt-00000001.pt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "ckpt-00000002.pt").mkdir()
+    names = [p.name for p in checkpoint.list_checkpoints(tmp_path)]
+    assert names == ["ckpt-00000001.pt", "ckpt-99999999.pt", "ckpt-100000000.pt"]
+    checkpoint.prune(tmp_path, 1)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["ckpt-100000000.pt"]
+
+
+def test_a_lock_that_is_a_link_does_not_empty_what_it_points_to(dataset, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
+    assert run_here(dataset, tmp_path / "run", max_iters=1) == 0
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+# -----------------------------------------------------------------------------
+# Failures in the middle of an iteration
+
+
+ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), ValueError("unforeseen")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["out of memory", "unforeseen"])
+def test_what_fails_before_an_update_costs_no_iteration(error, dataset, tmp_path, monkeypatch):
+    def fail():
+        raise error
+
+    at_call(monkeypatch, train.torch.nn.utils, "clip_grad_norm_", 3, fail)
+    with pytest.raises((RunError, ValueError)):
+        run_here(dataset, tmp_path / "broken", eval_interval=100, dropout=0.1)
+    monkeypatch.undo()
+    assert checkpoint.load_newest(tmp_path / "broken")["progress"]["iter_num"] == 3
+    run_here(dataset, tmp_path / "broken", eval_interval=100, dropout=0.1, init_from="resume")
+    run_here(dataset, tmp_path / "straight", eval_interval=100, dropout=0.1)
+    assert_same_state(load(tmp_path / "broken", 8), load(tmp_path / "straight", 8))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["out of memory", "unforeseen"])
+def test_half_an_update_is_never_saved(error, dataset, tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+    calls = iter(range(100))
+
+    def half(optimizer, *args):
+        optimizer.param_groups[0]["params"][0].data.add_(1)
+        if next(calls) == 5:
+            raise error
+        return step(optimizer, *args)
+
+    build = train.build_optimizer
+
+    def build_optimizer(*args):
+        optimizer = build(*args)
+        monkeypatch.setattr(type(optimizer), "step", torch.optim.Optimizer.profile_hook_step(half))
+        return optimizer
+
+    monkeypatch.setattr(train, "build_optimizer", build_optimizer)
+    with pytest.raises((RunError, ValueError)):
+        run_here(dataset, tmp_path, eval_interval=4)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["ckpt-00000004.pt"]
+
+
+def test_the_command_that_an_out_of_memory_line_advises_starts(dataset, tmp_path, monkeypatch):
+    for eval_interval, iteration in ((100, 0), (2, 3)):  # without a checkpoint, and with one
+        out_dir = tmp_path / str(eval_interval)
+
+        def fail():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as patch:
+            at_call(patch, train, "train_step", iteration, fail)
+            with pytest.raises(RunError) as error:
+                run_here(dataset, out_dir, eval_interval=eval_interval)
+        advised = re.findall(r"--\S+", str(error.value))
+        command = [*flags(dataset, out_dir, eval_interval=eval_interval), *advised]
+        changed = [
+            c for c in command if c.partition("=")[0] not in [a.partition("=")[0] for a in advised]
+        ]
+        assert train.main([*changed, *advised]) == 0
+
+
+def test_a_long_log_interval_keeps_few_tensors_and_still_counts_skips(
+    dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runlog, "MOST_ITERATIONS", 4)
+    with pytest.raises(RunError, match="3 updates in a row skipped"):
+        run_here(
+            dataset, tmp_path, log_interval=10**6, learning_rate=1e30, max_skips=3, max_iters=100
+        )
+
+
+def test_a_diverged_model_is_not_sampled(dataset, tmp_path, capsys):
+    with pytest.raises(RunError):
+        run_here(
+            dataset, tmp_path, sample_tokens=5, learning_rate=1e20, eval_interval=2, max_iters=40
+        )
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints with a right checksum and other contents
+
+
+def corrupt(name, state):
+    weights = next(iter(state["model"].values()))
+    moments = state["optimizer"]["state"][0]
+    match name:
+        case "a key of a later version":
+            state["progress"]["tomorrow"] = 1
+        case "no config":
+            del state["config"]
+        case "an unknown ledger":
+            state["ledger"] = dict(tomorrow=1.0)
+        case "an optimizer state of another shape":
+            moments["exp_avg"] = moments["exp_avg"][:1, :1].clone()
+        case "weights that are not finite":
+            weights.view(-1)[0] = torch.nan
+        case "weights of another shape":
+            state["model"]["transformer.wpe.weight"] = torch.zeros(3, 3)
+        case "10^15 sequences":
+            state["progress"]["sequences"] = 10**15
+        case "10^15 iterations":
+            state["progress"]["iter_num"] = 10**15
+        case "a random state that is none":
+            state["rng"][0]["cpu"] = torch.zeros(3, dtype=torch.uint8)
+    return state
+
+
+NAMES = (
+    "a key of a later version",
+    "no config",
+    "an unknown ledger",
+    "an optimizer state of another shape",
+    "weights that are not finite",
+    "weights of another shape",
+    "10^15 sequences",
+    "10^15 iterations",
+    "a random state that is none",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(dataset, tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("saved")
+    run_here(dataset, out_dir, checkpoint_interval=2, max_iters=4, lr_decay_iters=8)
+    return out_dir
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_other_contents_is_named_and_the_one_before_taken(
+    name, saved, dataset, tmp_path, capsys
+):
+    shutil.copytree(saved, tmp_path / "run")
+    newest = tmp_path / "run" / "ckpt-00000004.pt"
+    (tmp_path / "run" / "best.pt").unlink()
+    checkpoint.save(corrupt(name, checkpoint.load(newest)), newest)
+    assert run_here(dataset, tmp_path / "run", init_from="auto") == 0
+    output = capsys.readouterr()
+    assert f"warning: {newest}" in output.err and "ckpt-00000002.pt, iteration 2 of 8" in output.out
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["no archive", "half an archive"])
+def test_a_right_trailer_around_no_archive_is_damage(half, saved, dataset, tmp_path, capsys):
+    shutil.copytree(saved, tmp_path / "run")
+    newest = tmp_path / "run" / "ckpt-00000004.pt"
+    content = newest.read_bytes()[:3000] if half else b"no archive"
+    with open(newest, "wb") as file:
+        writer = checkpoint.HashingWriter(file)
+        writer.write(content)
+        file.write(checkpoint.TRAILER + writer.sha256.hexdigest().encode())
+    assert run_here(dataset, tmp_path / "run", init_from="auto") == 0
+    assert f"warning: {newest}: " in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# The start and the console
+
+
+def test_a_resumed_run_says_from_where_and_how_far(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path, max_iters=4)
+    capsys.readouterr()
+    run_here(dataset, tmp_path, max_iters=8, init_from="resume", lr_decay_iters=8)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"resume: {tmp_path}/ckpt-00000004.pt, iteration 4 of 8"
+    assert f"run: 8 iterations, 1.02k tokens, 0.67 epochs, in {tmp_path}" in lines[:9]
+
+
+def test_a_run_in_the_way_is_one_line_with_every_way_out(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=2)
+    with pytest.raises(UserError) as error:
+        run_here(dataset, tmp_path, init_from="auto", n_layer=3, n_embd=64)
+    (problem,) = error.value.problems
+    for words in (
+        str(tmp_path),
+        "n_layer 2 (asked for: 3)",
+        "n_embd 32",
+        "--out_dir=",
+        "--overwrite=True",
+    ):
+        assert words in problem
+    assert (
+        run_here(dataset, tmp_path, init_from="scratch", overwrite=True, n_layer=3, n_embd=64) == 0
+    )
+
+
+def test_an_interrupted_run_prints_the_command_that_goes_on(dataset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "config/x.py"])
+    run_here(dataset, tmp_path, max_minutes=1e-6)
+    assert "to go on: python train.py config/x.py --init_from=resume" in capsys.readouterr().out
+
+
+def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path, max_iters=4)
+    run_here(dataset, tmp_path, max_iters=8, init_from="resume")
+    shown = capsys.readouterr().out.splitlines()
+    kept = (tmp_path / "log.txt").read_text().splitlines()
+    assert kept == shown
+
+
+def test_a_rank_without_a_world_is_a_run_of_its_own(dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run_here(dataset, tmp_path, max_iters=2) == 0
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 2
+
+
+@pytest.mark.parametrize(
+    "world_size, rank", [("", "0"), ("abc", "0"), ("2", ""), ("2", "5"), ("0", "0")]
+)
+def test_an_environment_that_torchrun_did_not_make_is_one_line(
+    world_size, rank, script, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("common.console.end_process", sys.exit)
+    code, _, err = script(train.main)
+    assert code == 2 and len(err) == 1 and err[0].startswith("error: ")
+
+
+def test_a_console_that_was_closed_costs_nothing_but_its_lines(dataset, tmp_path):
+    code = os.system(
+        f"{sys.executable} {ROOT}/train.py {' '.join(flags(dataset, tmp_path, max_iters=2))} >&-"
+    )
+    assert code == 0 and checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 2
+
+
+def test_what_the_system_refuses_is_one_line(script, tmp_path, dataset):
+    code, _, err = script(train.main, *flags("a" * 300, tmp_path))
+    assert code == 2 and err == [f"error: data/{'a' * 300}: File name too long"]
+
+
+def test_control_characters_never_reach_a_console():
+    assert printable("a\x1b[2J\tb\nc\x07\x00é\x9b") == "a\\x1b[2J\tb\nc\\x07\\x00é\\x9b"
+
+
+def test_no_sample_before_the_first_update(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path, sample_tokens=5, max_iters=4)
+    assert [r["iter"] for r in records(tmp_path, "sample")] == [4]
+
+
+def test_a_plan_of_no_iterations_does_not_end_the_run_badly(dataset, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(dict(hours=1, max_iters=0)))
+    assert run_here(dataset, tmp_path, max_iters=2) == 0
