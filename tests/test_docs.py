@@ -3,6 +3,7 @@ README and docs: one page, links that lead somewhere, commands that run, and fig
 program still prints.
 """
 
+import contextlib
 import importlib
 import json
 import re
@@ -50,17 +51,16 @@ def known_flags(script: str, arguments: list[str], capsys) -> set[str]:
     """The names of the flags that a script documents."""
     if script in ("train.py", "configurator.py"):
         return set(FIELDS)
-    if script == "bench.py":
-        return set(FIELDS) | set(re.findall(r"--(\w+)", bench.__doc__))
     if script.startswith("results/"):
         return set(re.findall(r"--(\w+)", (ROOT / script).read_text(encoding="utf-8")))
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    subcommand = arguments[:1] if script == "convert.py" else []
-    try:
+    subcommand = arguments[:1] if script in ("bench.py", "convert.py") else []
+    with contextlib.suppress(SystemExit):
         module.main([*subcommand, "--help"])
-    except SystemExit:
-        pass
-    return set(re.findall(r"--(\w+)", capsys.readouterr().out))
+    flags = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+    if script == "bench.py":  # takes the configuration's keys too
+        flags |= set(FIELDS) | set(re.findall(r"--(\w+)", bench.__doc__))
+    return flags
 
 
 def rounds_to(value: float, shown: str) -> bool:
