@@ -33,8 +33,9 @@ from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 LOSS_NOISE = 0.005
-# A straight line across this share of the way misses a loss that falls like 1/sqrt(x) by at most
-# 0.2^2 / 8 * 3/4 = 0.004 of what the loss is above its floor: less than that noise.
+# The largest distance of two evaluations, as a share of the way there, for a straight line between
+# them. It is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise, for a loss that falls
+# like 1/sqrt(x) and is 1 nat above its floor.
 NEAR = 0.2
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
@@ -139,8 +140,11 @@ class Row:
     note: str = ""  # said in place of a verdict
 
     def __post_init__(self):
-        unknown = [isinstance(v, float) and not math.isfinite(v) for v in self.values]
-        self.values = [None if u else v for u, v in zip(unknown, self.values)]
+        self.values = [None if unknown(value) else value for value in self.values]
+
+
+def unknown(value) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def verdict(row: Row, names: list[str]) -> str:
@@ -303,13 +307,11 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError.
     """
     hint = "give the out_dir of a run, or a file with nanoGPT's output"
-    if path.is_dir() and not (path / "metrics.jsonl").is_file():
-        raise UserError(f"{path}: holds no metrics.jsonl; {hint}")
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         run = read_metrics(file) if file.suffix == ".jsonl" else read_nanogpt_log(file)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {hint}") from None
+        raise UserError(f"{file}: {error.strerror}; {hint}") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: a record is damaged ({error}); remove that line") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):

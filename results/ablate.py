@@ -61,8 +61,7 @@ def read_variants(given: list[str], file: Path) -> dict[str, str]:
 def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
     command = [sys.executable, str(script), *shlex.split(arguments), f"--out_dir={out_dir}"]
     command += [f"--seed={seed}", "--init_from=auto", "--keep_checkpoints=1"]
-    code = subprocess.run(command, stdout=subprocess.PIPE).returncode
-    if code:
+    if code := subprocess.run(command, stdout=subprocess.PIPE).returncode:
         hint = "see its message above; the same command continues"
         raise UserError(f"{shlex.join(command)}: exit code {code}; {hint}")
 
@@ -110,8 +109,8 @@ def draw(path: Path, rows: list[dict], target: float) -> None:
     for row, color in zip(rows, itertools.cycle(COLORS)):
         losses = np.array([curve["val_loss"] for curve in row["curves"]])
         band = (losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0))
-        label = f"{row['name']}: {row['val_loss']:.3f}"
-        draw_band(axes, row["curves"][0]["tokens"], *band, color, label)
+        tokens, label = row["curves"][0]["tokens"], f"{row['name']}: {row['val_loss']:.3f}"
+        draw_band(axes, tokens, *band, color, label)
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
     finish(axes, "tokens", "val loss, nats per token")
     lowest = min(row["val_loss"] for row in rows)
@@ -139,13 +138,13 @@ def main(argv: list[str]) -> None:
     curves = {}
     for name in variants:
         curves[name] = [read_curve(args.out / f"{name}-{seed}") for seed in seeds]
-    first = curves[next(iter(variants))]
+    first = next(iter(curves.values()))
     target = np.mean([curve["val_loss"][-1] for curve in first])
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print_table(rows, target)
     command = shlex.join(["python", "results/ablate.py", *argv])
-    result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
-    result |= {"target": target, "variants": rows}
+    machine = {"date": str(date.today()), "torch": torch.__version__}
+    result = {"command": command, **machine, "target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
     draw(args.out / "ablation.png", rows, target)
 

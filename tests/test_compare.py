@@ -338,7 +338,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     code, out, err = script(compare.main, empty, tmp_path / "nowhere", wrong, own)
     assert (code, out) == (2, "")
     assert [line.split(": ")[1] for line in err] == [
-        str(p) for p in (empty, tmp_path / "nowhere", wrong, own)
+        str(p) for p in (empty / "metrics.jsonl", tmp_path / "nowhere", wrong, own)
     ]
     assert all(
         word in line
