@@ -277,7 +277,8 @@ def find_warnings(runs: list[RunRecords]) -> list[str]:
     sizes = [Config(**run.config).eval_size for run in runs]
     if len(set(sizes)) > 1:
         unequal = ", ".join(f"{run.name}: {size}" for run, size in zip(runs, sizes))
-        warnings.append(f"unequal evaluation tokens ({unequal}), so small loss differences say little")
+        consequence = "small differences in val loss say little"
+        warnings.append(f"unequal evaluation tokens ({unequal}), so {consequence}")
     return warnings
 
 
