@@ -132,6 +132,7 @@ def finish(axes, x_label: str, y_label: str, from_zero: bool = False) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(left=0)
+    axes.locator_params(axis="x", nbins=6)
     if x_label == "tokens":
         axes.xaxis.set_major_formatter(count4)
     if from_zero:
