@@ -1,12 +1,17 @@
 """
-Pictures and tables of runs: which was faster, which learnt more, at equal iterations, tokens and
-hours.
+Compare runs: which was faster, and which learned more in equal iterations, tokens and time.
 
-    python compare.py out/gpt124m                       one run: its figures, and its picture in out/gpt124m/loss.png
-    python compare.py out/a out/b --png=ab.png          side by side, a verdict for each row
-    python compare.py old.log new.log --gpu=4070        also nanoGPT's console output, with MFU on the card it ran on
+    python compare.py out/gpt124m                  one run: its figures; draws out/gpt124m/loss.png
+    python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
+    python compare.py old.log new.log --gpu=4070   nanoGPT's console output, MFU of this card
 
-Hours are those of iterations, evaluations and checkpoints: start-up and compilation are left out.
+Time is that of iterations, evaluations and checkpoints, without start-up and compilation.
+
+A loss is known where a run was evaluated, so losses are compared at the last evaluation that all
+runs share. Where they share none, a loss is read off the straight line between two evaluations. It
+is n/a if they are further apart than a fifth of the way there, or if the first of them is the one
+at iteration 0: no straight line crosses the steep fall after it. Runs whose values could be the
+same, going by the evaluations on both sides, are called equal.
 """
 
 import json
@@ -17,15 +22,104 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from common.console import Parser, UserError, run_main, warn
+from common.console import Parser, UserError, duration, run_main, warn
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
-from reports.records import RunRecords, read_metrics
+from reports.records import RunRecords, percentile, read_metrics
+from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 LOSS_NOISE = 0.005
+# The largest distance of two evaluations, as a share of the way there, for a straight line between
+# them. It is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise, for a loss that falls
+# like 1/sqrt(x) and is 1 nat above its floor.
+NEAR = 0.2
+FOOTNOTE = """\
+Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
+iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
+
+# -----------------------------------------------------------------------------
+# What is known of one run
+
+
+def figures_of(run: RunRecords) -> dict[str, float]:
+    """
+    What can be said of a run as a whole. Means are over time, so that tok/s is tokens per time.
+    """
+    step, evals = run.step, run.eval
+    in_steps = float(np.sum(step["seconds"]))
+    in_pauses = float(np.nansum(evals["seconds"]) + np.nansum(run.checkpoint["seconds"]))
+    # the last record is a step at N, which trained on the iteration N, or an evaluation after it
+    iterations = np.append(step["iter"] + 1, evals["iter"])
+    tokens = np.append(step["tokens"] + run.tokens_per_iter, evals["tokens"])
+    return {
+        "parameters": run.parameters,
+        "iterations": percentile(iterations, 100),
+        "tokens": percentile(tokens, 100),
+        "hours": (in_steps + in_pauses) / 3600,
+        "tokens_per_sec": mean_over_time(step["tokens_per_sec"], step["seconds"]),
+        "mfu": mean_over_time(step["mfu"], step["seconds"]),
+        "step_ms_p50": percentile(step["step_ms"], 50),
+        "step_ms_p95": percentile(step["step_ms"], 95),
+        "pause_share": in_pauses / (in_steps + in_pauses) if in_steps > 0 else math.nan,
+    }
+
+
+def mean_over_time(values: np.ndarray, seconds: np.ndarray) -> float:
+    known = np.isfinite(values) & (seconds > 0)
+    return float(np.average(values[known], weights=seconds[known])) if known.any() else math.nan
+
+
+def learning_curve(run: RunRecords, axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Where on the axis (iter, tokens or hours) the run was evaluated, and its val losses there. The
+    evaluation at iteration 0 is left out: it says nothing about what was learned.
+    """
+    x, losses = run.eval[axis], run.eval["val_loss"]
+    known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(losses)
+    return x[known], losses[known]
+
+
+@dataclass
+class Estimate:
+    """A value that is known to lie between low and high; all three NaN where it is not known."""
+
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+
+def on_line(x: np.ndarray, y: np.ndarray, i: int, at: float) -> Estimate:
+    """y at this x: at the point i, or on the straight line to it from the point before."""
+    if x[i] == at:
+        return Estimate(float(y[i]), float(y[i]), float(y[i]))
+    if i == 0:
+        return Estimate()
+    share = (at - x[i - 1]) / (x[i] - x[i - 1])
+    low, high = sorted((float(y[i - 1]), float(y[i])))
+    return Estimate(float(y[i - 1] + share * (y[i] - y[i - 1])), low, high)
+
+
+def loss_at(run: RunRecords, axis: str, at: float) -> Estimate:
+    """The val loss at this point of the axis, by the rule in this file's docstring."""
+    x, losses = learning_curve(run, axis)
+    i = np.searchsorted(x, at)
+    if i == len(x) or (x[i] > at and i > 0 and x[i] - x[i - 1] > NEAR * at):
+        return Estimate()
+    return on_line(x, losses, i, at)
+
+
+def reach(x: np.ndarray, losses: np.ndarray, target: float) -> Estimate:
+    """
+    Where on x a learning curve first comes down to this loss. Not known where it never does, or
+    did so before its first evaluation.
+    """
+    reached = np.flatnonzero(losses <= target)
+    return on_line(losses, x, reached[0], target) if len(reached) else Estimate()
+
 
 # -----------------------------------------------------------------------------
 # Side by side
@@ -33,296 +127,217 @@ LOSS_NOISE = 0.005
 
 @dataclass
 class Row:
-    """
-    One line of the table: a value per run (None where not known), how it reads, and how the best is
-    told.
-    """
+    """One line of the table."""
 
-    key: str
     label: str
-    values: list
-    form: Callable[..., str]
-    judge: Callable[[list[tuple]], str] | None = None
+    key: str  # its name in the JSON
+    values: list  # one per run, None where not known
+    format: Callable[..., str]
+    better: str | None = None  # higher | lower; None: there is no best
+    word: str = ""  # of the verdict: "a 2.39x faster"
+    noise: float = 0.0  # above 0: the verdict is a difference larger than this, not a ratio
+    estimates: list[Estimate] | None = None  # where the values come from, if they are uncertain
+    note: str = ""  # said in place of a verdict
 
     def __post_init__(self):
-        self.values = [
-            None if isinstance(v, float) and not math.isfinite(v) else v for v in self.values
-        ]
+        self.values = [None if unknown(value) else value for value in self.values]
 
-    def texts(self) -> list[str]:
-        return ["n/a" if v is None else self.form(v) for v in self.values]
 
-    def verdict(self, runs: list[RunRecords]) -> str:
-        known = [(v, run.name) for v, run in zip(self.values, runs) if v is not None]
-        return self.judge(known) if self.judge and len(known) > 1 else ""
+def unknown(value) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def verdict(row: Row, names: list[str]) -> str:
+    """The best value against the next best, such as "a 2.39x faster"; may be empty."""
+    if row.note:
+        return row.note
+    known = [i for i, value in enumerate(row.values) if value is not None]
+    if row.better is None or len(known) < 2:
+        return ""
+    known.sort(key=lambda i: row.values[i], reverse=row.better == "higher")
+    best, second = known[0], known[1]
+    if row.estimates and row.estimates[best].high > row.estimates[second].low:
+        return "equal as far as the evaluations tell"
+    low, high = sorted((row.values[best], row.values[second]))
+    if row.noise:
+        different = high - low > row.noise
+        return f"{names[best]} {high - low:.4f} lower" if different else f"equal within {row.noise}"
+    if high <= 1.005 * low:
+        return "equal"
+    return f"{names[best]} {high / low:.2f}x {row.word}" if low > 0 else ""
 
 
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
-    equal_work = len({run.tokens_per_iter for run in runs}) == 1
-    shorter = (
-        ratio("shorter", lower=True) if equal_work else lambda known: "unequal tokens per iteration"
-    )
-    figures = [figures_of(run) for run in runs]
-    keys = [key for key in FIELDS if key not in ("out_dir", "overwrite", "wandb_run_name")]
-    keys = [key for key in keys if len({run.config[key] for run in runs if key in run.config}) > 1]
-    rows = [
-        Row(
-            f"config/{key}",
-            key,
-            [run.config.get(key) for run in runs],
-            str,
-            lambda known: "differs",
-        )
-        for key in keys
-    ]
-    rows += [
-        Row(key, label, [of_run[key] for of_run in figures], form, judge)
-        for key, label, form, judge in (
-            ("device", "device", str, None),
-            ("dtype", "dtype", str, None),
-            ("parameters", "parameters", count4, ratio("larger")),
-            ("iterations", "iterations", "{:,.0f}".format, ratio("more")),
-            ("tokens", "tokens", count4, ratio("more")),
-            ("hours", "hours", "{:.3g}".format, ratio("longer")),
-            ("tokens_per_sec", "tok/s", "{:,.0f}".format, ratio("faster")),
-            ("mfu", "MFU", "{:.1%}".format, difference("{:.1%} of the peak higher", noise=5e-4)),
-            ("step_ms_p50", "iteration time p50, ms", "{:,.1f}".format, shorter),
-            ("step_ms_p95", "iteration time p95, ms", "{:,.1f}".format, shorter),
-            (
-                "pause_share",
-                "evaluations and checkpoints",
-                "{:.1%} of time".format,
-                difference("{:.1%} of time less", True, 5e-4),
-            ),
-        )
-    ]
+    whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
+    rows = config_rows(runs)
+    for key, label, form, better, word in (
+        ("parameters", "parameters", count4, "higher", "larger"),
+        ("iterations", "iterations", whole, "higher", "more"),
+        ("tokens", "tokens", count4, "higher", "more"),
+        ("hours", "time", time_text, "higher", "longer"),
+        ("tokens_per_sec", "tok/s", whole, "higher", "faster"),
+        ("mfu", "MFU", percent, "higher", "higher"),
+        ("step_ms_p50", "iteration time p50, ms", tenths, "lower", "shorter"),
+        ("step_ms_p95", "iteration time p95, ms", tenths, "lower", "shorter"),
+        ("pause_share", "evaluations and checkpoints", percent, "lower", "less"),
+    ):
+        values = [figures_of(run)[key] for run in runs]
+        rows.append(Row(label, key, values, form, better, word))
+        if word == "shorter" and len({run.tokens_per_iter for run in runs}) > 1:
+            rows[-1].note = "unequal tokens per iteration"
     return rows + loss_rows(runs, target_loss)
+
+
+def config_rows(runs: list[RunRecords]) -> list[Row]:
+    """The keys in which the runs differ, and the device and dtype that were in use."""
+    rows = []
+    for key in FIELDS:
+        if key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype"):
+            continue
+        values = [run.config.get(key) for run in runs]
+        if len(set(values) - {None}) > 1:
+            rows.append(Row(key, f"config/{key}", values, str, note="differs"))
+    for key in ("device", "dtype"):
+        values = [getattr(run, key) for run in runs]
+        note = "differs" if len(set(values) - {None}) > 1 else ""
+        rows.append(Row(key, key, values, str, note=note))
+    return rows
 
 
 def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     """
-    Val loss at equal iterations, tokens and hours, and the tokens and hours to one loss: one that
-    all runs reach.
+    Val loss at equal iterations, tokens and time, and the tokens and time to one loss: by default
+    the lowest that all runs reach.
     """
-    lower, less = (
-        difference("{:.4f} lower", lower=True, noise=LOSS_NOISE),
-        ratio("less", lower=True),
-    )
-    if len({run.config["dataset"] for run in runs if "dataset" in run.config}) > 1:
-        lower = less = lambda known: "not comparable: unequal datasets"
-    best = [
-        float(
-            np.min(run.eval["val_loss"], initial=math.inf, where=np.isfinite(run.eval["val_loss"]))
-        )
-        for run in runs
-    ]
-    loss = "{:.4f}".format
-    rows = [Row("best_val_loss", "best val loss", best, loss, lower)]
+    loss_text = "{:.4f}".format
+    best = [percentile(run.eval["val_loss"], 0) for run in runs]
+    rows = [Row("best val loss", "best_val_loss", best, loss_text, "lower", noise=LOSS_NOISE)]
     if len(runs) > 1:
-        for axis, form in (
-            ("iter", "iteration {:,.0f}"),
-            ("tokens", "{:,.0f} tokens"),
-            ("hours", "{:.3g} hours"),
-        ):
-            x = min(
-                float(np.max(run.eval[axis][np.isfinite(run.eval["val_loss"])], initial=0))
-                for run in runs
-            )
-            losses = [loss_at(run, axis, x) for run in runs]
-            rows.append(
-                Row(
-                    f"val_loss_at_equal_{axis}",
-                    f"val loss at {form.format(x)}",
-                    losses,
-                    loss,
-                    lower,
-                )
-            )
-        target_loss = max(best) if target_loss is None else target_loss
-    if target_loss is not None:
-        for axis, form in dict(tokens=count4, hours="{:.3g}".format).items():
-            reached = [reach(run.eval[axis], run.eval["val_loss"], target_loss) for run in runs]
-            rows.append(
-                Row(f"{axis}_to_loss", f"{axis} to val loss {target_loss:.4f}", reached, form, less)
-            )
+        rows += equal_rows(runs)
+        target_loss = percentile(np.array(best), 100) if target_loss is None else target_loss
+    if target_loss is not None and math.isfinite(target_loss):
+        for axis, name, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
+            reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]
+            label = f"{name} to val loss {target_loss:.4f}"
+            rows.append(estimated_row(label, f"{axis}_to_loss", reached, form, "less"))
+    if len({run.config["dataset"] for run in runs if "dataset" in run.config}) > 1:
+        for row in rows:
+            row.note = "not comparable: unequal datasets"
     return rows
 
 
-def figures_of(run: RunRecords) -> dict:
-    """
-    What can be said of a run as a whole; means are over time, so that tok/s is tokens per time.
-    """
-    step, timed = run.step, np.isfinite(run.step["step_ms"])
-    seconds, pauses = (
-        np.sum(step["seconds"]),
-        np.nansum(run.eval["seconds"]) + np.nansum(run.checkpoint["seconds"]),
-    )
-    figures = dict(
-        device=run.device,
-        dtype=run.dtype,
-        parameters=run.parameters,
-        hours=(seconds + pauses) / 3600,
-    )
-    figures["pause_share"] = pauses / (seconds + pauses) if seconds else math.nan
-    for key, name, per_iter in (
-        ("iterations", "iter", 1),
-        ("tokens", "tokens", run.tokens_per_iter),
+def equal_rows(runs: list[RunRecords]) -> list[Row]:
+    """The val losses of all runs at one point, on each axis."""
+    rows = []
+    for axis, where, form in (
+        ("iter", "at iteration {}", "{:,.0f}".format),
+        ("tokens", "at {} tokens", "{:,.0f}".format),
+        ("hours", "after {}", time_text),
     ):
-        figures[key] = max(
-            [value + per_iter for value in step[name][-1:]] + run.eval[name][-1:].tolist()
-        )
-    for name in ("tokens_per_sec", "mfu"):
-        known = timed & np.isfinite(step[name]) & (step["seconds"] > 0)
-        figures[name] = (
-            np.average(step[name][known], weights=step["seconds"][known])
-            if known.any()
-            else math.nan
-        )
-    for key, q in (("step_ms_p50", 50), ("step_ms_p95", 95)):
-        figures[key] = np.percentile(step["step_ms"][timed], q) if timed.any() else math.nan
-    return {
-        key: float(value) if isinstance(value, np.floating) else value
-        for key, value in figures.items()
-    }
+        at = common_point(runs, axis)
+        if at is not None:
+            label = f"val loss {where.format(form(at))}"
+            losses = [loss_at(run, axis, at) for run in runs]
+            rows.append(estimated_row(label, f"val_loss_at_equal_{axis}", losses, "{:.4f}".format))
+            rows[-1].noise = LOSS_NOISE
+    return rows
 
 
-def loss_at(run: RunRecords, axis: str, x: float) -> float:
-    """The val loss at x, between evaluations by a straight line; NaN before the first."""
-    known = np.isfinite(run.eval["val_loss"]) & np.isfinite(run.eval[axis])
-    return (
-        float(np.interp(x, run.eval[axis][known], run.eval["val_loss"][known], left=math.nan))
-        if known.any()
-        else math.nan
-    )
+def estimated_row(label, key, estimates: list[Estimate], form, word: str = "lower") -> Row:
+    values = [estimate.value for estimate in estimates]
+    return Row(label, key, values, form, "lower", word, estimates=estimates)
 
 
-def reach(x: np.ndarray, losses: np.ndarray, loss: float) -> float:
+def common_point(runs: list[RunRecords], axis: str) -> float | None:
     """
-    Where on x the losses first come down to `loss`, between evaluations by a straight line; NaN:
-    never.
+    Where to compare the losses: at the last evaluation that all runs share; else at the last one
+    of any run at which the losses of all are known; else at the end of the run that ends first.
+    None where a run was not evaluated after iteration 0.
     """
-    below = np.flatnonzero(losses <= loss)
-    if not len(below):
-        return math.nan
-    i = max(1, below[0])
-    return (
-        float(np.interp(-loss, -losses[i - 1 : i + 1], x[i - 1 : i + 1]))
-        if below[0]
-        else float(x[0])
-    )
-
-
-def ratio(word: str, lower: bool = False) -> Callable:
-    """A verdict such as "a 2.39x faster": the best against the next best."""
-
-    def judge(known: list[tuple[float, str]]) -> str:
-        (best, name), (second, _) = sorted(known, reverse=not lower)[:2]
-        low, high = sorted((best, second))
-        return (
-            "equal" if high < 1.005 * low else f"{name} {high / low:.2f}x {word}" if low > 0 else ""
-        )
-
-    return judge
-
-
-def difference(form: str, lower: bool = False, noise: float = 0.0) -> Callable:
-    """
-    A verdict such as "b 0.0134 lower": the best against the next best, if they differ by more than
-    `noise`.
-    """
-
-    def judge(known: list[tuple[float, str]]) -> str:
-        (best, name), (second, _) = sorted(known, reverse=not lower)[:2]
-        return (
-            f"{name} {form.format(abs(best - second))}"
-            if abs(best - second) > noise
-            else f"equal within {noise}"
-        )
-
-    return judge
+    evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
+    if not all(evaluated):
+        return None
+    shared = set.intersection(*evaluated)
+    if shared:
+        return max(shared)
+    for at in sorted(set.union(*evaluated), reverse=True):
+        if all(math.isfinite(loss_at(run, axis, at).value) for run in runs):
+            return at
+    return min(max(points) for points in evaluated)
 
 
 def find_warnings(runs: list[RunRecords]) -> list[str]:
-    """What stands in the way of comparing these runs."""
+    """What makes a comparison of these runs unfair."""
     warnings = [warning for run in runs for warning in run.warnings]
-    for what, value, consequence in (
-        ("datasets", lambda c: c.get("dataset"), "losses are not comparable"),
-        (
-            "evaluation tokens",
-            lambda c: Config(**c).eval_size,
-            "small differences in val loss say little",
-        ),
-    ):
-        values = {run.name: value(run.config) for run in runs if run.config}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-            warnings.append(f"unequal {what} ({listed}), so {consequence}")
+    runs = [run for run in runs if run.config]
+    datasets = [run.config.get("dataset") for run in runs]
+    if len(set(datasets)) > 1:
+        unequal = ", ".join(f"{run.name}: {name}" for run, name in zip(runs, datasets))
+        warnings.append(f"unequal datasets ({unequal}), so losses are not comparable")
+    sizes = [Config(**run.config).eval_size for run in runs]
+    if len(set(sizes)) > 1:
+        unequal = ", ".join(f"{run.name}: {size}" for run, size in zip(runs, sizes))
+        consequence = "small differences in val loss say little"
+        warnings.append(f"unequal evaluation tokens ({unequal}), so {consequence}")
     return warnings
 
 
-def print_table(rows: list[Row], runs: list[RunRecords]) -> None:
-    cells = [
-        ["", *(run.name for run in runs), ""],
-        *([row.label, *row.texts(), row.verdict(runs)] for row in rows),
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    for line in cells:
-        print(
-            "  ".join(
-                [
-                    line[0].ljust(widths[0]),
-                    *(c.rjust(w) for c, w in zip(line[1:-1], widths[1:])),
-                    line[-1],
-                ]
-            ).rstrip()
-        )
-    if len(runs) > 1:
-        print(
-            "Between two evaluations, losses, tokens and hours are those on the straight line from one to the other."
-        )
+def time_text(hours: float) -> str:
+    return duration(3600 * hours)
+
+
+def print_table(rows: list[Row], names: list[str]) -> None:
+    lines = [["", *names, ""]]
+    for row in rows:
+        cells = ["n/a" if value is None else row.format(value) for value in row.values]
+        lines.append([row.label, *cells, verdict(row, names)])
+    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    for label, *cells, end in lines:
+        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+        print("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
+    if len(names) > 1:
+        print(FOOTNOTE)
 
 
 # -----------------------------------------------------------------------------
+# Runs
 
 
 def read_run(path: Path, gpu: str | None) -> RunRecords:
     """
-    A run from its folder, its metrics.jsonl, or nanoGPT's console output in a file. Raises
-    UserError.
+    A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError.
     """
     hint = "give the out_dir of a run, or a file with nanoGPT's output"
-    if path.is_dir() and not (path / "metrics.jsonl").is_file():
-        raise UserError(f"{path}: holds no metrics.jsonl; {hint}")
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         run = read_metrics(file) if file.suffix == ".jsonl" else read_nanogpt_log(file)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {hint}") from None
+        raise UserError(f"{file}: {error.strerror}; {hint}") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{path}: a record is damaged ({error}); remove that line") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
     if gpu and not np.isfinite(run.step["mfu"]).any():
-        run.step["mfu"] = mfu_on(gpu, run)
+        device = run.config.get("device")
+        if device in ("cpu", "mps"):
+            run.warnings.append(f"{path}: ran on {device}, so --gpu is ignored for it")
+        else:
+            set_mfu(run, gpu)
     return run
 
 
-def mfu_on(gpu: str, run: RunRecords) -> np.ndarray:
+def set_mfu(run: RunRecords, gpu: str) -> None:
     """
-    MFU of each step record, a fraction, had it run on this card. Raises UserError where the card is
-    not known.
+    MFU of each step record, a fraction, on this card. Raises UserError where the card or its peak
+    is not known.
     """
-    import torch
-
-    from training import gpus
-
-    dtype, row = (
-        run.dtype if run.dtype in ("float32", "float16") else "bfloat16",
-        gpus.resolve_gpu(gpu),
-    )
-    run.device = run.device or row["name"].partition("|")[0]
-    peak = gpus.row_peak(row, getattr(torch, dtype), run.config.get("tf32", True))
+    row = resolve_gpu(gpu)
+    dtype = run.dtype if run.dtype in ("float32", "float16") else "bfloat16"
+    peak = row_peak(row, getattr(torch, dtype), run.config.get("tf32", True))
     if peak is None:
-        raise UserError(f"gpu: gpus.csv has no certain {dtype} peak for {gpu}; leave --gpu away")
-    return run.flops_per_token * run.step["tokens_per_sec"] / (peak * 1e12)
+        raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
+    run.step["mfu"] = run.flops_per_token * run.step["tokens_per_sec"] / (peak * 1e12)
+    run.device = run.device or row["name"].partition("|")[0]
 
 
 def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
@@ -336,7 +351,8 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
         raise UserError(*dict.fromkeys(problems))
     names = [run.name for run in runs]
     for run, path in zip(runs, paths):
-        run.name = str(path) if names.count(run.name) > 1 else run.name
+        if names.count(run.name) > 1:
+            run.name = str(path)
     return runs
 
 
@@ -344,50 +360,38 @@ def path_of(text: str) -> Path:
     return Path(os.path.expanduser(text))  # a shell leaves the ~ of --png=~/x alone
 
 
-@np.errstate(all="ignore")  # as in draw_run
 def main(argv: list[str]) -> None:
-    parser = Parser(description="One run's figures and picture, or several side by side.")
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=path_of,
-        metavar="RUN",
-        help="out_dir of a run, or nanoGPT's output in a file",
-    )
-    parser.add_argument(
-        "--loss",
-        type=float,
-        help="compare the tokens and hours to this val loss; default: one that all reach",
-    )
-    parser.add_argument("--gpu", help="card of the runs that do not know their MFU, such as 4070")
-    parser.add_argument(
-        "--png", type=path_of, help="write the picture here; one run alone: loss.png in its folder"
-    )
-    parser.add_argument("--json", type=path_of, help="write the table here")
+    parser = Parser(description="The figures and picture of a run, or of several side by side.")
+    add = parser.add_argument
+    add("runs", nargs="+", type=path_of, metavar="RUN", help="out_dir, or file of nanoGPT's output")
+    add("--loss", type=float, help="tokens and time to this val loss; default: one that all reach")
+    add("--gpu", help="card of the runs that do not know their MFU, such as 4070")
+    add("--png", type=path_of, help="write the picture here; default for one run: its loss.png")
+    add("--json", type=path_of, help="write the table here")
     args = parser.parse_args(argv)
+
     paths, png = list(dict.fromkeys(args.runs)), args.png
     runs = read_runs(paths, args.gpu)
-    rows, warnings = build_table(runs, args.loss), find_warnings(runs)
-    print_table(rows, runs)
+    names = [run.name for run in runs]
+    rows = build_table(runs, args.loss)
+    warnings = find_warnings(runs)
+    print_table(rows, names)
     for warning in warnings:
         warn(warning)
-    if len(runs) == 1 and not png:
+
+    if len(runs) == 1 and png is None:
         png = paths[0] / "loss.png" if paths[0].is_dir() else paths[0].with_suffix(".png")
-    values = {run.name: {row.key: row.values[i] for row in rows} for i, run in enumerate(runs)}
-    table = dict(
-        runs=values,
-        verdicts={row.key: row.verdict(runs) for row in rows if row.verdict(runs)},
-        warnings=warnings,
-    )
+    values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
+    verdicts = {row.key: verdict(row, names) for row in rows if verdict(row, names)}
+    table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
     try:
         if png:
             save_picture(runs, png)
         if args.json:
             args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"{error.filename}: cannot be written ({error.strerror}); choose another --png or --json"
-        ) from None
+        problem = f"{error.filename}: cannot be written ({error.strerror})"
+        raise UserError(f"{problem}; choose another --png or --json") from None
 
 
 if __name__ == "__main__":

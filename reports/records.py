@@ -8,18 +8,24 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS, set_value
+from configurator import FIELDS
 from training.runlog import read_records
 
 
 @dataclass
 class RunRecords:
     """
-    One run: what its last start record says (numbers are NaN, texts None, keys missing from
-    `config` where not known), and its records as columns: arrays of equal length per kind, ordered
-    by iteration, NaN where a value is not known. In `step`, `iters` is how many iterations a record
-    stands for, `seconds` what they took; `tokens` are those trained on before the record's
-    iteration, `hours` those spent until the evaluation was done.
+    One run. The facts come from its last start record: a number is NaN where it is not known, a
+    text is None, and `config` holds only the keys that are known.
+
+    Its records are columns: one array per value, of equal length within a kind, ordered by
+    iteration, NaN where a value is not known. Beyond what metrics.jsonl says there are
+
+    - `step["iters"]`: the iterations that a record is the mean of
+    - `step["seconds"]`: the time of those iterations
+    - `eval["tokens"]`: tokens trained on before the evaluation
+    - `eval["hours"]`: time spent until the end of the evaluation: iterations, evaluations and
+      checkpoints, without start-up and compilation
     """
 
     name: str
@@ -28,128 +34,120 @@ class RunRecords:
     dtype: str | None
     parameters: float
     tokens_per_iter: float
-    flops_per_token: float
+    flops_per_token: float  # divided by the number of cards
     step: dict[str, np.ndarray]
     eval: dict[str, np.ndarray]
     checkpoint: dict[str, np.ndarray]
     warnings: list[str] = field(default_factory=list)
 
 
-COLUMNS = dict(
-    step=("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu"),
-    eval=("iter", "train_loss", "val_loss", "seconds"),
-    checkpoint=("iter", "seconds"),
-)
-STEP_LINE = '{"kind": "step"'
+STEP_COLUMNS = ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu")
+EVAL_COLUMNS = ("iter", "train_loss", "val_loss", "seconds")
+CHECKPOINT_COLUMNS = ("iter", "seconds")
+STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
 
 
 def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     """
-    metrics.jsonl of one run. A torn last line (a killed run) and lines that are no records are
-    passed over. Of more than `most_steps` step records, evenly spread ones are read.
+    Read the metrics.jsonl of one run. Lines that are no records are passed over, such as a last
+    line that a killed run left unfinished. With `most_steps`, a file of more lines is read with
+    only about that many step records, evenly spread.
+
+    Raises OSError, and ValueError or TypeError where a record holds something else than a number.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
-    if most_steps and len(lines) > most_steps:
+    if most_steps is not None and len(lines) > most_steps:
         steps = [line for line in lines if line.startswith(STEP_LINE)]
-        lines = [line for line in lines if not line.startswith(STEP_LINE)] + steps[
-            :: -(-len(steps) // most_steps)
-        ]
+        others = [line for line in lines if not line.startswith(STEP_LINE)]
+        lines = others + steps[:: len(steps) // most_steps + 1]
     run = tabulate(path.resolve().parent.name, read_records(lines))
     if text and not text.endswith("\n"):
-        run.warnings.append(
-            f"{path}: its last line is cut short (the run was killed); read without it"
-        )
+        message = "the last line is cut short (the run was killed) and was left out"
+        run.warnings.append(f"{path}: {message}")
     return run
 
 
 def tabulate(name: str, records: list[dict]) -> RunRecords:
-    """Records as columns; what is not as this program writes it counts as not known."""
-    starts = [record for record in records if record.get("kind") == "start"] or [{}]
-    config, last = {}, starts[-1]  # a resume may have changed what the first one said
-    for key, value in last["config"].items() if isinstance(last.get("config"), dict) else ():
-        if key in FIELDS:
-            set_value(config, key, value, "", [])
-    device, dtype = (
-        last[key] if isinstance(last.get(key), str) else None for key in ("device", "dtype")
-    )
-    numbers = {
-        key: as_number(last.get(key))
-        for key in ("parameters", "tokens_per_iter", "flops_per_token")
-    }
-    if (
-        as_number(last.get("world_size")) > 1
-    ):  # tokens/s are those of all cards together, MFU is one's
-        numbers["flops_per_token"] /= last["world_size"]
+    """Turn records into columns. A record without a whole number `iter` is dropped."""
+    records = [record for record in records if isinstance(record.get("iter"), int)]
+    starts = [record for record in records if record.get("kind") == "start"]
+    last = starts[-1] if starts else {}  # a resume may have changed what the first start said
     run = RunRecords(
-        name, config, device, dtype, **numbers, **{kind: columns(records, kind) for kind in COLUMNS}
+        name=name,
+        config=known_keys(last.get("config") or {}),
+        device=last.get("device"),
+        dtype=last.get("dtype"),
+        parameters=number(last.get("parameters")),
+        tokens_per_iter=number(last.get("tokens_per_iter")),
+        # tok/s are those of all cards together, but MFU is that of one card
+        flops_per_token=number(last.get("flops_per_token")) / last.get("world_size", 1),
+        step=columns(records, "step", STEP_COLUMNS),
+        eval=columns(records, "eval", EVAL_COLUMNS),
+        checkpoint=columns(records, "checkpoint", CHECKPOINT_COLUMNS),
     )
-    first_iter = as_number(starts[0].get("iter"))
-    add_totals(run, first_iter if first_iter >= 0 else 0)
+    add_totals(run, starts[0]["iter"] if starts else 0)
     return run
 
 
-def columns(records: list[dict], kind: str) -> dict[str, np.ndarray]:
+def known_keys(values: dict) -> dict:
+    """The keys that this program has, where the value is of the key's type."""
+    known = {key: value for key, value in values.items() if key in FIELDS}
+    return {key: value for key, value in known.items() if type(value) is FIELDS[key].type}
+
+
+def number(value: float | None) -> float:
+    """A record's value as a float; NaN for null or a value that is missing."""
+    return math.nan if value is None else float(value)
+
+
+def columns(records: list[dict], kind: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     rows = [record for record in records if record.get("kind") == kind]
-    table = {
-        name: np.array([as_number(row.get(name)) for row in rows], dtype=float)
-        for name in COLUMNS[kind]
-    }
-    order = np.argsort(table["iter"], kind="stable")
-    order = order[np.isfinite(table["iter"][order])]
-    return {name: column[order] for name, column in table.items()}
+    rows.sort(key=lambda row: row["iter"])
+    return {name: np.array([number(row.get(name)) for row in rows]) for name in names}
 
 
-def add_totals(run: RunRecords, first_iter: float = 0) -> None:
+def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     """
     Add the columns that sum up others: iters and seconds of steps, tokens and hours of evaluations.
     """
-    step = run.step
+    step, evals = run.step, run.eval
+    usual_ms = median(step["step_ms"])
+
+    # a step record stands for the iterations since the record before it
     step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
-    step["seconds"] = (
-        step["iters"]
-        * np.where(np.isfinite(step["step_ms"]), step["step_ms"], median(step["step_ms"]))
-        / 1e3
-    )
-    for kind in (run.eval, run.checkpoint):
-        # not N * tokens_per_iter: a resume may have changed the batch
-        kind["tokens"] = carry_on(kind["iter"], step["iter"], step["tokens"], run.tokens_per_iter)
-    seconds = carry_on(
-        run.eval["iter"],
-        step["iter"] + 1,
-        np.cumsum(step["seconds"]),
-        median(step["step_ms"]) / 1e3,
-    )
-    seconds += np.cumsum(np.nan_to_num(run.eval["seconds"]))
-    saved_before = np.searchsorted(run.checkpoint["iter"], run.eval["iter"])
-    run.eval["hours"] = (
-        seconds + np.append(0, np.cumsum(np.nan_to_num(run.checkpoint["seconds"])))[saved_before]
-    ) / 3600
+    known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
+    step["seconds"] = step["iters"] * known_ms / 1e3
+
+    # read off the step records: iter * tokens_per_iter is wrong where a resume changed the batch
+    tokens = total_at(evals["iter"], step["iter"], step["tokens"], run.tokens_per_iter)
+    evals["tokens"] = np.round(tokens)
+
+    # an evaluation at N ends after the iterations 0 to N-1, after itself and the evaluations
+    # before it, and after the checkpoints before N
+    step_totals, after_step = np.cumsum(step["seconds"]), step["iter"] + 1
+    seconds = total_at(evals["iter"], after_step, step_totals, usual_ms / 1e3)
+    seconds += np.cumsum(np.nan_to_num(evals["seconds"]))
+    checkpoint_totals = np.append(0, np.cumsum(np.nan_to_num(run.checkpoint["seconds"])))
+    seconds += checkpoint_totals[np.searchsorted(run.checkpoint["iter"], evals["iter"])]
+    evals["hours"] = seconds / 3600
 
 
-def as_number(value) -> float:
+def total_at(x: np.ndarray, known_x: np.ndarray, totals: np.ndarray, slope: float) -> np.ndarray:
     """
-    A record's value or a log's text as a float, NaN where it is none or beyond anything that is
-    counted here.
+    A running total at x: straight lines from (0, 0) through the known points, and beyond the last
+    of them a line with this slope.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-    return number if abs(number) < 1e30 else math.nan
+    known_x, totals = np.append(0, known_x), np.append(0, totals)
+    beyond = totals[-1] + (x - known_x[-1]) * slope
+    return np.where(x > known_x[-1], beyond, np.interp(x, known_x, totals))
 
 
 def median(values: np.ndarray) -> float:
+    return percentile(values, 50)
+
+
+def percentile(values: np.ndarray, q: float) -> float:
+    """A percentile of the finite values (0: the lowest, 100: the highest); NaN for none."""
     values = values[np.isfinite(values)]
-    return float(np.median(values)) if len(values) else math.nan
-
-
-def carry_on(x: np.ndarray, known_x: np.ndarray, known_y: np.ndarray, slope: float) -> np.ndarray:
-    """
-    y at x, from (0, 0) through the known points by straight lines, beyond the last of them at
-    `slope`.
-    """
-    known_x, known_y = np.append(0, known_x), np.append(0, known_y)
-    return np.where(
-        x > known_x[-1], known_y[-1] + (x - known_x[-1]) * slope, np.interp(x, known_x, known_y)
-    )
+    return float(np.percentile(values, q)) if len(values) else math.nan

@@ -1,16 +1,21 @@
 """
-Compare training recipes over several seeds: validation loss against tokens, and the tokens each
-needs for the loss that the first one ends at.
+Compare training recipes over several seeds: validation loss against tokens, and the tokens that
+each recipe needs to reach the final loss of the first one.
 
-    python results/ablate.py out/quickstart_pair --seeds=3 classic=config/quickstart.py fast=config/fast_quickstart.py
-    python results/ablate.py out/lr --seeds=1 'a=config/x.py --learning_rate=1e-3' 'b=config/x.py --learning_rate=2e-3'
+    python results/ablate.py out/pair --seeds=3 classic=config/quickstart.py \\
+        fast=config/fast_quickstart.py
+    python results/ablate.py out/lr --seeds=1 'a=config/x.py --learning_rate=1e-3' \\
+        'b=config/x.py --learning_rate=2e-3'
 
-Each NAME='ARGUMENTS' is a command line of train.py, or of another --script; every run gets a folder
-of its own, OUT/NAME-SEED, and the same command goes on where it was stopped and leaves finished
-runs alone. Ends with a table, OUT/ablation.json and OUT/ablation.png.
+Each NAME='ARGUMENTS' is a command line of train.py (or of another --script). Every run gets a
+folder of its own, OUT/NAME-SEED. The same command again continues where it was stopped and leaves
+finished runs alone. At the end it prints a table and writes OUT/ablation.json and
+OUT/ablation.png.
 """
 
+import itertools
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -25,148 +30,121 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common.console import Parser, UserError, run_main
-from compare import reach
+from compare import learning_curve, reach
+from reports.picture import COLORS, count4, draw_band, finish
 from reports.records import read_metrics
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
     """
-    Name -> arguments; kept in `file`, as a folder with finished runs does not tell what they were
-    given.
+    Name -> arguments. `file` keeps them, because a folder of finished runs does not say what they
+    were given. Raises UserError.
     """
-    variants = dict(variant.partition("=")[::2] for variant in given)
-    problems = [
-        f"{variant}: needs NAME='ARGUMENTS'" for variant in given if not all(variant.partition("="))
-    ]
     known = json.loads(file.read_text()) if file.exists() else {}
-    problems += [
-        f"{name}: was {known[name]!r} in this folder; choose another name"
-        for name in variants.keys() & known.keys()
-        if variants[name] != known[name]
-    ]
-    if problems or len(variants) < len(given):
-        raise UserError(*problems or ["variants: two have one name; choose another for one"])
+    variants, problems = {}, []
+    for text in given:
+        name, _, arguments = text.partition("=")
+        if not name or not arguments:
+            problems.append(f"{text}: needs NAME='ARGUMENTS'")
+        elif name in variants:
+            problems.append(f"{name}: two variants have this name; rename one")
+        elif known.get(name, arguments) != arguments:
+            problems.append(f"{name}: was {known[name]!r} in this folder; choose another name")
+        variants[name] = arguments
+    if problems:
+        raise UserError(*problems)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(known | variants, indent=1))
     return variants
 
 
 def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
-    command = [
-        sys.executable,
-        str(script),
-        *shlex.split(arguments),
-        f"--out_dir={out_dir}",
-        f"--seed={seed}",
-        "--init_from=auto",
-        "--keep_checkpoints=1",
-    ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise UserError(
-            f"{shlex.join(command)}: exit code {done.returncode}; its message is above; the same command goes on"
-        )
+    command = [sys.executable, str(script), *shlex.split(arguments), f"--out_dir={out_dir}"]
+    command += [f"--seed={seed}", "--init_from=auto", "--keep_checkpoints=1"]
+    if code := subprocess.run(command, stdout=subprocess.PIPE).returncode:
+        hint = "see its message above; the same command continues"
+        raise UserError(f"{shlex.join(command)}: exit code {code}; {hint}")
 
 
 def read_curve(out_dir: Path) -> dict:
-    """
-    tokens and val_loss at every evaluation but the first, and the seconds spent in training steps.
-    """
+    """Tokens and val loss of the evaluations after iteration 0, and the time spent in steps."""
     run = read_metrics(out_dir / "metrics.jsonl")
-    trained = run.eval["iter"] > 0
-    return dict(
-        tokens=run.eval["tokens"][trained].tolist(),
-        val_loss=run.eval["val_loss"][trained].tolist(),
-        step_seconds=float(run.step["seconds"].sum()),
-    )
+    tokens, losses = learning_curve(run, "tokens")
+    seconds = float(run.step["seconds"].sum())
+    return {"tokens": tokens.tolist(), "val_loss": losses.tolist(), "step_seconds": seconds}
 
 
 def summarize(name: str, arguments: str, curves: list[dict], target: float) -> dict:
-    tokens, losses = (
-        np.array(curves[0]["tokens"]),
-        np.array([curve["val_loss"] for curve in curves]),
-    )
-    reached = reach(tokens, losses.mean(axis=0), target)
-    return dict(
-        name=name,
-        arguments=arguments,
-        tokens=tokens[-1],
-        val_loss=losses.mean(axis=0)[-1],
-        spread=np.ptp(losses[:, -1]),
-        tokens_to_target=None if np.isnan(reached) else reached,
-        step_seconds=float(np.mean([curve["step_seconds"] for curve in curves])),
-        curves=curves,
-    )
+    """One variant's means over its seeds, whose evaluations are at the same tokens."""
+    tokens = np.array(curves[0]["tokens"])
+    losses = np.array([curve["val_loss"] for curve in curves])
+    reached = reach(tokens, losses.mean(axis=0), target).value
+    return {
+        "name": name,
+        "arguments": arguments,
+        "tokens": tokens[-1],
+        "val_loss": losses.mean(axis=0)[-1],
+        "spread": np.ptp(losses[:, -1]),
+        "tokens_to_target": reached if math.isfinite(reached) else None,
+        "step_seconds": float(np.mean([curve["step_seconds"] for curve in curves])),
+        "curves": curves,
+    }
+
+
+def print_table(rows: list[dict], target: float) -> None:
+    columns = ("variant", "tokens", "val loss", "spread", f"tokens to {target:.3f}", "steps")
+    print("{:<20}{:>10}{:>10}{:>8}{:>18}{:>8}".format(*columns))
+    for row in rows:
+        reached = count4(row["tokens_to_target"]) if row["tokens_to_target"] else "n/a"
+        print(
+            f"{row['name']:<20}{count4(row['tokens']):>10}{row['val_loss']:>10.4f}"
+            f"{row['spread']:>8.4f}{reached:>18}{row['step_seconds']:>7.0f}s"
+        )
 
 
 def draw(path: Path, rows: list[dict], target: float) -> None:
+    """The mean curve of each variant within a band of all its seeds."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for row in rows:
-        tokens = np.array(row["curves"][0]["tokens"]) / 1e6
+    for row, color in zip(rows, itertools.cycle(COLORS)):
         losses = np.array([curve["val_loss"] for curve in row["curves"]])
-        (line,) = axes.plot(
-            tokens, losses.mean(axis=0), label=f"{row['name']}: {row['val_loss']:.3f}"
-        )
-        axes.fill_between(
-            tokens, losses.min(axis=0), losses.max(axis=0), color=line.get_color(), alpha=0.2
-        )
+        band = (losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0))
+        tokens, label = row["curves"][0]["tokens"], f"{row['name']}: {row['val_loss']:.3f}"
+        draw_band(axes, tokens, *band, color, label)
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="tokens, millions", ylabel="validation loss, nats per token")
+    finish(axes, "tokens", "val loss, nats per token")
     lowest = min(row["val_loss"] for row in rows)
-    axes.set_ylim(
-        lowest - 0.05, min(max(row["curves"][0]["val_loss"][0] for row in rows), lowest + 1.2)
-    )
-    axes.grid(alpha=0.3)
+    highest = max(row["curves"][0]["val_loss"][0] for row in rows)
+    axes.set_ylim(lowest - 0.05, min(highest, lowest + 1.2))
     axes.legend(title=f"mean of {len(rows[0]['curves'])} seeds, band: all of them", frameon=False)
     figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        choices=range(1, 100),
-        default=3,
-        metavar="N",
-        help="seeds 1 to N (default: 3)",
-    )
-    parser.add_argument(
-        "--script", type=Path, default=ROOT / "train.py", help="what trains (default: train.py)"
-    )
-    parser.add_argument("variants", nargs="+", metavar="NAME='ARGUMENTS'")
+    add = parser.add_argument
+    add("out", type=Path)
+    add("--seeds", type=int, choices=range(1, 100), default=3, metavar="N", help="default: 3")
+    add("--script", type=Path, default=ROOT / "train.py", help="what trains; default: train.py")
+    add("variants", nargs="+", metavar="NAME='ARGUMENTS'")
     args = parser.parse_args(argv)
     variants = read_variants(args.variants, args.out / "variants.json")
-    runs = [(name, seed) for seed in range(1, args.seeds + 1) for name in variants]
-    for name, seed in tqdm(runs, unit="run"):
+    seeds = range(1, args.seeds + 1)
+
+    # one seed of all variants before the next seed: a study that is cut short still compares
+    for name, seed in tqdm([(name, seed) for seed in seeds for name in variants], unit="run"):
         train(args.script, variants[name], args.out / f"{name}-{seed}", seed)
-    curves = {
-        name: [read_curve(args.out / f"{name}-{seed}") for seed in range(1, args.seeds + 1)]
-        for name in variants
-    }
-    target = np.mean([curve["val_loss"] for curve in curves[next(iter(variants))]], axis=0)[-1]
+
+    curves = {}
+    for name in variants:
+        curves[name] = [read_curve(args.out / f"{name}-{seed}") for seed in seeds]
+    first = next(iter(curves.values()))
+    target = np.mean([curve["val_loss"][-1] for curve in first])
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
-    print(
-        f"{'variant':<20}{'tokens':>10}{'val loss':>10}{'spread':>8}{f'tokens to {target:.3f}':>18}{'steps':>8}"
-    )
-    for row in rows:
-        reached = (
-            f"{row['tokens_to_target'] / 1e6:.2f}M" if row["tokens_to_target"] else "not reached"
-        )
-        print(
-            f"{row['name']:<20}{row['tokens'] / 1e6:>9.2f}M{row['val_loss']:>10.4f}{row['spread']:>8.4f}{reached:>18}"
-            f"{row['step_seconds']:>7.0f}s"
-        )
+    print_table(rows, target)
     command = shlex.join(["python", "results/ablate.py", *argv])
-    result = dict(
-        command=command,
-        date=str(date.today()),
-        torch=torch.__version__,
-        target=target,
-        variants=rows,
-    )
+    machine = {"date": str(date.today()), "torch": torch.__version__}
+    result = {"command": command, **machine, "target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
     draw(args.out / "ablation.png", rows, target)
 

@@ -13,6 +13,7 @@ import pytest
 from helpers import records, run_here, run_process
 
 import compare
+from reports import picture
 
 NANOGPT_LOG = """\
 Overriding config with config/train_4070.py:
@@ -49,37 +50,14 @@ def write_notes_logs(folder: Path) -> list[Path]:
     """
     The two runs of the users' note: 16 x 32 at n_embd 384, then 8 x 64 at 768, on an RTX 4070.
     """
+    old = dict(batch_size=16, accum=32, n_embd=384, lr="1e-3", millions="40.56", val_500="5.5328")
+    new = dict(batch_size=8, accum=64, n_embd=768, lr="3e-4", millions="123.59", val_500="5.5194")
     paths = []
-    for name, usual, mfu, values in (
-        (
-            "old",
-            3900,
-            12.93,
-            dict(
-                batch_size=16, accum=32, n_embd=384, lr="1e-3", millions="40.56", val_500="5.5328"
-            ),
-        ),
-        (
-            "new",
-            9340,
-            15.38,
-            dict(
-                batch_size=8, accum=64, n_embd=768, lr="3e-4", millions="123.59", val_500="5.5194"
-            ),
-        ),
-    ):
+    for name, usual, mfu, values in (("old", 3900, 12.93, old), ("new", 9340, 15.38, new)):
+        times = dict(usual=usual, early=usual - 10, late=usual + 10, evaluated=usual + 20000)
+        text = NANOGPT_LOG.format(mfu=mfu, spoilt=mfu - 1, **times, **values)
         paths.append(folder / f"{name}.log")
-        paths[-1].write_text(
-            NANOGPT_LOG.format(
-                usual=usual,
-                early=usual - 10,
-                late=usual + 10,
-                evaluated=usual + 20000,
-                mfu=mfu,
-                spoilt=mfu - 1,
-                **values,
-            )
-        )
+        paths[-1].write_text(text)
     return paths
 
 
@@ -95,47 +73,36 @@ def write_run(
     but the first.
     """
     folder.mkdir()
-    config = dict(dataset="d", eval_tokens=4096, learning_rate=1e-3) | config
-    lines = [
-        dict(
-            kind="start",
-            iter=0,
-            config=config,
-            parameters=5000,
-            device="card",
-            dtype="bfloat16",
-            peak_tflops=1.0,
-            flops_per_token=1000,
-            tokens_per_iter=tokens_per_iter,
-        )
-    ]
+    start = dict(
+        kind="start",
+        iter=0,
+        config=dict(dataset="d", eval_tokens=4096, learning_rate=1e-3) | config,
+        parameters=5000,
+        device="card",
+        dtype="bfloat16",
+        flops_per_token=1000,
+        tokens_per_iter=tokens_per_iter,
+    )
+    lines = [start]
+    speed = dict(step_ms=step_ms, tokens_per_sec=tokens_per_iter / step_ms * 1e3, mfu=0.5)
     for it in range(max(val_losses) + 1):
         if it in val_losses:
-            lines.append(
-                dict(
-                    kind="eval",
-                    iter=it,
-                    train_loss=val_losses[it],
-                    val_loss=val_losses[it],
-                    seconds=2.0,
-                )
-            )
+            loss = val_losses[it]
+            lines.append(dict(kind="eval", iter=it, train_loss=loss, val_loss=loss, seconds=2.0))
         if it in val_losses and it > 0:
             lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1.0))
         if it < max(val_losses):
-            lines.append(
-                dict(
-                    kind="step",
-                    iter=it,
-                    tokens=it * tokens_per_iter,
-                    loss=4.0,
-                    step_ms=step_ms,
-                    tokens_per_sec=tokens_per_iter / step_ms * 1e3,
-                    mfu=0.5,
-                )
-            )
+            lines.append(dict(kind="step", iter=it, tokens=it * tokens_per_iter, loss=4.0, **speed))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def compare_runs(script, *arguments) -> dict:
+    """The table that --json writes."""
+    path = Path(arguments[0]).parent / "table.json"
+    code, _, err = script(compare.main, *arguments, f"--json={path}")
+    assert code == 0, err
+    return json.loads(path.read_text())
 
 
 def row(table: str, label: str) -> str:
@@ -177,8 +144,7 @@ def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
 
 def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
     old, _ = write_notes_logs(tmp_path)
-    script(compare.main, old, f"--json={tmp_path / 'table.json'}", f"--png={tmp_path / 'x.png'}")
-    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["old"]
+    figures = compare_runs(script, old)["runs"]["old"]
     assert figures["step_ms_p95"] < 3911  # 23,900 and 32,145 are evaluation and compilation
     assert figures["pause_share"] == pytest.approx(20 / (20 + 801 * 3.9), rel=1e-3)
     assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
@@ -190,60 +156,113 @@ def test_mfu_without_a_printed_configuration_comes_from_nanogpts_own(tmp_path, s
         "tokens per iteration will be: 524,288\niter 100: loss 7.1, time 3900.00ms, mfu 12.93%\n"
         "iter 200: loss 6.5, time 3900.00ms, mfu 12.93%\n"
     )
-    script(compare.main, log, "--gpu=4070", f"--json={tmp_path / 'table.json'}")
-    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["pasted"]
-    assert figures["mfu"] == pytest.approx(
-        0.1293 * 312 / 58.3
-    )  # the same FLOP/s over the card's own peak
+    figures = compare_runs(script, log, "--gpu=4070")["runs"]["pasted"]
+    # the same FLOP/s over the card's own peak
+    assert figures["mfu"] == pytest.approx(0.1293 * 312 / 58.3)
 
 
 def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
-    log = write_notes_logs(tmp_path)[
-        1
-    ]  # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
-    log.write_text(
-        log.read_text().replace("mfu 15.38%", "mfu 1.92%").replace("mfu 14.38%", "mfu 1.80%")
-    )
-    script(compare.main, log, "--gpu=A100", f"--json={tmp_path / 'table.json'}")
-    figures = json.loads((tmp_path / "table.json").read_text())["runs"]["new"]
+    # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
+    log = write_notes_logs(tmp_path)[1]
+    text = log.read_text().replace("mfu 15.38%", "mfu 1.92%").replace("mfu 14.38%", "mfu 1.80%")
+    log.write_text(text)
+    figures = compare_runs(script, log, "--gpu=A100")["runs"]["new"]
     assert figures["mfu"] == pytest.approx(56_133.6 * 854.8e6 / 312e12 / 8, rel=1e-3)
 
 
+@pytest.mark.parametrize("line", ["Overriding: device = cpu", "device = 'cpu' # no GPU here"])
+def test_a_log_of_the_cpu_is_not_given_a_cards_name_and_peak(tmp_path, script, line):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(f"{line}\n{log.read_text()}")
+    table = compare_runs(script, log, "--gpu=4070")
+    figures = table["runs"]["old"]
+    # nanoGPT uses autocast on CUDA only
+    assert (figures["device"], figures["dtype"], figures["mfu"]) == ("cpu", "float32", None)
+    assert "--gpu is ignored" in table["warnings"][0]
+
+
+def test_a_log_says_which_dtype_it_ran_in(tmp_path, script):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(f"Overriding: dtype = float16\n{log.read_text()}")
+    figures = compare_runs(script, log, "--gpu=4070")["runs"]["old"]
+    assert (figures["device"], figures["dtype"]) == ("NVIDIA GeForce RTX 4070", "float16")
+
+
 def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
-    a = write_run(tmp_path / "a", 36_000, {0: 8.0, 50: 4.0, 100: 3.0}, learning_rate=1e-3)
-    b = write_run(
-        tmp_path / "b", 72_000, {0: 8.0, 40: 4.0, 80: 2.5}, tokens_per_iter=2000, learning_rate=2e-3
-    )
-    code, _, err = script(compare.main, a, b, "--loss=4", f"--json={tmp_path / 'table.json'}")
-    table = json.loads((tmp_path / "table.json").read_text())
-    of_a, of_b = table["runs"]["a"], table["runs"]["b"]
-    assert (code, err) == (0, [])
+    a = write_run(tmp_path / "a", 36_000, {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}, learning_rate=1e-3)
+    losses = {0: 8.0, 40: 4.0, 46: 3.8, 54: 3.4, 95: 2.5}
+    b = write_run(tmp_path / "b", 72_000, losses, tokens_per_iter=2000, learning_rate=2e-3)
+    table = compare_runs(script, a, b, "--loss=4")
+    of_a, of_b, verdicts = table["runs"]["a"], table["runs"]["b"], table["verdicts"]
     assert (of_a["config/learning_rate"], of_b["config/learning_rate"]) == (1e-3, 2e-3)
-    assert (of_a["tokens"], of_b["tokens"]) == (100_000, 160_000)
-    # 100 iterations of 36 s, 3 evaluations of 2 s, 2 checkpoints of 1 s
-    assert of_a["hours"] == pytest.approx((3600 + 6 + 2) / 3600)
-    assert of_a["pause_share"] == pytest.approx(8 / 3608)
-    # no iteration after 0 is evaluated in both: at 80, a is 3/5 of the way from 4.0 to 3.0
-    assert (of_a["val_loss_at_equal_iter"], of_b["val_loss_at_equal_iter"]) == (
-        pytest.approx(3.4),
-        2.5,
-    )
-    # 100,000 tokens are b's iteration 50: 1/4 of the way from 4.0 to 2.5
-    assert (of_a["val_loss_at_equal_tokens"], of_b["val_loss_at_equal_tokens"]) == (
-        3.0,
-        pytest.approx(3.625),
-    )
-    # a's last evaluation ends after 3600 + 6 + 1 s; b's second after 2880 + 4 s, its third after
-    # 5760 + 7 s
-    between = (3607 - 2884) / (5767 - 2884)
-    assert of_b["val_loss_at_equal_hours"] == pytest.approx(4.0 - 1.5 * between)
+    assert (of_a["tokens"], of_b["tokens"]) == (100_000, 190_000)
+    # 100 iterations of 36 s, 4 evaluations of 2 s, 3 checkpoints of 1 s
+    assert of_a["hours"] == pytest.approx((3600 + 8 + 3) / 3600)
+    assert of_a["pause_share"] == pytest.approx(11 / 3611)
+    # no iteration after 0 is evaluated in both: at 95, a is half-way from 3.2 to 3.0
+    assert of_a["val_loss_at_equal_iter"] == pytest.approx(3.1)
+    assert of_b["val_loss_at_equal_iter"] == 2.5
+    assert verdicts["val_loss_at_equal_iter"] == "b 0.6000 lower"
+    # 100,000 tokens are b's iteration 50: half-way from 3.8 to 3.4
+    assert of_a["val_loss_at_equal_tokens"] == 3.0
+    assert of_b["val_loss_at_equal_tokens"] == pytest.approx(3.6)
+    # a's last evaluation ends after 3600 + 8 + 2 s; b's third and fourth after 3312 + 6 + 1 s and
+    # 3888 + 8 + 2 s
+    between = (3610 - 3319) / (3898 - 3319)
+    assert of_b["val_loss_at_equal_hours"] == pytest.approx(3.8 - 0.4 * between)
     assert (of_a["tokens_to_loss"], of_b["tokens_to_loss"]) == (50_000, 80_000)
-    assert (of_a["hours_to_loss"], of_b["hours_to_loss"]) == (
-        pytest.approx(1804 / 3600),
-        pytest.approx(2884 / 3600),
-    )
-    assert table["verdicts"]["step_ms_p50"] == "unequal tokens per iteration"
-    assert table["verdicts"]["tokens_to_loss"] == "a 1.60x less"
+    assert of_a["hours_to_loss"] == pytest.approx(1804 / 3600)
+    assert of_b["hours_to_loss"] == pytest.approx(2884 / 3600)
+    assert verdicts["step_ms_p50"] == "unequal tokens per iteration"
+    assert verdicts["tokens_to_loss"] == "a 1.60x less"
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ((100, 300), (500, 1500)),  # the quickstart, and the same one ended after 300 iterations
+        ((100, 1500), (500, 1500)),
+        ((70, 1400), (100, 1500)),
+        ((30, 600), (41, 1025)),
+        ((300, 900), (1000, 1000)),
+    ],
+)
+def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, script, one, other):
+    """The loss falls from 5.4 to 2.0 within 300 iterations: a straight line is off by 1.2."""
+    runs = []
+    for name, (interval, last) in (("one", one), ("other", other)):
+        losses = {it: 1.2 + 4.2 / (1 + it / 40) ** 0.8 for it in range(0, last + 1, interval)}
+        runs.append(write_run(tmp_path / name, 100, losses))
+    table = compare_runs(script, *runs)
+    for axis in ("iter", "tokens"):
+        losses = [run[f"val_loss_at_equal_{axis}"] for run in table["runs"].values()]
+        known = [loss for loss in losses if loss is not None]
+        assert max(known) - min(known) < 0.01
+        assert table["verdicts"].get(f"val_loss_at_equal_{axis}", "equal").startswith("equal")
+    # the losses that both reached, and one that both reached on the way
+    for more in ([], ["--loss=1.8"]):
+        verdicts = compare_runs(script, *runs, *more)["verdicts"]
+        assert verdicts.get("tokens_to_loss", "equal").startswith("equal")
+
+
+def test_a_loss_is_not_read_off_a_line_from_iteration_0(tmp_path, script):
+    run = compare.read_run(write_run(tmp_path / "a", 100, {0: 5.4, 500: 1.9, 550: 1.8}), None)
+    assert math.isnan(compare.loss_at(run, "iter", 300).value)
+    assert compare.loss_at(run, "iter", 500).value == 1.9
+    assert compare.loss_at(run, "iter", 525).value == pytest.approx(1.85)
+    x, losses = compare.learning_curve(run, "tokens")
+    assert math.isnan(compare.reach(x, losses, 2.0).value)
+    reached = compare.reach(x, losses, 1.85)
+    assert (reached.value, reached.low, reached.high) == (pytest.approx(525e3), 500e3, 550e3)
+
+
+def test_the_table_says_dtype_once_and_minutes(tmp_path, script):
+    runs = []
+    for name, dtype in (("a", "bfloat16"), ("b", "float32")):
+        runs.append(write_run(tmp_path / name, 1000, {0: 8.0, 200: 3.0}, dtype=dtype))
+    _, out, _ = script(compare.main, *runs)
+    assert [line.split()[0] for line in out.splitlines()].count("dtype") == 1
+    assert row(out, "time ").split() == ["time", "3m25s", "3m25s", "equal"]
 
 
 def test_a_loss_difference_within_seed_noise_decides_nothing(tmp_path, script):
@@ -319,7 +338,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     code, out, err = script(compare.main, empty, tmp_path / "nowhere", wrong, own)
     assert (code, out) == (2, "")
     assert [line.split(": ")[1] for line in err] == [
-        str(p) for p in (empty, tmp_path / "nowhere", wrong, own)
+        str(p) for p in (empty / "metrics.jsonl", tmp_path / "nowhere", wrong, own)
     ]
     assert all(
         word in line
@@ -342,70 +361,80 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
 def test_a_log_without_its_tokens_per_iteration_says_what_to_add(tmp_path, script):
     log = tmp_path / "cut.log"
     log.write_text(
-        "iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%\nstep 200: train loss 5.51, val loss 5.53\n"
+        "iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%\n"
+        "step 200: train loss 5.51, val loss 5.53\n"
     )
     code, out, err = script(compare.main, log)
     assert code == 0 and len(err) == 1 and "tokens per iteration will be" in err[0]
     assert row(out, "tok/s").split() == ["tok/s", "n/a"]
 
 
-ODD_RECORDS = [
-    "",
-    "{",
-    "[1]\n",
-    "\0\N{REPLACEMENT CHARACTER}",
-    '{"kind": "step"}\n',
-    '{"kind": "step", "iter": 0, "tokens": 0, "loss": NaN, "tokens_per_sec": "x", "mfu": null}\n',
-    '{"kind": "eval", "iter": 0, "val_loss": Infinity}\n',
-    '{"kind": "eval", "iter": 0, "val_loss": 3, "train_loss": 3}\n{"kind": "ev',
-    '{"kind": "step", "iter": 0, "tokens": 0, "loss": 3, "tokens_per_sec": 0, "mfu": 0}\n',
-    '{"kind": "start", "iter": 0, "tokens_per_iter": "x", "parameters": "y", "config": 3}\n{"kind": "eval", "iter": 9}\n',
-    '{"kind": "start", "config": null}\n{"kind": "eval", "iter": 9, "val_loss": "NaN"}\n',
-    '{"kind": "start", "config": {"dataset": [], "eval_tokens": "x"}, "dtype": 1}\n{"kind": "eval", "iter": 9}\n',
-    '{"kind": "step", "iter": %s, "loss": 1}\n{"kind": "step", "iter": 1e999}\n{"kind": "eval", "iter": 9}\n'
-    % ("9" * 400),
-]
+DAMAGED_LINES = """\
+{"kind": "step", "iter"
+[1]
+\0\N{REPLACEMENT CHARACTER}
+{"kind": "step"}
+{"kind": "eval", "iter": 1e999, "val_loss": 1.0}
+{"kind": "eval", "iter": null, "val_loss": 1.0}
+{"kind": "start", "config": null}
+{"kind": "start", "iter": 0, "config": {"dataset": [], "eval_tokens": "x", "old_key": 1}}
+{"kind": "step", "iter": 0, "tokens": 0, "loss": NaN, "step_ms": null, "mfu": null}
+{"kind": "eval", "iter": 9, "val_loss": null}
+"""
 
 
-@pytest.mark.parametrize("content", ODD_RECORDS)
-def test_odd_records_never_stop_a_run(tmp_path, content, capsys):
+def test_lines_that_are_no_records_are_passed_over(tmp_path, script, capsys):
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(DAMAGED_LINES)
+    png_size(picture.draw_run(run))
+    assert capsys.readouterr().err == ""
+    assert compare_runs(script, run)["runs"]["a"]["best_val_loss"] == 3.0
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"kind": "eval", "iter": 0, "val_loss": 3}'])
+def test_a_run_that_has_hardly_begun_has_a_picture(tmp_path, content, capsys):
     (tmp_path / "metrics.jsonl").write_text(content)
-    png_size(compare.draw_run(tmp_path))
+    png_size(picture.draw_run(tmp_path))
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("content", ODD_RECORDS)
-def test_odd_records_are_compared_or_refused_in_one_line(tmp_path, content, script):
-    write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "metrics.jsonl").write_text(content)
-    code, out, err = script(
-        compare.main,
-        tmp_path / "a",
-        tmp_path / "odd",
-        "--gpu=4070",
-        f"--json={tmp_path / 'table.json'}",
-    )
-    assert (
-        code == 0
-        and json.loads((tmp_path / "table.json").read_text())
-        or (code, out, len(err)) == (2, "", 1)
-    ), err
+def test_a_value_that_is_no_number_is_one_line(tmp_path, script):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "iter": 0, "val_loss": "x"}\n')
+    code, out, err = script(compare.main, tmp_path)
+    assert (code, out, len(err)) == (2, "", 1) and "damaged" in err[0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_line_is_drawn_from_iteration_0(tmp_path, count):
+    from matplotlib.figure import Figure
+
+    losses = {0: 8.0, 50: 4.0, 100: 3.0}
+    paths = [write_run(tmp_path / f"run{i}", 10, losses) for i in range(count)]
+    figure = Figure()
+    picture.draw(figure, [compare.read_run(path, None) for path in paths])
+    drawn = 0
+    for axes in figure.axes:
+        for line in axes.lines:
+            if line.get_marker() == "o" and line.get_linestyle() == "-":
+                drawn += 1
+                assert line.get_ydata().tolist() == [4.0, 3.0]
+    assert drawn == (1 if count == 1 else 4)
 
 
 def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
     write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     (tmp_path / "a" / "loss.png").mkdir()
-    compare.draw_run(tmp_path / "a")
+    picture.draw_run(tmp_path / "a")
     assert "not drawn" in capsys.readouterr().err
 
 
 def test_a_picture_thins_out_but_keeps_the_extremes():
     x, y = np.arange(100_000.0), np.zeros(100_000)
     y[54_321], y[77_777] = 9.0, math.nan
-    at, mean, low, high = compare.thin_out(x, y)
-    assert len(at) == compare.PICTURE_POINTS and high.max() == 9.0 and low.min() == 0.0
-    assert abs(at[high.argmax()] - 54_321) < 100_000 / compare.PICTURE_POINTS
+    at, mean, low, high = picture.thin_out(x, y)
+    assert len(at) == picture.PICTURE_POINTS and high.max() == 9.0 and low.min() == 0.0
+    assert abs(at[high.argmax()] - 54_321) < 100_000 / picture.PICTURE_POINTS
 
 
 def test_a_name_typed_by_a_person_finds_the_card():

@@ -89,38 +89,19 @@ def test_config_files_run_unchanged(name, tmp_path):
     config = load_config([str(path)])
     if name == "train_gpt2":
         assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
-        assert train.get_lr(
-            300_000, config, config.lr_decay_iters, config.learning_rate
-        ) == pytest.approx(3.3e-4, rel=0.01)
+        lr = train.get_lr(300_000, config, config.lr_decay_iters, config.learning_rate)
+        assert lr == pytest.approx(3.3e-4, rel=0.01)
 
 
 def test_keys_keep_nanogpts_defaults():
+    """The first lines of its train.py."""
+    expected = dict(eval_interval=2000, log_interval=1, eval_iters=200, batch_size=12)
+    expected |= dict(gradient_accumulation_steps=40, block_size=1024, n_layer=12, n_head=12)
+    expected |= dict(n_embd=768, dropout=0.0, bias=False, learning_rate=6e-4, max_iters=600000)
+    expected |= dict(weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, warmup_iters=2000)
+    expected |= dict(min_lr=6e-5)
     config = load_config([])
-    assert (config.batch_size, config.block_size, config.gradient_accumulation_steps) == (
-        12,
-        1024,
-        40,
-    )
-    assert (config.learning_rate, config.min_lr, config.warmup_iters, config.max_iters) == (
-        6e-4,
-        6e-5,
-        2000,
-        600000,
-    )
-    assert (config.beta1, config.beta2, config.weight_decay, config.grad_clip) == (
-        0.9,
-        0.95,
-        0.1,
-        1.0,
-    )
-    assert (config.eval_interval, config.eval_iters, config.log_interval) == (2000, 200, 1)
-    assert (config.n_layer, config.n_head, config.n_embd, config.dropout, config.bias) == (
-        12,
-        12,
-        768,
-        0.0,
-        False,
-    )
+    assert {key: getattr(config, key) for key in expected} == expected
 
 
 @pytest.fixture
@@ -144,13 +125,9 @@ def char_dataset(tmp_path):
 def test_the_character_run_of_its_readme(char_dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.py").write_text(FILES["train_shakespeare_char"])
-    small = "--n_layer=1 --n_embd=48 --block_size=32 --batch_size=8 --max_iters=30 --eval_interval=30 --eval_iters=4"
-    assert (
-        train.main(
-            ["c.py", *small.split(), "--device=cpu", "--compile=False", "--sample_tokens=40"]
-        )
-        == 0
-    )
+    small = "--n_layer=1 --n_embd=48 --block_size=32 --batch_size=8 --device=cpu --compile=False"
+    short = "--max_iters=30 --eval_interval=30 --eval_iters=4 --sample_tokens=40"
+    assert train.main(["c.py", *small.split(), *short.split()]) == 0
     out = capsys.readouterr().out
     assert "vocabulary 16 -> 128" in out and "step 30:" in out
     sample = out.rpartition("sample 30:\n")[2].partition("checkpoint")[0].strip("\n")
@@ -189,9 +166,8 @@ def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     assert evals[0]["val_loss"] == pytest.approx(expected, abs=1e-5)
     assert evals[-1]["val_loss"] < evals[0]["val_loss"]
     saved = torch.load(tmp_path / "run/ckpt-00000004.pt", weights_only=True)
-    assert (
-        saved["model_config"]["vocab_size"] == 64 and saved["model_config"]["block_size"] == 16
-    )  # cropped from 32
+    # the context was cropped from 32
+    assert saved["model_config"]["vocab_size"] == 64 and saved["model_config"]["block_size"] == 16
 
 
 def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(dataset, tmp_path):

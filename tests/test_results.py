@@ -1,66 +1,90 @@
 """
-results/ablate.py: bad studies, and a small one that is stopped and goes on.
+results/ablate.py: a small study that is stopped and continued, and studies that cannot be.
 """
 
 import json
-import re
-import shlex
+import sys
 
 import pytest
-from helpers import ROOT, flags, records, run_process
+from helpers import ROOT, run_process
+
+sys.path.insert(0, str(ROOT / "results"))
+import ablate
+
+# Stands for train.py: writes the metrics.jsonl of a run whose final loss is 2 - rate - seed / 100,
+# or fails where it is told to. It leaves a run that it finds alone, as --init_from=auto does.
+STUB = """
+import json, pathlib, sys
+given = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+if "fail" in given:
+    sys.exit("error: n_head: 7 does not divide n_embd")
+assert given["init_from"] == "auto"
+folder = pathlib.Path(given["out_dir"])
+if not folder.exists():
+    folder.mkdir()
+    final = 2 - float(given["rate"]) - int(given["seed"]) / 100
+    records = [dict(kind="start", iter=0, config={}, tokens_per_iter=1000)]
+    for it, loss in ((0, 5.0), (50, 3.0), (100, final)):
+        records.append(dict(kind="eval", iter=it, val_loss=loss, seconds=1.0))
+        records.append(dict(kind="step", iter=it, tokens=1000 * it, loss=loss, step_ms=10.0))
+    text = "".join(json.dumps(record) + chr(10) for record in records[:-1])
+    (folder / "metrics.jsonl").write_text(text)
+"""
+
+
+@pytest.fixture
+def study(script, tmp_path):
+    """ablate.py with the stub in place of train.py: (exit code, stdout, lines of stderr)."""
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB)
+
+    def run(*arguments):
+        return script(ablate.main, tmp_path / "study", f"--script={stub}", *arguments)
+
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "results").glob("*.py")))
-def test_help_is_the_docstring(name):
-    code, out, err = run_process(f"results/{name}", "--help")
-    usage = re.search(rf"python results/{name}.*", (ROOT / "results" / name).read_text())[0]
-    assert code == 0 and usage in out and not err
+def test_help_is_the_docstring():
+    code, out, err = run_process("results/ablate.py", "--help")
+    assert code == 0 and "python results/ablate.py out/pair --seeds=3" in out and not err
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["a=--max_iters=2", "a=--max_iters=3"], "two have one name"),
+        (["a=--rate=2", "a=--rate=3"], "a: two variants have this name"),
         (["config/quickstart.py"], "config/quickstart.py: needs NAME="),
-        (["old=--max_iters=3"], "old: was '--max_iters=2' in this folder"),
-        (["b=--max_iters=2", "--seeds=0"], "--seeds"),
+        (["old=--rate=3"], "old: was '--rate=2' in this folder"),
+        (["b=--rate=2", "--seeds=0"], "--seeds"),
     ],
 )
-def test_what_cannot_be_a_study_is_one_line(arguments, says, tmp_path):
-    (tmp_path / "variants.json").write_text('{"old": "--max_iters=2"}')
-    code, _, err = run_process("results/ablate.py", str(tmp_path), *arguments)
-    assert code == 2 and len(err.splitlines()) == 1 and says in err
+def test_what_cannot_be_a_study_is_one_line(arguments, says, tmp_path, study):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "variants.json").write_text('{"old": "--rate=2"}')
+    code, _, err = study(*arguments)
+    assert code == 2 and len(err) == 1 and says in err[0]
 
 
-def test_a_study_goes_on_where_it_stopped_and_compares_at_equal_tokens(dataset, tmp_path):
-    options = shlex.join(
-        option
-        for option in flags(dataset, tmp_path, eval_interval=2)
-        if not option.startswith("--out_dir")
-    )
-    variants = [
-        f"slow={options}",
-        f"quick={options.replace('--learning_rate=0.01', '--learning_rate=0.03')}",
-    ]
-    command = ["results/ablate.py", str(tmp_path / "study"), "--seeds=2"]
-    assert run_process(*command, variants[0])[0] == 0
-    first = (tmp_path / "study/slow-1/metrics.jsonl").read_text()
-    code, out, err = run_process(*command, *variants)
-    assert code == 0, err
-    assert (
-        tmp_path / "study/slow-1/metrics.jsonl"
-    ).read_text() == first  # a finished run is left alone
-    result = json.loads((tmp_path / "study/ablation.json").read_text())
+def test_a_study_continues_where_it_stopped_and_compares_at_equal_tokens(study, tmp_path):
+    assert study("--seeds=2", "slow=--rate=0.2")[0] == 0
+    first = tmp_path / "study" / "slow-1" / "metrics.jsonl"
+    written = first.stat().st_mtime_ns
+    code, out, _ = study("--seeds=2", "slow=--rate=0.2", "quick=--rate=0.5")
+    assert code == 0 and first.stat().st_mtime_ns == written
+    result = json.loads((tmp_path / "study" / "ablation.json").read_text())
     slow, quick = result["variants"]
-    finals = [records(tmp_path / f"study/slow-{seed}", "eval")[-1]["val_loss"] for seed in (1, 2)]
-    assert slow["val_loss"] == result["target"] == pytest.approx(sum(finals) / 2)
-    assert slow["spread"] == pytest.approx(abs(finals[0] - finals[1])) and finals[0] != finals[1]
-    assert quick["tokens"] == slow["tokens"] == 8 * 4 * 16 * 2
-    assert (tmp_path / "study/ablation.png").stat().st_size > 10_000
+    # 2 - 0.2 less 0.01 and 0.02
+    assert slow["val_loss"] == result["target"] == pytest.approx(1.785)
+    assert slow["spread"] == pytest.approx(0.01)
+    assert slow["tokens_to_target"] == slow["tokens"] == quick["tokens"] == 100_000
+    # from 3.0 at 50,000 tokens to 1.485 at 100,000
+    reached = 50_000 + 50_000 * (3.0 - 1.785) / (3.0 - 1.485)
+    assert quick["tokens_to_target"] == pytest.approx(reached)
+    assert "90.1k" in out
+    assert (tmp_path / "study" / "ablation.png").stat().st_size > 10_000
 
 
-def test_a_variant_that_fails_stops_the_study_in_one_line(tmp_path):
-    code, _, err = run_process("results/ablate.py", str(tmp_path / "study"), "x=--n_head=7")
-    assert code == 2
-    assert err.splitlines()[-1].startswith("error: ") and "n_head" in err
+def test_a_variant_that_fails_stops_the_study_in_one_line(study):
+    code, _, err = study("x=--fail=1")
+    assert code == 2 and err[-1].startswith("error: ") and "exit code 1" in err[-1]
