@@ -88,7 +88,11 @@ def train_step(
             scaler.scale(loss / grad_accum).backward()
         losses.append(loss.detach())
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    if grad_clip:
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    else:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm(grads)
     if optimizer.defaults["fused"]:
         if not scaler.is_enabled():
             # a fused update skips itself on the device where this is 1
