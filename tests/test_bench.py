@@ -564,7 +564,7 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
 def test_host_sync_and_late_reading_change_no_number(dataset, tmp_path):
     """What the ladder's lower rows leave out costs time, not results."""
     config = load_config(small(dataset=dataset, block_size=16))
-    hw, data = hardware.set_up(config), measure.open_data(config, tmp_path)
+    hw, data = hardware.set_up(config), measure.real_or_random_data(config, tmp_path)
     plain, late = (measure.build(config, hw, data, read_ahead=ahead) for ahead in (True, False))
     late = measure.with_host_sync(late)
     assert all(torch.equal(plain.step(), late.step()) for _ in range(3))

@@ -150,7 +150,7 @@ def trainee(folder, **changes) -> measure.Trainee:
         | changes
     )
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
-    return measure.build(config, hardware.set_up(config), measure.open_data(config, folder))
+    return measure.build(config, hardware.set_up(config), measure.real_or_random_data(config, folder))
 
 
 @pytest.mark.parametrize(
