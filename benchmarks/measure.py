@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -101,11 +102,7 @@ class HostSync(torch.nn.Module):
 
 
 def build(
-    config: Config,
-    hw: hardware.Hardware,
-    data: Dataset,
-    read_ahead: bool = True,
-    host_sync: bool = False,
+    config: Config, hw: hardware.Hardware, data: Dataset, read_ahead=True, host_sync=False
 ) -> Trainee:
     """
     A trainee with random weights. read_ahead: a thread loads the next batches meanwhile, as in
@@ -125,9 +122,7 @@ def build(
     return trainee
 
 
-def load_when_needed(
-    batches: TrainBatches, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator:
     """The same batches, each loaded only when it is asked for."""
     n = 0
     while True:
@@ -144,9 +139,8 @@ def real_or_random_data(config: Config, folder: Path) -> Dataset:
         if problems := check_dataset(config):
             raise UserError(*problems)
         return open_dataset(config.dataset)
-    tokens = np.random.default_rng(config.seed).integers(
-        0, GPT2_VOCAB, max(RANDOM_TOKENS, 8 * config.block_size)
-    )
+    size = max(RANDOM_TOKENS, 8 * config.block_size)
+    tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, size)
     write_shard(folder / "train_000000.bin", tokens)
     write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
     return open_dataset(str(folder))
@@ -162,14 +156,12 @@ def readable_errors(config: Config) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, BrokenProcessPool) or hardware.is_out_of_memory(error):
-            raise OutOfMemory(
-                f"out of memory with batch_size={config.batch_size}; try a smaller --batch_size"
-            ) from None
+            message = f"out of memory with batch_size={config.batch_size}; a smaller --batch_size"
+            raise OutOfMemory(message) from None
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             reason = str(error).strip().partition("\n")[0]
-            raise RunError(
-                f"torch.compile does not work here ({reason}); --compile=False"
-            ) from None
+            message = f"torch.compile does not work here ({reason}); --compile=False"
+            raise RunError(message) from None
         raise
 
 
@@ -178,45 +170,40 @@ def readable_errors(config: Config) -> Iterator[None]:
 
 
 def measure(
-    config: Config,
-    trials: int,
-    host_sync: bool = False,
-    read_ahead: bool = True,
-    examine: Callable[[Trainee], dict] | None = None,
+    config: Config, trials: int, examine: Callable[[Trainee], dict] | None = None, **how
 ) -> dict:
     """
     Train with random weights for a few seconds: compile first, then time `trials` windows.
-    `examine` may look at the trainee afterwards; what it returns is added. Raises OutOfMemory.
+    `examine` may look at the trainee afterwards; what it returns is added. `how`: host_sync and
+    read_ahead, for build(). Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
     memory_before = hw.peak_memory_gib() or 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
         data = real_or_random_data(config, Path(folder))
-        trainee = build(config, hw, data, read_ahead, host_sync)
+        trainee = build(config, hw, data, **how)
         first = trainee.timed(1)
         iters = window_iters(trainee.timed(1))
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds = statistics.median(windows)
         rate = config.iter_tokens / seconds
         flops = flops_per_token(trainee.model.config)
-        result = dict(
-            batch_size=config.batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            step_ms=1000 * seconds,
-            step_ms_range=[1000 * min(windows), 1000 * max(windows)],
-            trials=trials,
-            iters_per_trial=iters,
-            tokens_per_iter=config.iter_tokens,
-            tokens_per_sec=rate,
-            mfu=hw.mfu(flops, rate),
-            flops_per_token=flops,
-            **memory_figures(trainee, memory_before),
-            compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0,
-            machine=machine(hw),
-        )
+        result = micro_batch(config) | dict(trials=trials, iters_per_trial=iters)
+        result["step_ms"] = 1000 * seconds
+        result["step_ms_range"] = [1000 * min(windows), 1000 * max(windows)]
+        result |= dict(tokens_per_iter=config.iter_tokens, tokens_per_sec=rate)
+        result |= dict(mfu=hw.mfu(flops, rate), flops_per_token=flops)
+        result |= memory_figures(trainee, memory_before)
+        result["compile_seconds"] = max(first - seconds, 0.0) if config.compile else 0.0
+        result["machine"] = machine(hw)
         if examine:
             result |= examine(trainee)
         return result
+
+
+def micro_batch(config: Config) -> dict[str, int]:
+    accumulation = config.gradient_accumulation_steps
+    return dict(batch_size=config.batch_size, gradient_accumulation_steps=accumulation)
 
 
 def memory_figures(trainee: Trainee, before_gib: float) -> dict[str, float | None]:
@@ -247,12 +234,7 @@ def attempt(config: Config, **arguments) -> dict:
             return pool.submit(measure, config, **arguments).result()
         # a broken pool: the system killed the process, most likely for its memory
         except (OutOfMemory, BrokenProcessPool):
-            return dict(
-                batch_size=config.batch_size,
-                gradient_accumulation_steps=config.gradient_accumulation_steps,
-                tokens_per_sec=None,
-                out_of_memory=True,
-            )
+            return micro_batch(config) | dict(tokens_per_sec=None, out_of_memory=True)
 
 
 def new_process() -> ProcessPoolExecutor:
@@ -263,15 +245,13 @@ def new_process() -> ProcessPoolExecutor:
 def machine(hw: hardware.Hardware) -> dict:
     """What a figure was measured on, for the JSON."""
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    names = [
-        line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name")
-    ]
+    cpu_name = re.search(r"model name\s*: *(.+)", cpu)
     return dict(
         device=hw.name,
         device_type=hw.device.type,
         dtype=str(hw.dtype).removeprefix("torch."),
         peak_tflops=hw.peak_tflops,
-        cpu=names[0] if names else platform.processor(),
+        cpu=cpu_name[1] if cpu_name else platform.processor(),
         cpu_cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,

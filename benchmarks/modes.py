@@ -37,23 +37,16 @@ def step(config: Config, options: Namespace) -> dict:
         return found
 
     r = measure(config, trials, examine=examine)
-    machine = r["machine"]
-    fastest, slowest = r["step_ms_range"]
-    low, high = r["mfu_of_matmul_range"]
-    say(
-        f"machine  {machine['device']} ({machine['cpu']}), {machine['dtype']}, "
-        f"torch {machine['torch']}"
-    )
+    m = r["machine"]
+    say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {describe(r)}")
-    say(
-        f"         median of {trials} windows of {r['iters_per_trial']} iterations, "
-        f"{fastest:.1f} to {slowest:.1f} ms"
-    )
+    windows = f"{trials} windows of {r['iters_per_trial']} iterations"
+    fastest, slowest = r["step_ms_range"]
+    say(f"         median of {windows}, {fastest:.1f} to {slowest:.1f} ms")
     say(f"compile  {r['compile_seconds']:.1f} s")
-    say(
-        f"matmul   {r['matmul_tflops']:.3g} TFLOP/s reached by a large product; the step reaches "
-        f"{r['mfu_of_matmul']:.1%} of that ({low:.1%} to {high:.1%}, measured in turn)"
-    )
+    low, high = r["mfu_of_matmul_range"]
+    share = f"{r['mfu_of_matmul']:.1%} of that ({low:.1%} to {high:.1%}, measured in turn)"
+    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; the step reaches {share}")
     for kernel in r.get("top_kernels", []):
         say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")
     return r
@@ -138,14 +131,11 @@ def sweep(config: Config, options: Namespace) -> dict:
     machine = best["machine"]
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
-        notes = []
-        if row is best:
-            notes.append("fastest")
-        if row is largest:
-            notes.append("largest that fits")
         what = describe(row) if row["tokens_per_sec"] else "out of memory"
-        if notes:
-            what += f"  <- {', '.join(notes)}"
+        if row is best:
+            what += "  <- fastest"
+        if row is largest:
+            what += "  <- largest that fits"
         say(f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {what}")
     if options.write:
         write_config(Path(options.write), config, best)
@@ -206,15 +196,8 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # ladder
 
 # where the ladder begins: everything off
-LOWEST = dict(
-    dtype="float32",
-    tf32=False,
-    compile=False,
-    flash=False,
-    loss_chunk="off",
-    pad_vocab_multiple=1,
-    tie_weights=False,
-)
+LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
+LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
 # Each row: its name, the config keys it changes, the arguments of measure() it changes. The rows
 # below keep what a row has changed.
 LADDER = [
@@ -288,17 +271,14 @@ def attempt_largest(config: Config, arguments: dict, device: torch.device) -> di
     At the largest micro-batch that should fit by the memory model; where it does not fit, at the
     next smaller ones.
     """
-    dtype = hardware.choose_dtype(config, device)
+    c, dtype = config, hardware.choose_dtype(config, device)
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
-    model = model_config(config, GPT2_VOCAB)
-    sequences = config.iter_sequences
-    largest = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer)
-    result = {}
-    for size in reversed(divisors(sequences)):
-        if size <= (largest or 1):
-            result = attempt(with_batch(config, size), **arguments)
-            if result["tokens_per_sec"]:
-                break
+    model = model_config(c, GPT2_VOCAB)
+    fits = fitting_batch(model, c.iter_sequences, capacity, dtype, c.compile, c.optimizer) or 1
+    sizes = [size for size in divisors(c.iter_sequences) if size <= fits]
+    result = attempt(with_batch(c, sizes.pop()), **arguments)
+    while sizes and not result["tokens_per_sec"]:
+        result = attempt(with_batch(c, sizes.pop()), **arguments)
     return result
 
 
@@ -323,11 +303,10 @@ def say_total_gain(rows: list[dict], column: str, title: str) -> None:
     measured = [row for row in rows if "gain" in row.get(column, {})]
     if not measured:
         raise UserError(f"batch_size: every row ran out of memory at {title}; try a smaller one")
-    best = max(measured, key=lambda row: row[column]["total_gain"])
-    say(
-        f"total gain at {title}: {measured[-1][column]['total_gain']:.1f}x with the last row, "
-        f"{best[column]['total_gain']:.1f}x with the best ({best['name']})"
-    )
+    gains = {row["name"]: row[column]["total_gain"] for row in measured}
+    last, best = list(gains)[-1], max(gains, key=gains.get)
+    both = f"{gains[last]:.1f}x with the last row, {gains[best]:.1f}x with the best ({best})"
+    say(f"total gain at {title}: {both}")
 
 
 # -----------------------------------------------------------------------------

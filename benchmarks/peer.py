@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.measure import (
-    Trainee,
-    build,
-    machine,
-    new_process,
-    readable_errors,
-    real_or_random_data,
-    window_iters,
-)
+from benchmarks import measure
 from common.console import UserError, say
 from configurator import Config
 from training import hardware
@@ -41,49 +33,35 @@ def main(config: Config, options: Namespace) -> dict:
     is not the same.
     """
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
-        raise UserError(
-            f"nanogpt: {options.nanogpt or 'not given'}; "
-            f"--nanogpt= needs a checkout of karpathy/nanoGPT"
-        )
+        given = options.nanogpt or "not given"
+        raise UserError(f"nanogpt: {given}; --nanogpt= needs a checkout of karpathy/nanoGPT")
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
         raise UserError(
             "tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2 and AdamW; "
             "with anything else the work is not the same"
         )
     hw = hardware.set_up(config)
-    with readable_errors(config):
+    with measure.readable_errors(config):
         first, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
     ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
-    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
-    result = dict(
-        speed_ratio=statistics.median(ratios),
-        speed_ratio_range=[min(ratios), max(ratios)],
-        seconds_per_iter=seconds,
-        memory_ratio=memory_ratio,
-        memory_gib=memory,
-        tokens_per_iter=config.iter_tokens,
-        first=first,
-        machine=machine(hw),
-    )
-    say_result(result)
-    return result
-
-
-def say_result(r: dict) -> None:
+    speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
     for side in SIDES:
-        rate = r["tokens_per_iter"] / statistics.median(r["seconds_per_iter"][side])
-        line = f"{side:<8} {rate:>9,.0f} tok/s, first loss {r['first'][side]['first_loss']:.4f}"
-        if r["memory_gib"][side]:
-            line += f", memory {r['memory_gib'][side]:.2f} GiB"
+        rate = config.iter_tokens / statistics.median(seconds[side])
+        line = f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}"
+        if memory[side]:
+            line += f", memory {memory[side]:.2f} GiB"
         say(line)
-    low, high = r["speed_ratio_range"]
-    line = (
-        f"ours / nanoGPT: {r['speed_ratio']:.3f} x the tokens/s "
-        f"({low:.3f} to {high:.3f} over {len(r['seconds_per_iter']['ours'])} pairs of windows)"
-    )
-    if r["memory_ratio"]:
-        line += f", {r['memory_ratio']:.3f} x the memory"
+    span = f"({low:.3f} to {high:.3f} over {len(ratios)} pairs of windows)"
+    line = f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}"
+    memory_ratio = None
+    if memory["ours"]:
+        memory_ratio = memory["ours"] / memory["nanoGPT"]
+        line += f", {memory_ratio:.3f} x the memory"
     say(line)
+    result = dict(speed_ratio=speed, speed_ratio_range=[low, high], seconds_per_iter=seconds)
+    result |= dict(memory_ratio=memory_ratio, memory_gib=memory)
+    result |= dict(tokens_per_iter=config.iter_tokens, first=first)
+    return result | dict(machine=measure.machine(hw))
 
 
 def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, dict]:
@@ -94,8 +72,8 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, 
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as our_folder,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as their_folder,
-        new_process() as our_process,
-        new_process() as their_process,
+        measure.new_process() as our_process,
+        measure.new_process() as their_process,
     ):
         processes = dict(ours=our_process, nanoGPT=their_process)
         # one after the other, so that only one needs the memory of starting
@@ -103,7 +81,7 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, 
         theirs = their_process.submit(start_side, config, Path(their_folder), nanogpt).result()
         check_same_work(ours, theirs)
         slower = max(process.submit(time_side, 1).result()[0] for process in processes.values())
-        iters = window_iters(slower)
+        iters = measure.window_iters(slower)
         seconds = {side: [] for side in SIDES}
         memory = {}
         for trial in tqdm(range(trials), desc="peer", disable=None):
@@ -118,14 +96,12 @@ def check_same_work(ours: dict, theirs: dict) -> None:
     """Raises UserError where the number of parameters or the first loss differs."""
     for what, tolerance in (("parameters", 0), ("first_loss", SAME_LOSS)):
         if abs(ours[what] - theirs[what]) > tolerance:
-            raise UserError(
-                f"nanogpt: other work: {what.replace('_', ' ')} {ours[what]:.10g} here, "
-                f"{theirs[what]:.10g} there"
-            )
+            values = f"{ours[what]:.10g} here, {theirs[what]:.10g} there"
+            raise UserError(f"nanogpt: other work: {what.replace('_', ' ')} {values}")
 
 
 # in the process of one side: what start_side built, and the memory in use before, GiB
-started: tuple[Trainee, float]
+started: tuple[measure.Trainee, float]
 
 
 def start_side(config: Config, tokens: Path, nanogpt: Path | None = None) -> dict:
@@ -138,8 +114,8 @@ def start_side(config: Config, tokens: Path, nanogpt: Path | None = None) -> dic
     before = 0
     if hw.device.type != "cuda":
         before = hw.peak_memory_gib() or 0
-    with readable_errors(config):
-        side = build(config, hw, real_or_random_data(config, tokens))
+    with measure.readable_errors(config):
+        side = measure.build(config, hw, measure.real_or_random_data(config, tokens))
         if nanogpt:
             side = nanogpt_trainee(side, nanogpt)
         started = side, before
@@ -155,7 +131,7 @@ def time_side(iters: int) -> tuple[float, float | None]:
     where unknown.
     """
     side, before = started
-    with readable_errors(side.config):
+    with measure.readable_errors(side.config):
         if side.hw.device.type == "cuda":
             side.timed(1)  # takes back the memory that the last call released
         seconds = side.timed(iters)
@@ -175,12 +151,13 @@ class LossOnly(torch.nn.Module):
         return self.model(x, y)[1]
 
 
-def nanogpt_trainee(ours: Trainee, folder: Path) -> Trainee:
+def nanogpt_trainee(ours: measure.Trainee, folder: Path) -> measure.Trainee:
     """
     The same trainee with nanoGPT's model in place of ours; it takes over our weights. Raises
     UserError where that is not possible.
     """
     c = ours.config
+    betas = (c.beta1, c.beta2)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints as it builds
             spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
@@ -189,20 +166,15 @@ def nanogpt_trainee(ours: Trainee, folder: Path) -> Trainee:
             sizes = {name: getattr(ours.model.config, name) for name in SIZES}
             model = theirs.GPT(theirs.GPTConfig(**sizes)).to(ours.hw.device)
             model.load_state_dict(ours.model.state_dict())
-            betas = (c.beta1, c.beta2)
-            their_optimizer = model.configure_optimizers(
-                c.weight_decay, c.learning_rate, betas, ours.hw.device.type
-            )
+            settings = (c.weight_decay, c.learning_rate, betas, ours.hw.device.type)
+            their_groups = model.configure_optimizers(*settings).param_groups
     except (AttributeError, ImportError, TypeError, RuntimeError) as error:
         if hardware.is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split()[:30])
         raise UserError(f"nanogpt: {folder} holds other work: {reason}") from None
     # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
-    groups = [
-        dict(params=group["params"], weight_decay=group["weight_decay"])
-        for group in their_optimizer.param_groups
-    ]
+    groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
     optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
     compiled = torch.compile(model) if c.compile else model
     return replace(ours, model=model, step_model=LossOnly(compiled), optimizer=optimizer)

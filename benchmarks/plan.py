@@ -359,12 +359,10 @@ def main(config: Config, options: Namespace) -> dict:
             pace = estimated_pace(config, model, card, options.gpus)
     plan = make_plan(config, model, card, pace, options)
     say("\n".join(plan_lines(plan)))
-    if (plan["epochs"] or 0) > MOST_EPOCHS:
-        enough = MOST_EPOCHS * plan["dataset_tokens"] // config.iter_tokens
-        warn(
-            f"{plan['epochs']:.1f} epochs: after about {MOST_EPOCHS}, repeated data teaches little "
-            f"more; a larger dataset, or --max_iters={max(enough, 1)}"
-        )
+    if plan["epochs"] and plan["epochs"] > MOST_EPOCHS:
+        enough = max(1, MOST_EPOCHS * plan["dataset_tokens"] // config.iter_tokens)
+        epochs = f"{plan['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little"
+        warn(f"{epochs}; prepare a larger dataset, or --max_iters={enough}")
     return plan
 
 

@@ -237,10 +237,8 @@ def out_of_memory_advice(
     smaller = [n for n in divisors(sequences) if n < config.batch_size]
     if not smaller:
         recompute = "" if model.recompute else "--recompute=True, "
-        return (
-            f"out of memory with batch_size=1; {recompute}a smaller --block_size or model, "
-            f"or --dtype=bfloat16, needs less"
-        )
+        smaller_run = f"{recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        return f"out of memory with batch_size=1; {smaller_run}"
     fits = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer)
     batch_size = min(fits or 1, smaller[-1])
     parts = memory_bytes(model, batch_size, dtype, config.compile, config.optimizer)
