@@ -38,6 +38,9 @@ from training.runlog import read_records
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 OTHER_MFU = (0.30, 0.40, 0.60)
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
+# the figures of a plan that are None without an iteration time
+NEED_A_PACE = ("hours", "hours_range", "hours_total", "tokens_per_sec", "mfu", "link_gb_per_sec")
+NEED_A_PACE += ("kwh", "kwh_total", "cost")
 # repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
 MOST_EPOCHS = 4
 
@@ -184,7 +187,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: dict, options:
 
     # the time
     p["evaluations"], p["checkpoints"] = count_pauses(config)
-    p |= pace | dict(hours=None, hours_range=None, hours_total=None, tokens_per_sec=None, mfu=None)
+    p |= pace | dict.fromkeys(NEED_A_PACE)
     if p["iter_seconds"]:
         p["hours"] = iters * p["iter_seconds"] / 3600
         p["hours_range"] = [iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
@@ -194,13 +197,20 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: dict, options:
         if card.peak_tflops:
             p["mfu"] = flops * p["tokens_per_sec"] / (card.peak_tflops * 1e12 * gpus)
 
-    # the link: in a ring all-reduce of float32 gradients each GPU sends that much
+    # the link: what each GPU sends in a ring all-reduce of float32 gradients
     p["exchange_gb"] = 2 * (gpus - 1) / gpus * 4 * p["params"] / 1e9
-    p["link_gb_per_sec"] = None
     if p["iter_seconds"]:
         # 90 % efficiency: not overlapped, the exchange may take a ninth of the iteration
         p["link_gb_per_sec"] = 9 * p["exchange_gb"] / p["iter_seconds"]
-    return p | memory_figures(config, model, card, gpus) | energy_figures(p, options)
+
+    # energy and cost
+    p |= dict(watts=options.watts, price_kwh=options.price_kwh)
+    if options.watts and p["iter_seconds"]:
+        kilowatts = options.watts * gpus / 1000
+        p["kwh"], p["kwh_total"] = p["hours"] * kilowatts, p["hours_total"] * kilowatts
+        if options.price_kwh:
+            p["cost"] = p["kwh_total"] * options.price_kwh
+    return p | memory_figures(config, model, card, gpus)
 
 
 def memory_figures(config: Config, model: GPTConfig, card: Card, gpus: int) -> dict:
@@ -216,18 +226,6 @@ def memory_figures(config: Config, model: GPTConfig, card: Card, gpus: int) -> d
         figures["gpu_memory_gib"] = card.memory_bytes / hardware.GIB
         figures["fits"] = needed <= usable
         figures["batch_size_that_fits"] = fitting_batch(model, sequences, usable, *settings)
-    return figures
-
-
-def energy_figures(p: dict, options: Namespace) -> dict:
-    figures = dict(watts=options.watts, price_kwh=options.price_kwh)
-    figures |= dict(kwh=None, kwh_total=None, cost=None)
-    if options.watts and p["hours"] is not None:
-        kilowatts = options.watts * p["gpus"] / 1000
-        figures["kwh"] = p["hours"] * kilowatts
-        figures["kwh_total"] = p["hours_total"] * kilowatts
-        if options.price_kwh:
-            figures["cost"] = figures["kwh_total"] * options.price_kwh
     return figures
 
 
@@ -275,12 +273,9 @@ def plan_lines(p: dict) -> list[str]:
     if p["kwh"] is None:
         return [*lines, "energy   n/a (--watts= the draw of one GPU)"]
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
-    energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all at"
-    return [
-        *lines,
-        f"energy   {energy} {p['watts']:g} W a GPU (the rest of the machine not counted); "
-        f"cost {cost}",
-    ]
+    energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all"
+    draw = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
+    return [*lines, f"energy   {energy} at {draw}; cost {cost}"]
 
 
 def memory_lines(p: dict) -> list[str]:
@@ -288,17 +283,17 @@ def memory_lines(p: dict) -> list[str]:
     line = f"memory   {p['vram_gib']:.1f} GiB modelled for batch_size {p['batch_size']}: {parts}"
     if p["fits"] is None:
         return [line]
-    usable = USABLE_MEMORY * p["gpu_memory_gib"]
-    verdict = f"DOES NOT FIT into {usable:.1f} GiB"
+    usable = f"{USABLE_MEMORY * p['gpu_memory_gib']:.1f}"
+    verdict = f"DOES NOT FIT into {usable} GiB"
     if p["fits"]:
-        verdict = f"fits into {usable:.1f} of {p['gpu_memory_gib']:.0f} GiB"
-    best = p["batch_size_that_fits"]
-    if best is None:
-        advice = "nor does batch_size 1; --recompute=True, a smaller model or block_size may"
-        return [line, f"         {verdict}, {advice}"]
-    accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
-    advice = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
-    return [line, f"         {verdict}; the largest that does: {advice}"]
+        verdict = f"fits into {usable} of {p['gpu_memory_gib']:.0f} GiB"
+    advice = ", nor does batch_size 1; --recompute=True, a smaller model or block_size may"
+    if p["batch_size_that_fits"]:
+        best = p["batch_size_that_fits"]
+        accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
+        pair = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
+        advice = f"; the largest that does: {pair}"
+    return [line, f"         {verdict}{advice}"]
 
 
 def table_lines(plans: list[dict]) -> list[str]:
@@ -317,11 +312,8 @@ def table_lines(plans: list[dict]) -> list[str]:
         )
     form = "{1:.0%} MFU ({0:.0%} to {2:.0%})"
     geforce, other = form.format(*GEFORCE_MFU), form.format(*OTHER_MFU)
-    lines.append(
-        f"estimated at {other}, GeForce at {geforce}; "
-        f"batch_size is the largest that fits by the memory model"
-    )
-    return lines
+    batch_size = "batch_size is the largest that fits by the memory model"
+    return [*lines, f"estimated at {other}, GeForce at {geforce}; {batch_size}"]
 
 
 # -----------------------------------------------------------------------------
@@ -337,6 +329,7 @@ def main(config: Config, options: Namespace) -> dict:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
+    warn_of_epochs(config, options.dataset_tokens)
     model = model_config(config, vocab)
     if options.gpu == "all":
         cards = [card_of_row(row, config) for row in read_gpu_table()]
@@ -359,11 +352,15 @@ def main(config: Config, options: Namespace) -> dict:
             pace = estimated_pace(config, model, card, options.gpus)
     plan = make_plan(config, model, card, pace, options)
     say("\n".join(plan_lines(plan)))
-    if plan["epochs"] and plan["epochs"] > MOST_EPOCHS:
-        enough = max(1, MOST_EPOCHS * plan["dataset_tokens"] // config.iter_tokens)
-        epochs = f"{plan['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little"
-        warn(f"{epochs}; prepare a larger dataset, or --max_iters={enough}")
     return plan
+
+
+def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
+    tokens = config.iter_tokens * config.max_iters
+    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
+        epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
+        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
+        warn(f"{epochs}; prepare a larger dataset, or --max_iters={enough}")
 
 
 def check_inputs(config: Config, options: Namespace) -> None:

@@ -156,7 +156,7 @@ def memory_bytes(
     tokens = batch_size * model.block_size
     matrices_of_a_block = 12 * C**2
 
-    # autocast keeps a copy of each matrix; with recompute it drops those of a block it has left
+    # autocast keeps a copy of each matrix; with recompute only of one block's at a time
     copied = in_products
     if model.recompute:
         copied -= (model.n_layer - 1) * matrices_of_a_block
@@ -165,7 +165,7 @@ def memory_bytes(
     if optimizer == "muon":
         moments -= model.n_layer * matrices_of_a_block
 
-    # logits of loss_chunk tokens at once, and the head's gradient where it exists beside them
+    # the logits of loss_chunk tokens at once, and the gradient of the head's weights
     logits_at_once = min(tokens, model.loss_chunk or tokens)
     logits = (element if compiled else LOGIT_BYTES[model.model]) * logits_at_once
     if compiled or logits_at_once < tokens:
@@ -176,7 +176,8 @@ def memory_bytes(
     kept_of_a_block = STREAM_BYTES * C if model.recompute else block
     activations = tokens * (model.n_layer * kept_of_a_block + LAST_NORM_BYTES[half] * C)
     if model.recompute:
-        # later, without the logits, one block is whole again, and gradients are beside it
+        # The peak may come later: the logits are gone, but one block is computed again, and
+        # gradients exist beside it.
         again = tokens * (block + RECOMPUTE_BYTES[model.model, half] * C)
         again += 4 * params if compiled else 4 * element * C**2
         activations = max(activations, tokens * model.n_layer * kept_of_a_block + again - logits)
@@ -242,9 +243,9 @@ def out_of_memory_advice(
     fits = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer)
     batch_size = min(fits or 1, smaller[-1])
     parts = memory_bytes(model, batch_size, dtype, config.compile, config.optimizer)
+    gigabytes = f"{sum(parts.values()) / 1e9:.1f} GB"
     accumulation = sequences // batch_size * world_size
     return (
         f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in "
-        f"about {sum(parts.values()) / 1e9:.1f} GB: "
-        f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
+        f"about {gigabytes}: --batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
     )
