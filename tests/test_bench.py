@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import re
 import statistics
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -588,6 +589,16 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
     out = capsys.readouterr().out
     assert "6.0x with the last row, 6.3x with the best (padded vocabulary)" in out
     assert (tmp_path / "ladder.png").stat().st_size > 5000
+
+
+def test_ladder_goes_down_to_a_micro_batch_that_really_fits(monkeypatch):
+    """8 sequences; the memory model lets all 8 at once into 1 TiB, but 3 are the most that fit."""
+    card = Namespace(total_memory=2**40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(modes, "attempt", fake_attempt(lambda config: 1, most=3))
+    config = Config(batch_size=4, gradient_accumulation_steps=2, dtype="float32")
+    r = modes.attempt_largest(config, dict(trials=1), torch.device("cuda"))
+    assert (r["batch_size"], r["gradient_accumulation_steps"]) == (2, 4)
 
 
 def test_ladder_measures_for_real(tmp_path, monkeypatch, warm_processes):
