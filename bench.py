@@ -1,23 +1,27 @@
 """
 Measure and plan training, with the very step that train.py runs.
 
-    python bench.py step config/gpt124m_4070.py                            speed, MFU, memory, where an iteration's time goes
-    python bench.py ladder config/gpt124m_4070.py --png=ladder.png         what each optimisation is worth on this machine
-    python bench.py sweep config/gpt124m_4070.py --write=config/mine.py    the fastest micro-batch at the same tokens/iteration
-    python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200     hours, memory, energy and cost before a run
-    python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT       the same work in a checkout of nanoGPT
+    python bench.py step CONFIG      speed, MFU, memory and compile time of a configuration
+    python bench.py ladder CONFIG    what each optimisation is worth on this machine
+    python bench.py sweep CONFIG     the fastest micro-batch at the same tokens per iteration
+    python bench.py plan CONFIG      hours, memory, energy and cost of a run before it starts
+    python bench.py peer CONFIG      the same work in a checkout of nanoGPT, in turn
 
-Every mode takes config files and --key=value flags as train.py does; all but plan read random
-tokens where there is no dataset. Their own flags, beside --json=PATH:
+CONFIG stands for config files and --key=value flags, as train.py takes them. All modes but plan
+train for some seconds, on random tokens where the dataset is missing.
 
-    step    --trials=5  --profile=TRACE.json (top kernels, and a trace for chrome://tracing)
-    ladder  --trials=3  --png=PATH
-    sweep   --trials=3  --png=PATH  --write=CONFIG.py  --batch_sizes=4,8,16 (default: a quarter to four times batch_size)
-    plan    --gpu=NAME|all  --gpus=N  --iter_seconds=S | --from_run=out/x  --dataset_tokens=10B  --watts=W  --price_kwh=P
-    peer    --trials=5  --nanogpt=FOLDER  --as_shipped=eager|compiled (nanoGPT in float32, as it trains on a CPU)
+    python bench.py MODE --help      the flags of a mode
+    python train.py --help           every configuration key
+
+Examples:
+
+    python bench.py step config/gpt124m_4070.py --profile=trace.json
+    python bench.py ladder config/gpt124m_4070.py --png=ladder.png
+    python bench.py sweep config/gpt124m_4070.py --write=config/mine.py
+    python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
+    python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT
 """
 
-import contextlib
 import json
 import math
 from argparse import ArgumentTypeError
@@ -28,43 +32,60 @@ from common.console import Parser, UserError, did_you_mean, parse_count, run_mai
 from configurator import load_config
 from training import hardware
 
-# -----------------------------------------------------------------------------
-# The command line
-
 
 def above_zero(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise ArgumentTypeError(f"needs a number above 0, got {text!r}")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"needs a number above 0, got {text!r}")
+    return number
 
 
-NUMBERS = dict.fromkeys(("trials", "gpus", "dataset_tokens"), parse_count)
-NUMBERS |= dict.fromkeys(("iter_seconds", "watts", "price_kwh"), above_zero)
-MODES = {
-    "step": (modes.step, ("trials", "profile")),
-    "ladder": (modes.ladder, ("trials", "png")),
-    "sweep": (modes.sweep, ("trials", "png", "write", "batch_sizes")),
-    "peer": (peer.main, ("trials", "nanogpt", "as_shipped")),
-    "plan": (
-        plan.main,
-        ("gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"),
-    ),
+# name: (type, what --help shows for the value, meaning)
+FLAGS = {
+    "trials": (parse_count, "N", "timed windows; the median counts (step and peer 5, others 3)"),
+    "profile": (str, "TRACE.json", "list the top kernels, write a trace for chrome://tracing"),
+    "png": (str, "PATH", "draw the result"),
+    "write": (str, "CONFIG.py", "write the fastest micro-batch as a config file"),
+    "batch_sizes": (str, "4,8,16", "micro-batches to try; else a quarter to four times batch_size"),
+    "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
+    "gpu": (str, "NAME", "a card of training/gpus.csv such as 4070, or all; else this machine's"),
+    "gpus": (parse_count, "N", "how many of them share the work; 1 if not given"),
+    "iter_seconds": (above_zero, "S", "seconds that an iteration takes on one GPU"),
+    "from_run": (str, "OUT_DIR", "take that from the log of a run"),
+    "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's own"),
+    "watts": (above_zero, "W", "draw of one GPU, for the energy"),
+    "price_kwh": (above_zero, "P", "price of a kWh, for the cost"),
+    "json": (str, "PATH", "write all figures as JSON"),
 }
+# name: (what runs it, its flags)
+MODES = {
+    "step": (modes.step, "trials profile json"),
+    "ladder": (modes.ladder, "trials png json"),
+    "sweep": (modes.sweep, "trials batch_sizes write png json"),
+    "plan": (plan.main, "gpu gpus iter_seconds from_run dataset_tokens watts price_kwh json"),
+    "peer": (peer.main, "nanogpt trials json"),
+}
+OUTPUTS = ("json", "png", "write", "profile")  # flags that name a file to write
 
 
-def read_flags(mode: str, argv: list[str]) -> tuple[dict, list[str]]:
-    """
-    (the mode's own flags, None where not given; what is left for load_config). Raises UserError.
-    """
-    parser = Parser(add_help=False)
-    for name in (*MODES[mode][1], "json"):
-        parser.add_argument(f"--{name}", type=NUMBERS.get(name, str))
-    known, rest = parser.parse_known_args(argv)
-    return vars(known), rest
+def mode_parser(mode: str) -> Parser:
+    """A parser of the mode's own flags; configuration flags are left over for load_config."""
+    parser = Parser(
+        usage=f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]",
+        epilog="Configuration keys: python train.py --help",
+    )
+    _, names = MODES[mode]
+    for name in names.split():
+        kind, metavar, meaning = FLAGS[name]
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
+    return parser
 
 
 def make_folder(name: str, path: Path) -> None:
+    """Make the folder of an output file before the measurement, not after it."""
     if path.is_dir():
         raise UserError(f"{name}: {path} is a folder; give a file in it")
     try:
@@ -77,25 +98,23 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0
-    mode, checks = argv[0], () if argv[0] == "plan" else (hardware.check_device,)
+    mode = argv[0]
     if mode not in MODES:
-        raise UserError(
-            f"{mode}: no such mode; one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
-        )
-    options, rest = read_flags(mode, argv[1:])
-    config = load_config(rest, checks)
-    for name in {
-        "json",
-        "png",
-        "write",
-        "profile",
-    } & options.keys():  # before a measurement, not after it
-        if options[name]:
-            make_folder(name, Path(options[name]))
-    result = MODES[mode][0](config, options)
-    if options["json"]:
+        hint = did_you_mean(mode, MODES)
+        raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
+    options, config_arguments = mode_parser(mode).parse_known_args(argv[1:])
+    # plan needs no device: it may be for another machine
+    checks = () if mode == "plan" else (hardware.check_device,)
+    config = load_config(config_arguments, checks)
+    for name in OUTPUTS:
+        path = getattr(options, name, None)
+        if path:
+            make_folder(name, Path(path))
+    run_mode, _ = MODES[mode]
+    result = run_mode(config, options)
+    if options.json:
         result = dict(command=f"python bench.py {' '.join(argv)}") | result
-        Path(options["json"]).write_text(json.dumps(result, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

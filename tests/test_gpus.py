@@ -1,6 +1,7 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from training.gpus import (
     memory_bytes,
     out_of_memory_advice,
     resolve_gpu,
+    short_name,
 )
 
 BF16 = torch.bfloat16
@@ -122,13 +124,32 @@ def test_out_of_memory_names_the_pair_that_fits():
 
 
 @pytest.mark.parametrize(
-    "typed, meant", [("4071", "4070"), ("RTX 4090x", "rtx 4090"), ("geforce 4070", None)]
+    "typed, meant",
+    [
+        ("RTX4070", "GeForce RTX 4070"),
+        ("geforce 4070", "GeForce RTX 4070"),
+        ("4070ti", "GeForce RTX 4070 Ti"),
+        ("rtx3080-12gb", "GeForce RTX 3080"),
+        ("A100-80GB", "A100-SXM4-80GB"),
+    ],
 )
-def test_unknown_gpu_gets_a_hint(typed, meant):
-    if meant is None:
-        assert resolve_gpu(typed)["name"].endswith("RTX 4070")
-        return
-    with pytest.raises(UserError, match=f"did you mean {meant}"):
+def test_a_name_may_be_written_in_one_word(typed, meant):
+    row = resolve_gpu(typed)
+    assert short_name(row) == meant
+    if "3080" in typed:
+        assert row["memory_gib"] == "12"
+
+
+@pytest.mark.parametrize("typed", ["rtx-4070-laptop", "M3", "GTX1080", "4071", ""])
+def test_no_other_card_is_suggested_for_an_unknown_one(typed):
+    with pytest.raises(UserError, match="is not in gpus.csv") as error:
+        resolve_gpu(typed)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("typed, meant", [("RTX 4090x", "rtx 4090"), ("MI300", "mi300x")])
+def test_a_slip_in_a_name_gets_a_hint(typed, meant):
+    with pytest.raises(UserError, match=f"did you mean {re.escape(meant)}\\?"):
         resolve_gpu(typed)
 
 
@@ -150,7 +171,9 @@ def trainee(folder, **changes) -> measure.Trainee:
         | changes
     )
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
-    return measure.build(config, hardware.set_up(config), measure.open_data(config, folder))
+    return measure.build(
+        config, hardware.set_up(config), measure.real_or_random_data(config, folder)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,42 @@
 """
-What is known of each GPU: gpus.csv beside this file, every row with its sources; and how much
-memory training takes.
+What is known of each GPU (the table gpus.csv beside this file), and how much memory training takes.
 """
 
 import csv
-import math
+import difflib
 import re
 from pathlib import Path
 
 import torch
 
-from common.console import UserError, did_you_mean
+from common.console import UserError
 from configurator import Config
 from model import GPTConfig
 from training.build import count_parameters
 
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
-USABLE_MEMORY = 0.95  # of a card's memory; the driver, and often a desktop, hold the rest
-WORKSPACE_BYTES = 0.6e9  # CUDA context, cuBLAS workspaces, fragments
+
+# The memory model. docs/memory.md explains each number; tests/test_gpus.py checks them on a CPU.
+# `half` in the keys below: matrix products run in bfloat16 or float16.
+
+# the driver, and often a desktop, need the rest of a card's memory
+USABLE_MEMORY = 0.95
+# CUDA context, cuBLAS workspaces and fragmentation
+WORKSPACE_BYTES = 0.6e9
+# kept until the backward pass, per token and channel of a block, by (model, half)
+BLOCK_BYTES = {("gpt2", True): 36, ("gpt2", False): 64, ("fast", True): 50, ("fast", False): 76}
+# the same in eager mode for one logit, by model; compiled code keeps the logit alone
+LOGIT_BYTES = {"gpt2": 12, "fast": 28}
+# the residual stream at a block's entry, per token and channel: all that recompute keeps of a block
+STREAM_BYTES = 4
+# the last norm and the head's input, per token and channel, by half
+LAST_NORM_BYTES = {True: 6, False: 8}
+# both dropout masks of a block, per token and channel
+DROPOUT_BYTES = 2
+# plain attention's weights, per head and pair of tokens, by half
+ATTENTION_BYTES = {True: 6, False: 4}
+# gradients inside the block that recompute runs again, per token and channel, by (model, half)
+RECOMPUTE_BYTES = {("gpt2", True): 10, ("gpt2", False): 16, ("fast", True): 28, ("fast", False): 47}
 
 # -----------------------------------------------------------------------------
 # The table
@@ -28,70 +47,95 @@ def read_gpu_table() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def short_name(row: dict[str, str]) -> str:
+    """The first of a row's names, without the maker: GeForce RTX 4070."""
+    return row["name"].partition("|")[0].removeprefix("NVIDIA ")
+
+
 def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
     """
-    The row of gpus.csv for a device name as torch gives it: the whole name, less one leading
-    "NVIDIA ", since names contain each other (A10 in A100, 4070 in 4070 Ti). The SM count tells
-    parts of one name apart; another count is a cut-down or partitioned device, and unknown.
+    The row of gpus.csv for a device name as torch reports it, None where there is none. Whole names
+    are compared, because names contain each other (A10 in A100, 4070 in 4070 Ti). The number of
+    SMs tells apart cards that share a name; any other number means a cut-down or partitioned card,
+    whose peak is unknown.
     """
     for row in read_gpu_table():
         names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]
-        if name.removeprefix("NVIDIA ") in names and (
-            not row["sm_count"] or int(row["sm_count"]) == sm_count
-        ):
+        same_size = not row["sm_count"] or int(row["sm_count"]) == sm_count
+        if name.removeprefix("NVIDIA ") in names and same_size:
             return row
     return None
 
 
 def resolve_gpu(typed: str) -> dict[str, str]:
     """
-    The row of gpus.csv that a person means: "4070", "rtx 4070 super", "a100", "3080 12GB". It is
-    the name that has all the words typed and the fewest others. Raises UserError where there is
-    none, or where such names have unequal peaks.
+    The row of gpus.csv that a person means by "4070", "RTX4070", "a100 sxm4" or "3080 12GB": the
+    one whose name contains every typed word and the fewest others. Raises UserError where no row
+    does, or where several do whose peaks differ.
     """
-    words = set(re.split(r"[\s_-]+", typed.strip().lower())) - {"nvidia"}
-    found: dict[str, dict[str, str]] = {}
-    fewest = math.inf
-    for row in read_gpu_table():
-        name = row["name"].partition("|")[0].removeprefix("NVIDIA ")
-        name_words, memory = set(re.split(r"[\s_-]+", name.lower())), f"{row['memory_gib']}gb"
-        others = len(name_words - words - {memory})
-        if words and words <= name_words | {memory} and others <= fewest:
-            found = (found if others == fewest else {}) | {f"{name}, {row['memory_gib']}GB": row}
-            fewest = others
-    if not found:
-        names = [
-            row["name"].partition("|")[0].lower().removeprefix("nvidia ")
-            for row in read_gpu_table()
-        ]
-        endings = [
-            name.split(maxsplit=n)[-1] for name in names for n in range(3)
-        ]  # geforce rtx 4070, rtx 4070, 4070
-        hint = (
-            did_you_mean(typed.strip().lower(), endings)
-            or "; write it as it stands there, such as 'RTX 4070'"
-        )
+    rows = read_gpu_table()
+    known_words = set().union(*map(row_words, rows))
+    asked = set()
+    for word in split_words(typed) - {"nvidia"}:
+        if word in known_words:
+            asked.add(word)
+        else:
+            asked.update(re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
+    candidates = [row for row in rows if asked and asked <= row_words(row)]
+    if not candidates:
+        hint = similar_name(typed) or "; write the name as in that table, such as 'RTX 4070'"
         raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{hint}")
-    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found.values()}) > 1:
-        raise UserError(f"gpu: {typed!r} could be {' or '.join(map(repr, found))}")
-    return next(iter(found.values()))
+    fewest_words = min(len(row_words(row)) for row in candidates)
+    found = [row for row in candidates if len(row_words(row)) == fewest_words]
+    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
+        options = [f"'{short_name(row)}, {row['memory_gib']}GB'" for row in found]
+        raise UserError(f"gpu: {typed!r} could be {' or '.join(options)}")
+    return found[0]
+
+
+def split_words(name: str) -> set[str]:
+    return set(re.split(r"[\s_-]+", name.strip().lower()))
+
+
+def row_words(row: dict[str, str]) -> set[str]:
+    """Its name's words and its memory, such as 12gb, which tells two RTX 3080 apart."""
+    return split_words(short_name(row)) | {f"{row['memory_gib']}gb"}
+
+
+def similar_name(typed: str) -> str:
+    """
+    "; did you mean rtx 4090?" for "rtx 4090x". Only a name with the same digits is offered:
+    other digits are another card.
+    """
+    typed = typed.strip().lower()
+    same_digits = []
+    for row in read_gpu_table():
+        name = short_name(row).lower()
+        # geforce rtx 4090, rtx 4090 and 4090
+        for ending in (name, name.split(maxsplit=1)[-1], name.split(maxsplit=2)[-1]):
+            if re.findall(r"\d", ending) == re.findall(r"\d", typed):
+                same_digits.append(ending)
+    close = difflib.get_close_matches(typed, same_digits, n=1, cutoff=0.85)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
     """
-    A table row's dense peak, TFLOP/s: fp32 products run at the TF32 rate where that is on and the
-    card has it.
+    A row's dense peak for `dtype`, TFLOP/s; None where it is missing or marked UNVERIFIED. Products
+    in float32 run at the TF32 rate where that is switched on and the card has it.
     """
-    if "UNVERIFIED" in row["note"].replace(
-        "spelling UNVERIFIED", ""
-    ):  # a doubt about an alias is none about the peak
+    # a doubt about the spelling of a name is no doubt about the peak
+    if "UNVERIFIED" in row["note"].replace("spelling UNVERIFIED", ""):
         return None
-    columns = {torch.bfloat16: ["bf16_tflops"], torch.float16: ["fp16_tflops"]}.get(
-        dtype, ["fp32_tflops"]
-    )
-    if dtype == torch.float32 and tf32:
-        columns.insert(0, "tf32_tflops")
-    return next((float(row[column]) for column in columns if row[column]), None)
+    if dtype == torch.bfloat16:
+        peak = row["bf16_tflops"]
+    elif dtype == torch.float16:
+        peak = row["fp16_tflops"]
+    elif tf32 and row["tf32_tflops"]:
+        peak = row["tf32_tflops"]
+    else:
+        peak = row["fp32_tflops"]
+    return float(peak) if peak else None
 
 
 # -----------------------------------------------------------------------------
@@ -102,59 +146,65 @@ def memory_bytes(
     model: GPTConfig, batch_size: int, dtype: torch.dtype, compiled: bool, optimizer: str = "adamw"
 ) -> dict[str, float]:
     """
-    Memory that training with accumulated gradients takes, bytes by part: a model, counted from what
-    autograd keeps until the backward pass, per token and with C = n_embd. Under autocast a block
-    keeps, in bytes, the residual stream at both norms 8C, the norms' outputs 4C, q, k, v 6C,
-    attention's output 2C, the MLP's hidden layer before and after GELU 16C, sum 36C; in float32
-    64C; and two numbers per norm and one per head in float32. The plain attention formula keeps its
-    T x T weights too, under CUDA's autocast in float32 and in bfloat16 (under a CPU's in bfloat16
-    alone). A logit takes three float32 numbers in eager mode, when the loss's backward pass turns
-    the gradient of its log-softmax into its own; compiled code writes the gradient over the logit
-    itself, and then makes that of the head's weights. With loss_chunk there are logits of so many
-    tokens only. With recompute only the stream at each block's entry is kept; once the logits are
-    gone, one block's part is there again, with the gradients in its MLP and of its matrices
-    (compiled code hands over those of all matrices at the end). On the CPU all this equals the
-    tensors alive at the peak; with fewer tokens in a micro-batch than channels the peak comes later
-    and is higher, when the gradients of a tied table are summed. The fast model's numbers are
-    measured there: its rotations and norms run in float32, and so does its logits' cap, in four
-    steps.
+    GPU memory that training takes, in bytes, by part. It is counted from the tensors that autograd
+    keeps, not measured on a GPU; docs/memory.md has the derivation.
     """
-    n, in_products = count_parameters(model)
-    C, T, half, fast = model.n_embd, model.block_size, dtype != torch.float32, model.model == "fast"
-    block = ((50 if half else 76) if fast else (36 if half else 64)) * C + 16 + 4 * model.n_head
-    if model.dropout:
-        block += 2 * C  # a mask of one byte after each half
-    if not model.flash:
-        block += (6 if half else 4) * model.n_head * T
-    tokens, element = batch_size * T, 2 if half else 4
-    at_once = min(tokens, model.loss_chunk or tokens)
-    head_gradient = element * C if compiled or at_once < tokens else 0  # while logits are alive
-    logits = (
-        (element if compiled else 28 if fast else 12) * at_once + head_gradient
-    ) * model.vocab_size
-    activations = tokens * (
-        model.n_layer * (4 * C if model.recompute else block) + (6 if half else 8) * C
-    )  # and the last norm
+    params, in_products = count_parameters(model)
+    half = dtype != torch.float32
+    element = 2 if half else 4
+    C = model.n_embd
+    tokens = batch_size * model.block_size
+    matrices_of_a_block = 12 * C**2
+
+    # autocast keeps a copy of each matrix; with recompute only of one block's at a time
+    copied = in_products
     if model.recompute:
-        in_products -= (
-            (model.n_layer - 1) * 12 * C**2
-        )  # autocast's copies for the other blocks are gone
-        passing = (
-            (28 if half else 47) if fast else (10 if half else 16)
-        ) * C  # gradients in the MLP
-        one_block = tokens * (block + passing) + (4 * n if compiled else 4 * element * C**2)
-        activations = max(activations, tokens * model.n_layer * 4 * C + one_block - logits)
+        copied -= (model.n_layer - 1) * matrices_of_a_block
+    # Adam keeps two moments of each parameter, Muon only one of each matrix
+    moments = 2 * params
+    if optimizer == "muon":
+        moments -= model.n_layer * matrices_of_a_block
+
+    # the logits of loss_chunk tokens at once, and the gradient of the head's weights
+    logits_at_once = min(tokens, model.loss_chunk or tokens)
+    logits = (element if compiled else LOGIT_BYTES[model.model]) * logits_at_once
+    if compiled or logits_at_once < tokens:
+        logits += element * C
+    logits *= model.vocab_size
+
+    block = block_bytes(model, half)
+    kept_of_a_block = STREAM_BYTES * C if model.recompute else block
+    activations = tokens * (model.n_layer * kept_of_a_block + LAST_NORM_BYTES[half] * C)
+    if model.recompute:
+        # The peak may come later: the logits are gone, but one block is computed again, and
+        # gradients exist beside it.
+        again = tokens * (block + RECOMPUTE_BYTES[model.model, half] * C)
+        again += 4 * params if compiled else 4 * element * C**2
+        activations = max(activations, tokens * model.n_layer * kept_of_a_block + again - logits)
     return dict(
-        weights=4 * n + (2 * in_products if half else 0),  # float32, and autocast's copy
-        gradients=4 * n,
-        optimizer=8 * n
-        - (
-            4 * 12 * model.n_layer * C**2 if optimizer == "muon" else 0
-        ),  # Adam's two moments, Muon's one
+        weights=4 * params + (2 * copied if half else 0),
+        gradients=4 * params,
+        optimizer=4 * moments,
         activations=activations,
         logits=logits,
         workspace=WORKSPACE_BYTES,
     )
+
+
+def block_bytes(model: GPTConfig, half: bool) -> int:
+    """What one block keeps of a token until its backward pass, in bytes."""
+    per_channel = BLOCK_BYTES[model.model, half]
+    if model.dropout:
+        per_channel += DROPOUT_BYTES
+    # two float32 numbers for each of the two norms, one for each head
+    size = per_channel * model.n_embd + 16 + 4 * model.n_head
+    if not model.flash:
+        size += ATTENTION_BYTES[half] * model.n_head * model.block_size
+    return size
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def fitting_batch(
@@ -167,31 +217,35 @@ def fitting_batch(
 ) -> int | None:
     """
     The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not
-    even 1 does.
+    even one sequence fits.
     """
-    sizes = [b for b in range(1, sequences + 1) if sequences % b == 0]
-    needed = {b: sum(memory_bytes(model, b, dtype, compiled, optimizer).values()) for b in sizes}
-    return max((b for b in needed if needed[b] <= capacity), default=None)
+    best = None
+    for batch_size in divisors(sequences):
+        parts = memory_bytes(model, batch_size, dtype, compiled, optimizer)
+        if sum(parts.values()) <= capacity:
+            best = batch_size
+    return best
 
 
 def out_of_memory_advice(
     config: Config, model: GPTConfig, dtype: torch.dtype, capacity: float, world_size: int = 1
 ) -> str:
     """
-    What to say where the config's micro-batch did not fit into `capacity` bytes: the pair with the
-    same tokens that does.
+    The error line for a micro-batch that did not fit into `capacity` bytes. It names a smaller
+    micro-batch that does, at the same tokens per iteration.
     """
     sequences = config.iter_sequences // world_size  # of one process
-    smaller = [b for b in range(1, config.batch_size) if sequences % b == 0]
+    smaller = [n for n in divisors(sequences) if n < config.batch_size]
     if not smaller:
         recompute = "" if model.recompute else "--recompute=True, "
-        return f"out of memory with batch_size=1; {recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
-    b = min(
-        fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer) or 1,
-        smaller[-1],
-    )
-    needed = sum(memory_bytes(model, b, dtype, config.compile, config.optimizer).values())
+        smaller_run = f"{recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        return f"out of memory with batch_size=1; {smaller_run}"
+    fits = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer)
+    batch_size = min(fits or 1, smaller[-1])
+    parts = memory_bytes(model, batch_size, dtype, config.compile, config.optimizer)
+    gigabytes = f"{sum(parts.values()) / 1e9:.1f} GB"
+    accumulation = sequences // batch_size * world_size
     return (
-        f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in about {needed / 1e9:.1f} GB: "
-        f"--batch_size={b} --gradient_accumulation_steps={sequences // b * world_size}"
+        f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in "
+        f"about {gigabytes}: --batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
     )
