@@ -109,7 +109,8 @@ def build(
     train.py. host_sync: each loss is fetched to the host before the next micro-step begins.
     """
     torch.manual_seed(config.seed)
-    model = build_model(model_config(config, data.vocab)).to(hw.device)
+    gpt_config = model_config(config, data.vocab, flash=hw.flash(config))
+    model = build_model(gpt_config).to(hw.device)
     batches = TrainBatches(data, config, hw.device)
     optimizer = build_optimizer(model, config, hw.dtype)
     step_model = torch.compile(model) if config.compile else model

@@ -22,6 +22,10 @@ from configurator import Config
 from training.gpus import find_row, row_peak
 
 
+IN_WSL = "microsoft" in platform.release().lower()
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 def set_environment() -> None:
     """Defaults that torch reads when it first compiles or allocates. The user's own values win."""
     with contextlib.suppress(RuntimeError):  # no home folder: torch's own default stays
@@ -29,10 +33,12 @@ def set_environment() -> None:
         cache = Path.home() / ".cache" / "torchinductor"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
-    # on it (pytorch #192330), and not where the user has set the variable's older name.
-    in_wsl = "microsoft" in platform.release().lower()
-    if sys.platform == "linux" and not in_wsl and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # on it (pytorch #192330), and not where the user has set either name of the variable.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if sys.platform == "linux" and not IN_WSL and not any(name in os.environ for name in names):
+        # torch 2.9 ignores the new name on CUDA (pytorch #183387)
+        name = names[TORCH_VERSION < (2, 10)]
+        os.environ[name] = "expandable_segments:True"
 
 
 set_environment()
@@ -176,6 +182,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         own = device if device.index is not None else torch.device("cuda", local_rank)
         torch.cuda.set_device(own)
         device = torch.device("cuda", torch.cuda.current_device())
+        forbid_spilling(device)
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
     dtype = choose_dtype(config, device)
@@ -190,8 +197,21 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         warn("float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16")
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
+    if device.type == "cuda" and config.compile and TORCH_VERSION == (2, 10):
+        if torch.cuda.get_device_capability(device) == (8, 0):
+            warn("torch 2.10 compiles to NaN on some A100s (modded-nanogpt #268); another version")
     peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
     return Hardware(device, dtype, device_name(device), peak)
+
+
+def forbid_spilling(device: torch.device) -> None:
+    """
+    On Windows and under WSL2 the driver spills into system memory when the GPU's is full: no error,
+    several times slower. With a limit torch raises, as it does on Linux.
+    """
+    if sys.platform == "win32" or IN_WSL:
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(free / total, device)
 
 
 def keep_freed_memory() -> None:
