@@ -21,7 +21,6 @@ from common.console import RunError, warn
 from configurator import Config
 from training.gpus import find_row, row_peak
 
-
 IN_WSL = "microsoft" in platform.release().lower()
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
