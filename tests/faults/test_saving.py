@@ -227,15 +227,15 @@ def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp
 def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
-    # root may write anywhere: start train.py without that privilege (PR_CAPBSET_DROP,
-    # CAP_DAC_OVERRIDE)
-    no_override = (
-        "import ctypes, os, sys\n"
-        "ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)\n"
-        "os.execv(sys.executable, [sys.executable, 'train.py', *sys.argv[1:]])"
+    # root may write anywhere, so give up all of root's privileges first
+    unprivileged = (
+        "import ctypes, train; from common import console\n"
+        "version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
+        "assert ctypes.CDLL(None).capset(version_3, none) == 0\n"
+        "console.run_main(train.main)"
     )
     tmp_path.chmod(0o555)
-    code, _, err = run_process("-c", no_override, *flags(dataset, tmp_path, init_from="resume"))
+    code, _, err = run_process("-c", unprivileged, *flags(dataset, tmp_path, init_from="resume"))
     tmp_path.chmod(0o755)
     assert code == 2 and err.splitlines() == [
         f"error: out_dir: {tmp_path}: read-only; choose another --out_dir"
