@@ -109,58 +109,78 @@ PLAIN = dict(
     eval_interval=20,
 )
 RECIPES = dict(classic=PLAIN, fast=PLAIN | FAST | dict(muon_lr=0.01))
-PATHS = dict(  # each path's changes, and the most by which a loss may differ, in nats
-    recompute=(dict(recompute=True), 0.0),  # the same operations on the same numbers
-    fused=(
-        dict(fused=True),
-        1e-5,
-    ),  # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
-    flash=(dict(flash=True), 1e-5),  # the same, as for the next two
+# Each path's changes, and the most by which a loss may differ, in nats.
+PATHS = dict(
+    # the same operations on the same numbers
+    recompute=(dict(recompute=True), 0.0),
+    # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
+    fused=(dict(fused=True), 1e-5),
+    # the same, as for the next two
+    flash=(dict(flash=True), 1e-5),
     loss_chunk=(dict(loss_chunk="24"), 1e-5),
     compile=(dict(compile=True), 1e-5),
-    bfloat16=(dict(dtype="bfloat16"), 0.03),  # 8 bits: 0.4 % of a product
-    padding=(
-        dict(pad_vocab_multiple=65),
-        0.05,
-    ),  # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
+    # 8 bits: 0.4 % of a product
+    bfloat16=(dict(dtype="bfloat16"), 0.03),
+    # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
+    padding=(dict(pad_vocab_multiple=65), 0.05),
     together=(dict(fused=True, flash=True, compile=True, recompute=True, dtype="bfloat16"), 0.03),
 )
+SLOW_PATHS = ("compile", "together")
+
+
+def build_with_weights_of_unpadded(config):
+    """The model; random weights depend on the vocabulary's size, these do not."""
+    plain, model = build_model(replace(config, vocab_size=64)), build_model(config)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            model.get_parameter(name)[: len(p)] = p
+    return model
+
+
+def build_without_fusing(*arguments):
+    optimizer = build_optimizer(*arguments)
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"] = False
+    return optimizer
+
+
+def losses_of(dataset, out_dir, fused=False, **options) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "build_model", build_with_weights_of_unpadded)
+        if not fused:
+            patch.setattr(train, "build_optimizer", build_without_fusing)
+        assert run_here(dataset, out_dir, **options) == 0
+    return [r["loss"] for r in records(out_dir, "step")]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(dataset, tmp_path_factory):
+    """plain_losses(recipe, device): those of the plain path, which is run once for each."""
+    known = {}
+
+    def losses(recipe, device):
+        if (recipe, device) not in known:
+            out_dir = tmp_path_factory.mktemp("plain") / "run"
+            known[recipe, device] = losses_of(dataset, out_dir, device=device, **RECIPES[recipe])
+        return known[recipe, device]
+
+    return losses
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=[pytest.mark.slow] if p == "together" else []) for p in PATHS]
+    "path", [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW_PATHS else []) for p in PATHS]
 )
 def test_every_fast_path_follows_the_plain_one(
-    path, recipe, device, dataset, tmp_path, monkeypatch
+    path, recipe, device, plain_losses, dataset, tmp_path
 ):
     """
     float32, eager, the plain formulas, an optimizer of single operations; and one change to that.
     """
-
-    def with_weights_of_unpadded(config):
-        """Random weights depend on the vocabulary's size."""
-        plain, model = build_model(replace(config, vocab_size=64)), build_model(config)
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                model.get_parameter(name)[: len(p)] = p
-        return model
-
-    def without_fusing(*arguments):
-        optimizer = build_optimizer(*arguments)
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["fused"] = False
-        return optimizer
-
-    def losses(name, fused=False, **changes):
-        monkeypatch.setattr(train, "build_optimizer", build_optimizer if fused else without_fusing)
-        assert run_here(dataset, tmp_path / name, device=device, **RECIPES[recipe] | changes) == 0
-        return [r["loss"] for r in records(tmp_path / name, "step")]
-
-    monkeypatch.setattr(train, "build_model", with_weights_of_unpadded)
     changes, tolerance = PATHS[path]
-    plain, other = losses("plain"), losses("other", **changes)
+    plain = plain_losses(recipe, device)
+    other = losses_of(dataset, tmp_path / "run", **RECIPES[recipe] | dict(device=device) | changes)
     assert len(plain) == len(other) == 20 and plain[-1] < plain[0] - 0.5
     assert max(abs(a - b) for a, b in zip(plain, other)) <= tolerance
 
@@ -648,7 +668,10 @@ def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(
 
 
 def test_quickstart_command_makes_its_dataset(tmp_path):
-    """The README's first command, cut to a few iterations, in an empty working directory."""
+    """
+    The README's first command, cut to a few iterations, in an empty working directory, and as
+    cold as a user's.
+    """
     code, out, err = run_process(
         str(ROOT / "train.py"),
         str(ROOT / "config/quickstart.py"),
@@ -657,6 +680,7 @@ def test_quickstart_command_makes_its_dataset(tmp_path):
         "--sample_tokens=8",
         "--n_layer=1",
         cwd=tmp_path,
+        cold=True,
     )
     assert code == 0, err
     assert "preparing" in out and (tmp_path / "data/python_stdlib/manifest.json").exists()

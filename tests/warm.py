@@ -187,11 +187,12 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
+    from matplotlib.figure import Figure
+
     import bench  # noqa: F401
     import convert  # noqa: F401
     import sample  # noqa: F401
     import train  # noqa: F401
-    from matplotlib.figure import Figure
 
     Figure().savefig(io.BytesIO())  # loads fonts and the PNG writer
     gc.collect()

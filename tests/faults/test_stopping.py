@@ -3,13 +3,10 @@ Signals at any moment, kill -9 at any moment: nothing is lost, and the exit code
 """
 
 import os
-import pty
 import random
 import signal
-import sys
 import time
 
-import psutil
 import pytest
 import torch
 from helpers import ROOT, assert_same_state, flags, load, records, run_here, start_process
@@ -99,18 +96,22 @@ def wait_for(process, text):
     raise AssertionError(f"ended before {text!r}: {process.stderr.read()}")
 
 
-@pytest.mark.skipif(not hasattr(os, "forkpty"), reason="needs pseudo-terminals")
+@pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
 def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
+    in_a_terminal = (
+        "import os, sys, train; from common import console\n"
+        "os.login_tty(os.open(sys.argv.pop(1), os.O_RDWR))\n"
+        "console.run_main(train.main)"
+    )
+    terminal, its_end = os.openpty()
     options = flags(dataset, tmp_path, max_iters=10**6, eval_interval=10**6)
-    process, terminal = pty.fork()
-    if process == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
-        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *options])
+    process = start_process("-c", in_a_terminal, os.ttyname(its_end), *options)
     seen = b""
     while b"iter 3" not in seen:
         seen += os.read(terminal, 1000)
+    os.close(its_end)
     os.close(terminal)  # every further line to it fails
-    assert psutil.Process(process).wait(60) == 129
+    assert process.wait(60) == 129
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
 
 
