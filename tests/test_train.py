@@ -476,23 +476,22 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
     )  # four more lines: loss, norm, the check for skipped updates
 
 
-def best_ledger(dataset, tmp_path, **changes):
+def ledgers(dataset, tmp_path, **changes):
     """
-    The ledger of the run, of three, with the least unexplained time: a busy machine takes the
-    processor away anywhere.
+    The ledgers of three runs, each run when it is asked for: a busy machine takes the processor
+    away anywhere, so one good run of three is enough.
     """
-    ledgers = []
     for attempt in range(3):
         run_here(dataset, tmp_path / str(attempt), **changes)
-        ledgers.append(records(tmp_path / str(attempt), "end")[0]["ledger"])
-    return min(ledgers, key=lambda ledger: ledger["other"])
+        yield records(tmp_path / str(attempt), "end")[0]["ledger"]
 
 
 def test_the_ledger_leaves_under_one_percent_unexplained(dataset, tmp_path):
-    ledger = best_ledger(
-        dataset, tmp_path, max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5
+    options = dict(max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5)
+    assert any(
+        ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
+        for ledger in ledgers(dataset, tmp_path, **options)
     )
-    assert ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
 
 
 def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
@@ -503,9 +502,11 @@ def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
         return torch.ones(2), torch.ones(())
 
     monkeypatch.setattr(train, "train_step", step)
-    ledger = best_ledger(dataset, tmp_path, max_iters=15, eval_interval=100, log_interval=10)
-    assert ledger["steps"] > 15 * 0.15
-    assert ledger["other"] < 0.005 * ledger["steps"]
+    options = dict(max_iters=15, eval_interval=100, log_interval=10)
+    assert any(
+        15 * 0.15 < ledger["steps"] and ledger["other"] < 0.005 * ledger["steps"]
+        for ledger in ledgers(dataset, tmp_path, **options)
+    )
 
 
 HORIZON = 100
