@@ -159,9 +159,8 @@ def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
         assert code == 0 and out.count("compile: ") == 1, err
     one, two = (records(tmp_path / n, "step") for n in "12")
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-4
-    assert not records(
-        tmp_path / "2", "event"
-    )  # nothing was compiled again inside DistributedDataParallel
+    # nothing was compiled again inside DistributedDataParallel
+    assert not records(tmp_path / "2", "event")
 
 
 def wait_until(condition, process):
@@ -259,9 +258,8 @@ def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp
         records(folder, "eval")[-1] for folder in (tmp_path / "0" / "run", tmp_path / "straight")
     )
     assert broken["iter"] == straight["iter"] == 1000
-    assert broken["val_loss"] == pytest.approx(
-        straight["val_loss"], abs=1e-4
-    )  # two ranks against one: other sums
+    # two ranks against one: other sums
+    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)
 
 
 @pytest.mark.slow

@@ -64,9 +64,8 @@ def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
     steps, evals = records(tmp_path, "step"), records(tmp_path, "eval")
     assert steps[0]["loss"] == pytest.approx(math.log(128), abs=0.3)  # 64 ids, padded to 128
     assert evals[-1]["val_loss"] < 2.5
-    assert (
-        steps[10]["tokens"] == 10 * 4 * 16 * 2
-    )  # what the weights behind this loss were trained on
+    # what the weights behind this loss were trained on
+    assert steps[10]["tokens"] == 10 * 4 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -413,9 +412,8 @@ def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(
     tokens = np.fromfile(
         path, dtype="<u2", offset=1024 + 2 * int(token.replace(",", "")), count=16
     ).tolist()
-    assert (
-        tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0
-    )  # a window may go on in the next shard
+    # a window may go on in the next shard
+    assert tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0
     assert [r["iter"] for r in records(tmp_path, "event")] == [3]
 
 
@@ -471,9 +469,8 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
 
     few = syncs(3, 100)
     assert syncs(6, 100) == few  # two log lines each: three more iterations, not one more sync
-    assert (
-        few < syncs(6, 1) <= few + 4 * 4
-    )  # four more lines: loss, norm, the check for skipped updates
+    # four more lines: loss, norm, the check for skipped updates
+    assert few < syncs(6, 1) <= few + 4 * 4
 
 
 def ledgers(dataset, tmp_path, **changes):
@@ -544,9 +541,8 @@ def test_schedules_by_hand():
     linear = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="linear")
     assert train.get_lr(25, linear, 100, 1.0) == 0.75
     constant = Config(learning_rate=1.0, decay_lr=False, warmup_iters=10)
-    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(
-        5 / 11
-    )  # warm-up also without decay
+    # warm-up also without decay
+    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(5 / 11)
     assert train.get_lr(500, constant, 100, 1.0) == 1.0
 
 
@@ -633,9 +629,8 @@ def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_p
 
 @pytest.mark.slow
 def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_path):
-    options = dict(
-        compile=True, dropout=0.1, gradient_accumulation_steps=3
-    )  # 96 windows: the last is the next epoch's
+    # 96 windows: the last is the next epoch's
+    options = dict(compile=True, dropout=0.1, gradient_accumulation_steps=3)
     run_here(dataset, tmp_path / "straight", **options)
     run_here(dataset, tmp_path / "broken", **options, max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "broken", **options, init_from="resume")
@@ -663,9 +658,8 @@ def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(
     straight, crossed = (
         [r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "crossed")
     )
-    assert straight == pytest.approx(
-        crossed, abs=1e-4
-    )  # losses of ~4; fused kernels round differently
+    # losses of ~4; fused kernels round differently
+    assert straight == pytest.approx(crossed, abs=1e-4)
 
 
 def test_quickstart_command_makes_its_dataset(tmp_path):

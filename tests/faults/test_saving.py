@@ -119,9 +119,8 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(
 
 def scripted_losses(monkeypatch, *val_losses):
     """What evaluations find in the validation split, one after the other."""
-    losses = iter(
-        loss for val_loss in val_losses for loss in (1.0, val_loss)
-    )  # the train split's comes first
+    # the train split's comes first
+    losses = iter(loss for val_loss in val_losses for loss in (1.0, val_loss))
     monkeypatch.setattr(train.Run, "mean_loss", lambda *_, **__: next(losses))
 
 
@@ -168,9 +167,8 @@ def test_a_run_that_still_saves_while_the_next_one_starts_loses_nothing(
     open_data = train.open_data
 
     def slow(*args):
-        assert (
-            run_process("train.py", *flags(dataset, tmp_path))[0] == 0
-        )  # the other one, from its start to its end
+        # the other one, from its start to its end
+        assert run_process("train.py", *flags(dataset, tmp_path))[0] == 0
         return open_data(*args)
 
     monkeypatch.setattr(train, "open_data", slow)
