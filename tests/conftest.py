@@ -1,7 +1,4 @@
-"""
-What the tests share: a tiny dataset, a tiny configuration, and train.py run in this process or in
-its own.
-"""
+"""Fixtures and settings that all tests share."""
 
 import signal
 import sys
@@ -11,14 +8,13 @@ import pytest
 import torch
 from helpers import write_dataset
 
+import train
 from common.console import run_main
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores Ctrl-C, and so would its children
-torch.set_num_threads(
-    1
-)  # models this small only wait for further threads, the longer the busier the machine
+# A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# Models this small only wait for further threads, the longer the busier the machine.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +31,18 @@ def restored_process_state():
         signal.signal(number, handler)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request):
+    """
+    train.py draws loss.png at every evaluation, which takes longer than the training in most
+    tests. Those that look at the picture are marked `pictures`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.get_closest_marker("pictures"):
+            patch.setattr(train, "draw_run", lambda out_dir: None)
+        yield
 
 
 @pytest.fixture

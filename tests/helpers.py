@@ -1,5 +1,9 @@
-"""What the tests share: a tiny dataset, a tiny configuration, and train.py run in this process or in its own."""
+"""
+What the tests share: a tiny dataset, a tiny configuration, and train.py run in this process or in
+its own.
+"""
 
+import functools
 import json
 import os
 import subprocess
@@ -8,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import warm
 
 import train
 from data.writer import write_shard
@@ -70,21 +75,37 @@ def run_here(dataset: Path, out_dir: Path, **changes) -> int:
     return train.main(flags(dataset, out_dir, **changes))
 
 
-def start_process(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen:
-    """A script of the repository in its own process, its output in pipes."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment,
-    )
+@functools.cache
+def warm_server() -> warm.Server:
+    return warm.Server()
 
 
-def run_process(*arguments: str, cwd: Path = ROOT, **environment: str) -> tuple[int, str, str]:
+def start_process(
+    *arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str
+) -> subprocess.Popen | warm.WarmProcess:
+    """
+    `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
+    imported torch already, unless `cold` asks for a fresh Python or one of Python's options does.
+    """
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
+    python_option = arguments[0].startswith("-") and arguments[0] != "-c"
+    if cold or python_option or sys.platform != "linux":
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    return warm.WarmProcess(warm_server(), list(arguments), cwd, environment)
+
+
+def run_process(
+    *arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str
+) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a script."""
-    process = start_process(*arguments, cwd=cwd, **environment)
+    process = start_process(*arguments, cwd=cwd, cold=cold, **environment)
     stdout, stderr = process.communicate(timeout=300)
     return process.returncode, stdout, stderr
 

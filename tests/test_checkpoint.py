@@ -108,11 +108,16 @@ def test_data_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_pat
     folder, in this order.
     """
     calls = []
-    for name in ("fsync", "replace"):
-        original = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *a, name=name, original=original: (calls.append(name), original(*a))[1]
-        )
+
+    def recorded(function):
+        def call(*arguments):
+            calls.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", recorded(os.fsync))
+    monkeypatch.setattr(os, "replace", recorded(os.replace))
     save(state(), path(tmp_path, 1))
     assert calls == ["fsync", "replace", "fsync"]
 

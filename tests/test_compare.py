@@ -289,6 +289,7 @@ def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
     assert compare.figures_of(read)["tokens"] == 4000 + 4 * 3000
 
 
+@pytest.mark.pictures
 def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     out_dir = tmp_path / "run"
     assert run_here(dataset, out_dir, max_iters=12, eval_interval=5, log_interval=3) == 0

@@ -13,12 +13,8 @@ from model import GPT, GPTConfig, generate, pad_vocab
 from training.build import build_model, count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
-TRANSPOSED = (
-    "attn.c_attn.weight",
-    "attn.c_proj.weight",
-    "mlp.c_fc.weight",
-    "mlp.c_proj.weight",
-)  # HF's Conv1D
+# HF's Conv1D
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 def hf_twin(model: GPT):
@@ -59,18 +55,31 @@ def tokens(B, T, vocab, seed=0):
     return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+SHAPES = {
+    "small": SMALL,
+    "one head": dict(block_size=33, vocab_size=97, n_layer=1, n_head=1, n_embd=16),
+    "untied": dict(
+        block_size=128, vocab_size=512, n_layer=2, n_head=6, n_embd=96, tie_weights=False
+    ),
+    "124M": dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768),
+}
+
+
 @pytest.mark.parametrize(
-    "shape",
+    "name, flash",
     [
-        SMALL,
-        dict(block_size=33, vocab_size=97, n_layer=1, n_head=1, n_embd=16),
-        dict(block_size=128, vocab_size=512, n_layer=2, n_head=6, n_embd=96, tie_weights=False),
-        dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768),
+        ("small", True),
+        ("small", False),
+        ("one head", True),
+        ("one head", False),
+        ("untied", True),
+        ("untied", False),
+        ("124M", True),
+        pytest.param("124M", False, marks=pytest.mark.slow),
     ],
-    ids=["small", "one head", "untied", "124M"],
 )
-@pytest.mark.parametrize("flash", [True, False], ids=["flash", "plain"])
-def test_logits_equal_transformers_gpt2(shape, flash):
+def test_logits_equal_transformers_gpt2(name, flash):
+    shape = SHAPES[name]
     model = perturbed(GPTConfig(**shape, flash=flash))
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
     with torch.no_grad():
@@ -128,7 +137,7 @@ def test_first_loss_is_that_of_gpt2s_initialisation(tie):
     V + 0.154.
     """
     torch.manual_seed(1)
-    model = GPT(GPTConfig(block_size=128, tie_weights=tie, bias=False))
+    model = GPT(GPTConfig(block_size=128, n_layer=2, tie_weights=tie, bias=False))
     block = tokens(4, 129, 50257)
     with torch.no_grad():
         loss = model(block[:, :-1], block[:, 1:]).item()
@@ -194,10 +203,9 @@ def loss_and_gradients(
 ):
     torch.manual_seed(0)
     model = build_model(config)
+    # the fast model's projections are born as zeros, which hide gradients
     for p in model.parameters():
-        torch.nn.init.normal_(
-            p, std=0.02
-        )  # the fast model's projections are born as zeros, which hide gradients
+        torch.nn.init.normal_(p, std=0.02)
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
     targets[0, :20] = -1
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -210,16 +218,12 @@ def loss_and_gradients(
     "dtype, compiled, scale, tolerance",
     [
         (torch.float32, False, 1.0, 1e-6),
-        (
-            torch.bfloat16,
-            False,
-            1.0,
-            5e-3,
-        ),  # the head's gradient is rounded to 8 bits once for each chunk
-        (torch.float16, False, 2.0**12, 1e-3),  # with GradScaler's factor; 11 bits
-        pytest.param(
-            torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow
-        ),  # compiled code rounds elsewhere too
+        # the head's gradient is rounded to 8 bits once for each chunk
+        (torch.bfloat16, False, 1.0, 5e-3),
+        # with GradScaler's factor; 11 bits
+        (torch.float16, False, 2.0**12, 1e-3),
+        # compiled code rounds elsewhere too
+        pytest.param(torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow),
     ],
     ids=["float32", "bfloat16", "float16", "compiled"],
 )
@@ -281,9 +285,8 @@ def test_flops_per_token_by_hand():
     """
     tied = GPTConfig(bias=False)
     assert flops_per_token(tied) == 6 * 123_587_328 + 12 * 12 * 768 * 1024 == 854_770_176
-    assert (
-        flops_per_token(GPTConfig(bias=False, tie_weights=False)) == 854_770_176
-    )  # a look-up table costs no FLOPs
+    # a look-up table costs no FLOPs
+    assert flops_per_token(GPTConfig(bias=False, tie_weights=False)) == 854_770_176
     narrow = GPTConfig(bias=False, n_embd=384, n_head=6)
     assert (
         flops_per_token(narrow)

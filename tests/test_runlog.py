@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -13,6 +14,8 @@ from training import runlog
 from training.hardware import Hardware
 from training.ranks import Ranks
 from training.runlog import IterationResult, Ledger, RunLog, drop_records
+
+KINDS = ("step", "eval", "checkpoint", "event")
 
 
 class Clock:
@@ -101,7 +104,8 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
     # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their
     # mean price of 120 s are left
     assert line == (
-        "iter 9: loss 3.0000, time 9340.00ms, mfu 82.30%, tok/s 56,134, lr 6.00e-04, norm 0.50, tokens 4.72M, epoch 0.47, "
+        "iter 9: loss 3.0000, time 9340.00ms, mfu 82.30%, tok/s 56,134, lr 6.00e-04, "
+        "norm 0.50, tokens 4.72M, epoch 0.47, "
         f"mem {log.hw.peak_memory_gib():.1f}GiB, eta {duration(90 * 9.34 + 2 * 120)}\n"
     )
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -112,8 +116,6 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
 
 
 def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
-    import re
-
     ledger = Ledger(0.0, clock)
     log = make_log(tmp_path, clock, ledger)
     with ledger.book("steps"):
@@ -153,10 +155,8 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
     log.results.append(result(2))
     log.steps(Batches())
     # iteration 1 begins at sequence 512; micro-step 5 of 8 sequences each
-    assert (
-        "iter 1: update skipped" in (err := capsys.readouterr().err)
-        and f"sequence {512 + 5 * 8}" in err
-    )
+    err = capsys.readouterr().err
+    assert "iter 1: update skipped" in err and f"sequence {512 + 5 * 8}" in err
     log.results.append(result(3, norm=float("inf")))
     log.results.append(result(4, norm=float("nan")))
     with pytest.raises(RunError, match="2 updates in a row"):
@@ -227,21 +227,11 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     path.write_text(whole + 'not a record\n{"kind": "step", "iter": 6, "lo')
     drop_records(path, iter_num=4, evaluated_at=4)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["iter"] for r in kept if r["kind"] == "step"] == [
-        0,
-        1,
-        2,
-        3,
-    ]  # the run goes on with iteration 4
-    assert [r["iter"] for r in kept if r["kind"] == "eval"] == [
-        0,
-        2,
-        4,
-    ]  # the one that ckpt-4 was saved after stays
-    assert not [r for r in kept if r["kind"] == "event"]
-    drop_records(
-        path, iter_num=4, evaluated_at=2
-    )  # a signal came before the evaluation, which the resumed run makes up for
+    iters = {kind: [r["iter"] for r in kept if r["kind"] == kind] for kind in KINDS}
+    # the run goes on with iteration 4; the evaluation that ckpt-4 was saved after stays
+    assert iters == dict(step=[0, 1, 2, 3], eval=[0, 2, 4], checkpoint=[0, 2, 4], event=[])
+    # a signal came before the evaluation, which the resumed run makes up for
+    drop_records(path, iter_num=4, evaluated_at=2)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2]
 
@@ -268,7 +258,7 @@ def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path, clock, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
     log = make_log(tmp_path, clock, Ledger(0.0, clock), tracker="wandb")
     log.evaluation(0, 1.0, 1.0, 1.0)
     assert "going on without it" in capsys.readouterr().err

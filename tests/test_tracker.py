@@ -25,9 +25,8 @@ def expected_numbers(out_dir: Path) -> dict:
 def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert run_here(dataset, tmp_path, tracker="tensorboard") == 0
-    (
-        tmp_path / "ckpt-00000008.pt"
-    ).unlink()  # as if killed before: iterations 4 to 7 are made again
+    # as if killed before: iterations 4 to 7 are made again
+    (tmp_path / "ckpt-00000008.pt").unlink()
     assert run_here(dataset, tmp_path, tracker="tensorboard", init_from="resume") == 0
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     found = {
@@ -38,17 +37,8 @@ def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, 
     expected = expected_numbers(tmp_path)
     assert len(expected) > 50 and found == pytest.approx(expected, rel=1e-6)  # it keeps float32
     assert [event.step for event in events.Scalars("eval/val_loss")] == [0, 4, 8]
-    assert [event.step for event in events.Scalars("step/loss")] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        4,
-        5,
-        6,
-        7,
-    ]  # 4 is the same again
+    # 4 is the same again
+    assert [event.step for event in events.Scalars("step/loss")] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
 
 
 def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(dataset, tmp_path):
@@ -106,9 +96,9 @@ def test_a_failing_tracker_never_stops_a_run(
         sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Failing(failing).init)
     )
     assert run_here(dataset, tmp_path, tracker=tracker) == 0
-    assert [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")
-    ] == [f"warning: tracker {tracker}: no network; going on without it"]
+    lines = capsys.readouterr().err.splitlines()
+    warnings = [line for line in lines if line.startswith("warning")]
+    assert warnings == [f"warning: tracker {tracker}: no network; going on without it"]
     assert records(tmp_path)[-1]["kind"] == "end"
 
 

@@ -64,9 +64,8 @@ def test_loss_falls_and_tokens_are_counted(dataset, tmp_path):
     steps, evals = records(tmp_path, "step"), records(tmp_path, "eval")
     assert steps[0]["loss"] == pytest.approx(math.log(128), abs=0.3)  # 64 ids, padded to 128
     assert evals[-1]["val_loss"] < 2.5
-    assert (
-        steps[10]["tokens"] == 10 * 4 * 16 * 2
-    )  # what the weights behind this loss were trained on
+    # what the weights behind this loss were trained on
+    assert steps[10]["tokens"] == 10 * 4 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -109,58 +108,78 @@ PLAIN = dict(
     eval_interval=20,
 )
 RECIPES = dict(classic=PLAIN, fast=PLAIN | FAST | dict(muon_lr=0.01))
-PATHS = dict(  # each path's changes, and the most by which a loss may differ, in nats
-    recompute=(dict(recompute=True), 0.0),  # the same operations on the same numbers
-    fused=(
-        dict(fused=True),
-        1e-5,
-    ),  # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
-    flash=(dict(flash=True), 1e-5),  # the same, as for the next two
+# Each path's changes, and the most by which a loss may differ, in nats.
+PATHS = dict(
+    # the same operations on the same numbers
+    recompute=(dict(recompute=True), 0.0),
+    # losses of 4 in float32's 24 bits, 5e-7, times what 20 updates make of that
+    fused=(dict(fused=True), 1e-5),
+    # the same, as for the next two
+    flash=(dict(flash=True), 1e-5),
     loss_chunk=(dict(loss_chunk="24"), 1e-5),
     compile=(dict(compile=True), 1e-5),
-    bfloat16=(dict(dtype="bfloat16"), 0.03),  # 8 bits: 0.4 % of a product
-    padding=(
-        dict(pad_vocab_multiple=65),
-        0.05,
-    ),  # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
+    # 8 bits: 0.4 % of a product
+    bfloat16=(dict(dtype="bfloat16"), 0.03),
+    # one more id in the softmax, ln(65 / 64) = 0.016, and other updates for it
+    padding=(dict(pad_vocab_multiple=65), 0.05),
     together=(dict(fused=True, flash=True, compile=True, recompute=True, dtype="bfloat16"), 0.03),
 )
+SLOW_PATHS = ("compile", "together")
+
+
+def build_with_weights_of_unpadded(config):
+    """The model; random weights depend on the vocabulary's size, these do not."""
+    plain, model = build_model(replace(config, vocab_size=64)), build_model(config)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            model.get_parameter(name)[: len(p)] = p
+    return model
+
+
+def build_without_fusing(*arguments):
+    optimizer = build_optimizer(*arguments)
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"] = False
+    return optimizer
+
+
+def losses_of(dataset, out_dir, fused=False, **options) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "build_model", build_with_weights_of_unpadded)
+        if not fused:
+            patch.setattr(train, "build_optimizer", build_without_fusing)
+        assert run_here(dataset, out_dir, **options) == 0
+    return [r["loss"] for r in records(out_dir, "step")]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(dataset, tmp_path_factory):
+    """plain_losses(recipe, device): those of the plain path, which is run once for each."""
+    known = {}
+
+    def losses(recipe, device):
+        if (recipe, device) not in known:
+            out_dir = tmp_path_factory.mktemp("plain") / "run"
+            known[recipe, device] = losses_of(dataset, out_dir, device=device, **RECIPES[recipe])
+        return known[recipe, device]
+
+    return losses
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=[pytest.mark.slow] if p == "together" else []) for p in PATHS]
+    "path", [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW_PATHS else []) for p in PATHS]
 )
 def test_every_fast_path_follows_the_plain_one(
-    path, recipe, device, dataset, tmp_path, monkeypatch
+    path, recipe, device, plain_losses, dataset, tmp_path
 ):
     """
     float32, eager, the plain formulas, an optimizer of single operations; and one change to that.
     """
-
-    def with_weights_of_unpadded(config):
-        """Random weights depend on the vocabulary's size."""
-        plain, model = build_model(replace(config, vocab_size=64)), build_model(config)
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                model.get_parameter(name)[: len(p)] = p
-        return model
-
-    def without_fusing(*arguments):
-        optimizer = build_optimizer(*arguments)
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["fused"] = False
-        return optimizer
-
-    def losses(name, fused=False, **changes):
-        monkeypatch.setattr(train, "build_optimizer", build_optimizer if fused else without_fusing)
-        assert run_here(dataset, tmp_path / name, device=device, **RECIPES[recipe] | changes) == 0
-        return [r["loss"] for r in records(tmp_path / name, "step")]
-
-    monkeypatch.setattr(train, "build_model", with_weights_of_unpadded)
     changes, tolerance = PATHS[path]
-    plain, other = losses("plain"), losses("other", **changes)
+    plain = plain_losses(recipe, device)
+    other = losses_of(dataset, tmp_path / "run", **RECIPES[recipe] | dict(device=device) | changes)
     assert len(plain) == len(other) == 20 and plain[-1] < plain[0] - 0.5
     assert max(abs(a - b) for a, b in zip(plain, other)) <= tolerance
 
@@ -393,9 +412,8 @@ def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(
     tokens = np.fromfile(
         path, dtype="<u2", offset=1024 + 2 * int(token.replace(",", "")), count=16
     ).tolist()
-    assert (
-        tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0
-    )  # a window may go on in the next shard
+    # a window may go on in the next shard
+    assert tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0
     assert [r["iter"] for r in records(tmp_path, "event")] == [3]
 
 
@@ -451,28 +469,26 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
 
     few = syncs(3, 100)
     assert syncs(6, 100) == few  # two log lines each: three more iterations, not one more sync
-    assert (
-        few < syncs(6, 1) <= few + 4 * 4
-    )  # four more lines: loss, norm, the check for skipped updates
+    # four more lines: loss, norm, the check for skipped updates
+    assert few < syncs(6, 1) <= few + 4 * 4
 
 
-def best_ledger(dataset, tmp_path, **changes):
+def ledgers(dataset, tmp_path, **changes):
     """
-    The ledger of the run, of three, with the least unexplained time: a busy machine takes the
-    processor away anywhere.
+    The ledgers of three runs, each run when it is asked for: a busy machine takes the processor
+    away anywhere, so one good run of three is enough.
     """
-    ledgers = []
     for attempt in range(3):
         run_here(dataset, tmp_path / str(attempt), **changes)
-        ledgers.append(records(tmp_path / str(attempt), "end")[0]["ledger"])
-    return min(ledgers, key=lambda ledger: ledger["other"])
+        yield records(tmp_path / str(attempt), "end")[0]["ledger"]
 
 
 def test_the_ledger_leaves_under_one_percent_unexplained(dataset, tmp_path):
-    ledger = best_ledger(
-        dataset, tmp_path, max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5
+    options = dict(max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5)
+    assert any(
+        ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
+        for ledger in ledgers(dataset, tmp_path, **options)
     )
-    assert ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
 
 
 def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
@@ -483,9 +499,11 @@ def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
         return torch.ones(2), torch.ones(())
 
     monkeypatch.setattr(train, "train_step", step)
-    ledger = best_ledger(dataset, tmp_path, max_iters=15, eval_interval=100, log_interval=10)
-    assert ledger["steps"] > 15 * 0.15
-    assert ledger["other"] < 0.005 * ledger["steps"]
+    options = dict(max_iters=15, eval_interval=100, log_interval=10)
+    assert any(
+        15 * 0.15 < ledger["steps"] and ledger["other"] < 0.005 * ledger["steps"]
+        for ledger in ledgers(dataset, tmp_path, **options)
+    )
 
 
 HORIZON = 100
@@ -523,9 +541,8 @@ def test_schedules_by_hand():
     linear = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="linear")
     assert train.get_lr(25, linear, 100, 1.0) == 0.75
     constant = Config(learning_rate=1.0, decay_lr=False, warmup_iters=10)
-    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(
-        5 / 11
-    )  # warm-up also without decay
+    # warm-up also without decay
+    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(5 / 11)
     assert train.get_lr(500, constant, 100, 1.0) == 1.0
 
 
@@ -612,9 +629,8 @@ def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_p
 
 @pytest.mark.slow
 def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_path):
-    options = dict(
-        compile=True, dropout=0.1, gradient_accumulation_steps=3
-    )  # 96 windows: the last is the next epoch's
+    # 96 windows: the last is the next epoch's
+    options = dict(compile=True, dropout=0.1, gradient_accumulation_steps=3)
     run_here(dataset, tmp_path / "straight", **options)
     run_here(dataset, tmp_path / "broken", **options, max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "broken", **options, init_from="resume")
@@ -642,13 +658,15 @@ def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(
     straight, crossed = (
         [r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "crossed")
     )
-    assert straight == pytest.approx(
-        crossed, abs=1e-4
-    )  # losses of ~4; fused kernels round differently
+    # losses of ~4; fused kernels round differently
+    assert straight == pytest.approx(crossed, abs=1e-4)
 
 
 def test_quickstart_command_makes_its_dataset(tmp_path):
-    """The README's first command, cut to a few iterations, in an empty working directory."""
+    """
+    The README's first command, cut to a few iterations, in an empty working directory, and as
+    cold as a user's.
+    """
     code, out, err = run_process(
         str(ROOT / "train.py"),
         str(ROOT / "config/quickstart.py"),
@@ -657,6 +675,7 @@ def test_quickstart_command_makes_its_dataset(tmp_path):
         "--sample_tokens=8",
         "--n_layer=1",
         cwd=tmp_path,
+        cold=True,
     )
     assert code == 0, err
     assert "preparing" in out and (tmp_path / "data/python_stdlib/manifest.json").exists()

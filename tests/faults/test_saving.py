@@ -119,9 +119,8 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(
 
 def scripted_losses(monkeypatch, *val_losses):
     """What evaluations find in the validation split, one after the other."""
-    losses = iter(
-        loss for val_loss in val_losses for loss in (1.0, val_loss)
-    )  # the train split's comes first
+    # the train split's comes first
+    losses = iter(loss for val_loss in val_losses for loss in (1.0, val_loss))
     monkeypatch.setattr(train.Run, "mean_loss", lambda *_, **__: next(losses))
 
 
@@ -168,9 +167,8 @@ def test_a_run_that_still_saves_while_the_next_one_starts_loses_nothing(
     open_data = train.open_data
 
     def slow(*args):
-        assert (
-            run_process("train.py", *flags(dataset, tmp_path))[0] == 0
-        )  # the other one, from its start to its end
+        # the other one, from its start to its end
+        assert run_process("train.py", *flags(dataset, tmp_path))[0] == 0
         return open_data(*args)
 
     monkeypatch.setattr(train, "open_data", slow)
@@ -227,15 +225,15 @@ def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp
 def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
-    # root may write anywhere: start train.py without that privilege (PR_CAPBSET_DROP,
-    # CAP_DAC_OVERRIDE)
-    no_override = (
-        "import ctypes, os, sys\n"
-        "ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)\n"
-        "os.execv(sys.executable, [sys.executable, 'train.py', *sys.argv[1:]])"
+    # root may write anywhere, so give up all of root's privileges first
+    unprivileged = (
+        "import ctypes, train; from common import console\n"
+        "version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
+        "assert ctypes.CDLL(None).capset(version_3, none) == 0\n"
+        "console.run_main(train.main)"
     )
     tmp_path.chmod(0o555)
-    code, _, err = run_process("-c", no_override, *flags(dataset, tmp_path, init_from="resume"))
+    code, _, err = run_process("-c", unprivileged, *flags(dataset, tmp_path, init_from="resume"))
     tmp_path.chmod(0o755)
     assert code == 2 and err.splitlines() == [
         f"error: out_dir: {tmp_path}: read-only; choose another --out_dir"

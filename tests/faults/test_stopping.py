@@ -3,13 +3,10 @@ Signals at any moment, kill -9 at any moment: nothing is lost, and the exit code
 """
 
 import os
-import pty
 import random
 import signal
-import sys
 import time
 
-import psutil
 import pytest
 import torch
 from helpers import ROOT, assert_same_state, flags, load, records, run_here, start_process
@@ -43,29 +40,49 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+STOPPED = dict(dropout=0.1, gradient_accumulation_steps=3, compile=True)
+
+
+def stop_compiling(patch) -> None:
+    """Its place in the run counts in these tests, not its code."""
+    patch.setattr(torch, "compile", lambda model: model)
+
+
+@pytest.fixture(scope="module")
+def straight(dataset, tmp_path_factory):
+    """The run that nobody stops."""
+    out_dir = tmp_path_factory.mktemp("straight")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_compiling(patch)
+        run_here(dataset, out_dir, **STOPPED)
+    return out_dir
+
+
+# Both signals take the same way through the program, so SIGINT is sent at two moments only.
+CASES = [(moment, signal.SIGTERM, 143) for moment in MOMENTS] + [
+    ("between two micro-steps", signal.SIGINT, 130),
+    ("while saving", signal.SIGINT, 130),
+]
+
+
+@pytest.mark.parametrize("moment, number, exit_code", CASES)
 def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(
-    moment, number, exit_code, dataset, tmp_path, monkeypatch
+    moment, number, exit_code, straight, dataset, tmp_path, monkeypatch
 ):
-    options = dict(dropout=0.1, gradient_accumulation_steps=3, compile=True)
-    monkeypatch.setattr(
-        torch, "compile", lambda model: model
-    )  # its place in the run counts here, not its code
+    stop_compiling(monkeypatch)
     with monkeypatch.context() as patch:
-        send_at(patch, *moment, number)
-        assert run_here(dataset, tmp_path / "broken", **options) == exit_code
-    assert checkpoint.load_newest(tmp_path / "broken") is not None
-    assert records(tmp_path / "broken", "end")[0]["reason"] == number.name
-    assert run_here(dataset, tmp_path / "broken", init_from="resume", **options) == 0
-    run_here(dataset, tmp_path / "straight", **options)
-    assert_same_state(load(tmp_path / "broken", 8), load(tmp_path / "straight", 8))
+        send_at(patch, *MOMENTS[moment], number)
+        assert run_here(dataset, tmp_path, **STOPPED) == exit_code
+    assert checkpoint.load_newest(tmp_path) is not None
+    assert records(tmp_path, "end")[0]["reason"] == number.name
+    assert run_here(dataset, tmp_path, init_from="resume", **STOPPED) == 0
+    assert_same_state(load(tmp_path, 8), load(straight, 8))
     for kind in ("step", "eval"):
-        broken, straight = (
-            [(r["iter"], r.get("loss"), r.get("val_loss")) for r in records(tmp_path / run, kind)]
-            for run in ("broken", "straight")
-        )
-        assert broken == straight
+        assert losses_of(tmp_path, kind) == losses_of(straight, kind)
+
+
+def losses_of(out_dir, kind) -> list[tuple]:
+    return [(r["iter"], r.get("loss"), r.get("val_loss")) for r in records(out_dir, kind)]
 
 
 def train_process(dataset, out_dir, **changes):
@@ -79,18 +96,22 @@ def wait_for(process, text):
     raise AssertionError(f"ended before {text!r}: {process.stderr.read()}")
 
 
-@pytest.mark.skipif(not hasattr(os, "forkpty"), reason="needs pseudo-terminals")
+@pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
 def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
+    in_a_terminal = (
+        "import os, sys, train; from common import console\n"
+        "os.login_tty(os.open(sys.argv.pop(1), os.O_RDWR))\n"
+        "console.run_main(train.main)"
+    )
+    terminal, its_end = os.openpty()
     options = flags(dataset, tmp_path, max_iters=10**6, eval_interval=10**6)
-    process, terminal = pty.fork()
-    if process == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
-        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *options])
+    process = start_process("-c", in_a_terminal, os.ttyname(its_end), *options)
     seen = b""
     while b"iter 3" not in seen:
         seen += os.read(terminal, 1000)
+    os.close(its_end)
     os.close(terminal)  # every further line to it fails
-    assert psutil.Process(process).wait(60) == 129
+    assert process.wait(60) == 129
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
 
 

@@ -1,0 +1,240 @@
+"""
+The house: which module may import which, how long files and functions may be, and that every script
+starts.
+"""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+import tomllib
+
+import pytest
+from helpers import ROOT, start_process
+
+CODE_LINES = 6300
+FILE_LINES = {"train.py": 400, "model.py": 380}
+FUNCTION_LINES = 60
+MAIN_LINES = 130  # train.main tells the story of a run
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+FILES = tracked_files()
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
+# tests and config files are long lists, which nobody reads from end to end
+CODE = [name for name in FILES if not name.startswith(("tests/", "config/"))]
+TREES = {name: ast.parse(TEXTS[name]) for name in CODE}
+
+# -----------------------------------------------------------------------------
+# Imports
+
+LIBRARY = ["common", "configurator", "data", "model", "model_fast", "training", "reports"]
+# A folder, or a module of the root, and what it may import besides itself.
+MAY_IMPORT = {
+    "common": [],
+    "configurator": ["common"],
+    "data": ["configurator", "common"],
+    "model": [],
+    "model_fast": ["model"],
+    "training": ["model", "model_fast", "data", "configurator", "common"],
+    "reports": ["training.runlog", "configurator", "common"],
+    "benchmarks": ["train", "training", "data", "model", "configurator", "common"],
+    "train": LIBRARY,
+    "sample": LIBRARY,
+    "compare": LIBRARY,
+    "convert": LIBRARY,
+    "bench": [*LIBRARY, "benchmarks"],
+    "results": ["compare", "reports", "configurator", "common"],  # scripts of their own
+}
+SCRIPTS = ["sample", "compare", "convert", "bench", "data.prepare_fineweb", "data.prepare_text"]
+# imported where they are used, so that a machine with prepared shards can train without them
+OPTIONAL = {"tiktoken", "datasets", "tokenizers", "matplotlib", "wandb", "tensorboard"}
+
+
+def owner(file: str) -> str:
+    """data/loader.py -> data, train.py -> train"""
+    return file.split("/")[0].removesuffix(".py")
+
+
+def imported_by(node: ast.AST) -> list[str]:
+    """The modules that one statement imports, with their dots; `from data import x` is data.x."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports hide where a name comes from"
+        if (ROOT / node.module).is_dir():
+            return [f"{node.module}.{alias.name}" for alias in node.names]
+        return [node.module]
+    return []
+
+
+def imports(file: str) -> list[str]:
+    """All modules that a file imports, also inside of functions."""
+    return [module for node in ast.walk(TREES[file]) for module in imported_by(node)]
+
+
+def is_part_of(module: str, names: list[str]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in names)
+
+
+def test_modules_import_only_what_the_design_allows():
+    ours = {owner(file) for file in CODE}
+    for file in CODE:
+        allowed = [owner(file), *MAY_IMPORT[owner(file)]]
+        for module in imports(file):
+            if module.split(".")[0] in ours:
+                assert is_part_of(module, allowed), f"{file} imports {module}"
+
+
+def test_no_library_module_imports_a_script():
+    for file in CODE:
+        if owner(file) in [*LIBRARY, "benchmarks", "train"]:
+            found = [module for module in imports(file) if is_part_of(module, SCRIPTS)]
+            assert not found, f"{file} imports {found}"
+
+
+def test_common_needs_only_the_standard_library():
+    for file in CODE:
+        if owner(file) == "common":
+            packages = {module.split(".")[0] for module in imports(file)}
+            assert packages <= {*sys.stdlib_module_names, "common"}, file
+
+
+def test_preparing_text_needs_no_torch():
+    """Importing torch takes seconds, at each of the commands that prepare data."""
+    for file in CODE:
+        if owner(file) == "data" and file not in ("data/loader.py", "data/stream.py"):
+            assert not [module for module in imports(file) if module.split(".")[0] == "torch"], file
+    code = "import sys, data.prepare_text, data.prepare_fineweb; sys.exit('torch' in sys.modules)"
+    process = start_process("-c", code, cold=True)
+    assert process.wait(60) == 0, "imports torch by way of another module"
+
+
+def test_what_not_every_machine_has_is_imported_where_it_is_used():
+    for file in CODE:
+        if owner(file) != "results":
+            top = [module for node in TREES[file].body for module in imported_by(node)]
+            assert OPTIONAL.isdisjoint(module.split(".")[0] for module in top), file
+
+
+def test_benchmarks_take_only_the_step_and_the_evaluation_from_train():
+    """bench.py measures the very step that train.py runs, and nothing else there is for others."""
+    for file in CODE:
+        if owner(file) != "benchmarks":
+            continue
+        for node in ast.walk(TREES[file]):
+            if isinstance(node, ast.ImportFrom) and node.module == "train":
+                assert {alias.name for alias in node.names} <= {"train_step", "evaluate"}, file
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "train":
+                    assert node.attr in ("train_step", "evaluate"), f"{file}:{node.lineno}"
+
+
+# -----------------------------------------------------------------------------
+# Sizes
+
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.ENCODING,
+}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+
+
+def count_code_lines(text: str) -> int:
+    """Lines with code on them: no blank lines, comments or docstrings."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_code_lines_are_counted_without_blanks_comments_and_docstrings():
+    assert count_code_lines('"""A\nB"""\n\n# C\nx = [  # D\n    1,\n]\n') == 3
+    assert count_code_lines('def f():\n    """A"""\n\n    return """b\n    c"""\n') == 3
+
+
+def test_the_house_does_not_grow_unseen():
+    lines = sum(count_code_lines(TEXTS[name]) for name in CODE)
+    assert lines <= CODE_LINES, "delete something, or raise the limit where an issue allows it"
+
+
+def test_the_root_holds_what_people_type_and_read_first():
+    assert sorted(name for name in FILES if "/" not in name) == [
+        "bench.py",
+        "compare.py",
+        "configurator.py",
+        "convert.py",
+        "model.py",
+        "model_fast.py",
+        "sample.py",
+        "train.py",
+    ]
+
+
+@pytest.mark.parametrize("file", FILE_LINES)
+def test_the_files_read_first_stay_short(file):
+    assert len(TEXTS[file].splitlines()) <= FILE_LINES[file]
+
+
+def test_functions_stay_short():
+    too_long = []
+    for file in CODE:
+        for node in ast.walk(TREES[file]):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            is_main = (file, node.name) == ("train.py", "main")
+            lines = node.end_lineno - node.lineno + 1
+            if lines > (MAIN_LINES if is_main else FUNCTION_LINES):
+                too_long.append(f"{file}:{node.lineno} {node.name} has {lines} lines")
+    assert not too_long
+
+
+def test_ruff_checks_the_width_of_every_line_and_formats_all():
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["line-length"] == 100 and "E" in ruff["lint"]["select"]
+    ignored = [rules for rules in ruff["lint"].get("per-file-ignores", {}).values()]
+    for rules in [ruff["lint"].get("ignore", []), *ignored]:
+        assert "E501" not in rules and "E" not in rules
+    assert "exclude" not in ruff and "exclude" not in ruff.get("format", {})
+    # in two parts, or this line would be one of them
+    switches = ["fmt" + ": off", "fmt" + ": skip", "noqa" + ": E501", "ruff" + ": noqa"]
+    for file, text in TEXTS.items():
+        found = [switch for switch in switches if "# " + switch in text]
+        assert not found, f"{file} has {found}"
+
+
+# -----------------------------------------------------------------------------
+# Scripts
+
+
+def test_every_script_starts_in_a_fresh_python():
+    """
+    Most tests fork their processes, which would hide an import that is missing. train.py's own
+    fresh start is the quickstart in test_train.py.
+    """
+    commands = {name: [name, "--help"] for name in ("sample.py", "compare.py", "convert.py")}
+    commands["bench.py"] = ["bench.py", "--help"]
+    commands["configurator.py"] = ["configurator.py", "config/quickstart.py"]
+    for path in ROOT.glob("data/prepare_*.py"):
+        commands[path.name] = [f"data/{path.name}", "--help"]
+    # all at once, as most of their time is one processor's
+    processes = {name: start_process(*words, cold=True) for name, words in commands.items()}
+    for name, process in processes.items():
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and out and not err, f"{name}: {err}"

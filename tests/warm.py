@@ -1,0 +1,202 @@
+"""
+Warm processes: a Python process that has already imported torch and this project, and forks.
+
+A cold `python train.py` spends three seconds on imports, and the tests start about a hundred
+processes. The server below imports once. For each request it forks a child, and the child then
+does what a fresh Python would do: it runs the script, or the code given with -c, as __main__. So
+it is a real process with its own signals, pipes and exit code, ready after some 20 ms.
+
+What a forked child cannot show: anything about importing itself, environment variables that torch
+reads as it is imported, and Python's own options. Start a cold process for those.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# -----------------------------------------------------------------------------
+# The tests' side
+
+
+class Server:
+    """The warm process, seen from the tests. It ends when the tests do."""
+
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                # one thread for each process: models this small only wait for more
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def send(self, files: list[int]) -> None:
+        socket.send_fds(self.control, [b"!"], files)
+
+
+class WarmProcess:
+    """A child of the server, used like a subprocess.Popen in text mode with both pipes."""
+
+    def __init__(
+        self, server: Server, arguments: list[str], cwd: Path, environment: dict[str, str]
+    ) -> None:
+        self.args, self.returncode = arguments, None
+        out, child_out = os.pipe()
+        err, child_err = os.pipe()
+        self.connection, theirs = socket.socketpair()
+        server.send([theirs.fileno(), child_out, child_err])
+        theirs.close()
+        os.close(child_out)
+        os.close(child_err)
+        self.stdout = open(out, encoding="utf-8")
+        self.stderr = open(err, encoding="utf-8")
+        # the pid arrives first, the exit code when the process has ended
+        self.replies = self.connection.makefile("r")
+        request = dict(arguments=arguments, cwd=str(cwd), environment=environment)
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
+        self.pid = int(self.replies.readline())
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            ended, _, _ = select.select([self.connection], [], [], timeout)
+            if not ended:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self.replies.readline())
+            self.connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Read both pipes to their ends. Two threads, so that neither pipe fills up and blocks."""
+        texts = {}
+
+        def read(name, file):
+            texts[name] = file.read()
+            file.close()
+
+        readers = [
+            threading.Thread(target=read, args=("stdout", self.stdout), daemon=True),
+            threading.Thread(target=read, args=("stderr", self.stderr), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(timeout)
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        self.wait(timeout)
+        return texts["stdout"], texts["stderr"]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# -----------------------------------------------------------------------------
+# The server's side
+
+
+def serve(control: socket.socket) -> dict | None:
+    """
+    Fork a handler for each request; the handler forks the child and waits for it. Returns the
+    request in the child, and None in the server once the tests have ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the handlers
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 1, 3)
+        if not message:
+            return None
+        if os.fork() == 0:
+            control.close()
+            return handle(*files)
+        for file in files:
+            os.close(file)
+
+
+def handle(connection_file: int, out: int, err: int) -> dict:
+    """In the handler: fork the child, where this returns; report its pid and its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection = socket.socket(fileno=connection_file)
+    request = json.loads(connection.makefile("r").readline())
+    child = os.fork()
+    if child == 0:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for file in (out, err):
+            os.close(file)
+        connection.close()
+        return request
+    # only the child may hold the pipes, or their readers would never see the end
+    os.close(out)
+    os.close(err)
+    with contextlib.suppress(OSError):  # the tests may be gone
+        connection.sendall(f"{child}\n".encode())
+        _, status = os.waitpid(child, 0)
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def console(file: int, errors: str) -> io.TextIOWrapper:
+    """stdout or stderr as with PYTHONUNBUFFERED=1."""
+    return io.TextIOWrapper(open(file, "wb", 0), "utf-8", errors, write_through=True)
+
+
+def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
+    """In the child: do what `python ARGUMENTS` does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python itself sets it
+    for name in ("SIGTERM", "SIGHUP", "SIGCHLD"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.stdout, sys.stderr = console(1, "strict"), console(2, "backslashreplace")
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    if arguments[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    from matplotlib.figure import Figure
+
+    import bench  # noqa: F401
+    import convert  # noqa: F401
+    import sample  # noqa: F401
+    import train  # noqa: F401
+
+    Figure().savefig(io.BytesIO())  # loads fonts and the PNG writer
+    gc.collect()
+    gc.freeze()  # or each child would go through a million objects as it ends
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request:
+        run(**request)
