@@ -11,9 +11,10 @@ import torch
 from common.console import RunError, count, duration, say, warn
 from configurator import Config
 from training import runlog
+from training.checkpoint import Progress
 from training.hardware import Hardware
 from training.ranks import Ranks
-from training.runlog import IterationResult, Ledger, RunLog, drop_records
+from training.runlog import Iteration, Ledger, RunLog, drop_records
 
 KINDS = ("step", "eval", "checkpoint", "event")
 
@@ -29,7 +30,7 @@ class Clock:
         self.now += seconds
 
 
-class Batches:
+class Windows:
     def locate(self, n):
         return f"sequence {n}"
 
@@ -47,16 +48,16 @@ def make_log(tmp_path, clock, ledger, **changes):
         gradient_accumulation_steps=64,
         **changes,
     )
-    log = RunLog(
-        config, ledger, Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3), Ranks()
-    )
+    hw = Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3)
+    log = RunLog(config, hw, Ranks(), began=0.0)
+    log.ledger, log.windows = ledger, Windows()
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
     return log
 
 
 def result(it, loss=3.0, norm=0.5):
     losses = loss if isinstance(loss, torch.Tensor) else torch.full((64,), loss)
-    return IterationResult(it, it * 524288, it * 512, 6e-4, losses, torch.tensor(norm))
+    return Iteration(it, it * 524288, it * 512, 6e-4, losses, torch.tensor(norm))
 
 
 def test_every_second_is_booked_once(clock):
@@ -98,8 +99,8 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
             with ledger.book("data wait"):
                 clock.sleep(0.34)
             clock.sleep(9)
-        log.results.append(result(it))
-    log.steps(Batches())
+        log.iterations.append(result(it))
+    log.line()
     line = capsys.readouterr().out
     # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their
     # mean price of 120 s are left
@@ -120,9 +121,9 @@ def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, ledger)
     with ledger.book("steps"):
         clock.sleep(2)
-    log.results.append(result(0, loss=10.9))
-    log.steps(Batches())
-    log.evaluation(0, 10.9, 10.95, 3.0)
+    log.iterations.append(result(0, loss=10.9))
+    log.line()
+    log.evaluation(0, 10.9, 10.95)
     iteration, evaluation = capsys.readouterr().out.splitlines()
     assert re.match(
         r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%", iteration
@@ -137,8 +138,8 @@ def test_loss_is_the_mean_over_all_micro_batches(tmp_path, clock, capsys):
     log.ledger.switch("steps")
     clock.sleep(1)
     log.ledger.switch("other")
-    log.results.append(result(0, loss=torch.arange(64.0)))
-    log.steps(Batches())
+    log.iterations.append(result(0, loss=torch.arange(64.0)))
+    log.line()
     assert "loss 31.5000" in capsys.readouterr().out
 
 
@@ -150,17 +151,17 @@ def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, c
     log.ledger.switch("other")
     poisoned = torch.ones(64)
     poisoned[5:] = float("nan")
-    log.results.append(result(0))
-    log.results.append(result(1, loss=poisoned, norm=float("nan")))
-    log.results.append(result(2))
-    log.steps(Batches())
+    log.iterations.append(result(0))
+    log.iterations.append(result(1, loss=poisoned, norm=float("nan")))
+    log.iterations.append(result(2))
+    log.line()
     # iteration 1 begins at sequence 512; micro-step 5 of 8 sequences each
     err = capsys.readouterr().err
     assert "iter 1: update skipped" in err and f"sequence {512 + 5 * 8}" in err
-    log.results.append(result(3, norm=float("inf")))
-    log.results.append(result(4, norm=float("nan")))
+    log.iterations.append(result(3, norm=float("inf")))
+    log.iterations.append(result(4, norm=float("nan")))
     with pytest.raises(RunError, match="2 updates in a row"):
-        log.steps(Batches())
+        log.line()
 
 
 def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, capsys):
@@ -172,8 +173,8 @@ def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, cap
     log.ranks.rank, log.ranks.world_size, log.ranks.reduce = 1, 2, lambda values, op=None: values
     poisoned = torch.ones(32)
     poisoned[3] = float("inf")
-    log.results.append(result(10, loss=poisoned, norm=float("nan")))
-    log.check_skips(Batches())
+    log.iterations.append(result(10, loss=poisoned, norm=float("nan")))
+    log.check_skips()
     event = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (
         event["iter"] == 10
@@ -188,18 +189,18 @@ def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(tmp_pa
     log.ledger.switch("steps")
     clock.sleep(1)
     log.ledger.switch("other")
-    log.results += [result(it, norm=float("inf")) for it in range(16)] + [result(16)]
-    log.results += [
+    log.iterations += [result(it, norm=float("inf")) for it in range(16)] + [result(16)]
+    log.iterations += [
         result(17, norm=float("inf")),
         result(18, loss=float("nan"), norm=float("nan")),
         result(19),
     ]
-    log.steps(Batches())
+    log.line()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "update skipped" in line]
     assert len(warnings) == 1 and "iter 18" in warnings[0]
-    log.results += [result(it, norm=float("inf")) for it in range(20, 38)]
+    log.iterations += [result(it, norm=float("inf")) for it in range(20, 38)]
     with pytest.raises(RunError, match="2 updates in a row"):
-        log.steps(Batches())
+        log.line()
 
 
 def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
@@ -209,8 +210,8 @@ def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
         log.ledger.switch("steps")
         clock.sleep(1)
         log.ledger.switch("other")
-        log.results.append(result(it, loss=loss))
-        log.steps(Batches())
+        log.iterations.append(result(it, loss=loss))
+        log.line()
     err = capsys.readouterr().err
     assert err.count("loss spike") == 1 and "iter 4: loss spike, 4.5000" in err
 
@@ -225,13 +226,13 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     lines.append(dict(kind="event", iter=4))
     whole = "".join(json.dumps(line) + "\n" for line in lines)
     path.write_text(whole + 'not a record\n{"kind": "step", "iter": 6, "lo')
-    drop_records(path, iter_num=4, evaluated_at=4)
+    drop_records(path, Progress(iter_num=4, evaluated_at=4))
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     iters = {kind: [r["iter"] for r in kept if r["kind"] == kind] for kind in KINDS}
     # the run goes on with iteration 4; the evaluation that ckpt-4 was saved after stays
     assert iters == dict(step=[0, 1, 2, 3], eval=[0, 2, 4], checkpoint=[0, 2, 4], event=[])
     # a signal came before the evaluation, which the resumed run makes up for
-    drop_records(path, iter_num=4, evaluated_at=2)
+    drop_records(path, Progress(iter_num=4, evaluated_at=2))
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2]
 
@@ -253,14 +254,14 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
 def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, Ledger(0.0, clock))
     log.file = open("/dev/full", "wb", buffering=0)
-    log.evaluation(0, 1.0, 1.0, 1.0)
+    log.evaluation(0, 1.0, 1.0)
     assert "No space left on device; going on" in capsys.readouterr().err
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path, clock, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
     log = make_log(tmp_path, clock, Ledger(0.0, clock), tracker="wandb")
-    log.evaluation(0, 1.0, 1.0, 1.0)
+    log.evaluation(0, 1.0, 1.0)
     assert "going on without it" in capsys.readouterr().err
 
 

@@ -32,11 +32,11 @@ def send_at(monkeypatch, owner, name, call_number, number=signal.SIGTERM):
 MOMENTS = {
     "in the first evaluation": (train, "evaluate", 0),
     "in the evaluation at iteration 4": (train, "evaluate", 2),
-    "while compiling": (train.Run, "compile", 0),
+    "while compiling": (train, "compile_or_warn", 0),
     "before an iteration": (train, "train_step", 2),
     "between two micro-steps": (TrainBatches, "__next__", 5),
     "while saving": (checkpoint, "save", 0),
-    "while logging": (train.RunLog, "steps", 3),
+    "while logging": (train.RunLog, "line", 3),
 }
 
 
