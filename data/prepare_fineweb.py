@@ -53,16 +53,9 @@ def main(argv: list[str]) -> int | None:
     title, revision, source = open_source(arguments)
     if next(source(0, 0), None) is None:  # also finds a broken source before anything is written
         raise UserError(f"{title}: holds no documents")
-    plan = Plan(
-        arguments.out,
-        title,
-        revision,
-        tokenizer,
-        expected_tokens=arguments.tokens + arguments.val_tokens,
-        train_tokens=arguments.tokens,
-        val_tokens=arguments.val_tokens,
-        shard_tokens=arguments.shard_tokens,
-    )
+    plan = Plan(arguments.out, title, revision, tokenizer, arguments.tokens + arguments.val_tokens)
+    plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
+    plan.shard_tokens = arguments.shard_tokens
     train = f"python train.py config/gpt124m_4070.py --dataset={dataset_name(arguments.out)}"
     return prepare(plan, source, arguments.workers, next_command=train)
 

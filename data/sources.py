@@ -249,7 +249,7 @@ def files_source(
             except Exception as error:  # whatever a network or a damaged file throws
                 if failures == len(backoff):
                     raise UserError(f"{files[file]}: {reason(error)}") from None
-                wait_after_failure(files[file], error, backoff[failures])
+                say_and_wait(files[file], error, backoff[failures])
                 failures += 1
                 continue
             file, row = file + 1, 0
@@ -259,7 +259,7 @@ def files_source(
     return source
 
 
-def wait_after_failure(file: str, error: Exception, seconds: float) -> None:
+def say_and_wait(file: str, error: Exception, seconds: float) -> None:
     from tqdm import tqdm  # which writes above a progress bar
 
     tqdm.write(f"warning: {file}: {reason(error)}; again in {seconds} s", file=sys.stderr)

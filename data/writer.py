@@ -38,8 +38,7 @@ SHARD_FIELDS = dict(name=str, tokens=int, sha256=str, documents=int)
 
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
-CHARS_PER_TASK = 300_000  # what one thread tokenises at a time, some 15 ms of work
-READ_AHEAD = 64  # such tasks, besides one for each thread
+READ_AHEAD = 2  # batches of documents for each thread that tokenises
 
 GO_ON = "the same command goes on after the last finished shard"
 
@@ -78,14 +77,15 @@ def prepare(plan: Plan, source: Source, workers: int, next_command: str = "") ->
     folder holds and the command to type next. Returns the exit code.
     """
     writer = ShardWriter(plan)
-    nothing_to_do = writer.manifest["complete"]
-    if not nothing_to_do:
+    if writer.manifest["complete"]:
+        print(f"{describe(plan.folder, writer.manifest)}: nothing to do")
+    else:
         try:
             write_all(writer, source, workers)
         except KeyboardInterrupt:
             print(f"stopped: {GO_ON}", file=sys.stderr)
             return 130
-    print(describe(plan.folder, writer.manifest) + (": nothing to do" if nothing_to_do else ""))
+        print(describe(plan.folder, writer.manifest))
     if next_command:
         print(f"next: {next_command}")
     return 0
@@ -142,26 +142,15 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending = deque()
     try:
-        for file, row, rows in split_batches(batches):
+        for file, row, rows in batches:
             pending.append((file, row, pool.submit(encode_rows, rows, tokenizer)))
-            if len(pending) > READ_AHEAD + workers:
+            if len(pending) > READ_AHEAD * workers:
                 file, row, future = pending.popleft()
                 yield file, row, future.result()
         for file, row, future in pending:
             yield file, row, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def split_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same documents in batches of about CHARS_PER_TASK."""
-    for file, row, rows in batches:
-        first = chars = 0
-        for number, text in enumerate(rows, 1):
-            chars += len(text or "")
-            if chars >= CHARS_PER_TASK or number == len(rows):
-                yield file, row + first, rows[first:number]
-                first, chars = number, 0
 
 
 def encode_rows(rows: Rows, tokenizer: Tokenizer) -> list[np.ndarray | None]:

@@ -308,7 +308,7 @@ from data import prepare_fineweb, sources, tokenizer, writer
 def slow(*arguments, encode_rows=writer.encode_rows):
     time.sleep(0.003)
     return encode_rows(*arguments)
-writer.CHARS_PER_TASK = 2000
+sources.MAX_ROWS = 5
 writer.encode_rows = slow
 prepare_fineweb.Tokenizer = lambda spec: tokenizer.Tokenizer({"kind": "byte"})
 run_main(prepare_fineweb.main)
