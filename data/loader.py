@@ -1,9 +1,17 @@
 """
-Tokens to the model: the order in which windows of a dataset are read, and micro-batches on the
-device.
+From tokens to the model: the order of the windows, and micro-batches on the device.
 
-A training sequence is a window of block_size + 1 tokens of the training split, or of a stream
-(streaming.py). The order is a pure function of (seed, number of sequences consumed), so that number
+    documents -> tokens -> shards -> windows -> micro-batches
+
+    documents      sources.py    rows of parquet and jsonl files; prepare_text.py: text files
+    tokens         writer.py     with tokenizer.py, an end-of-text before each document
+    shards         writer.py     files of tokens and a manifest, read by shards.py
+    windows        loader.py     block_size + 1 tokens each, in the order of WindowOrder
+    micro-batches  loader.py     batch_size windows, on the device
+
+With --stream=True, stream.py goes from documents to windows while training, without shards.
+
+The order of the windows is a pure function of (seed, number of sequences consumed). So that number
 is all a resumed run needs, and batch size, accumulation and the number of processes only cut the
 same sequence of windows differently.
 """
@@ -24,6 +32,8 @@ from data.shards import Dataset, HeldTokens, TokenStream
 PREFETCHED_BATCHES = 4
 MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at again
 
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+
 
 class WindowOrder:
     """
@@ -40,9 +50,8 @@ class WindowOrder:
         self.epoch, self.first, self.shuffled = epoch, first, None
         self.random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         self.offset = int(self.random.integers(min(self.block_size, self.tokens - self.block_size)))
-        self.windows = (
-            self.tokens - 1 - self.offset
-        ) // self.block_size  # a window's last target lies one beyond it
+        # - 1: the last target of a window lies one token beyond it
+        self.windows = (self.tokens - 1 - self.offset) // self.block_size
 
     def start(self, n: int) -> int:
         """Position in the stream of the n-th sequence, counted from 0 over all epochs."""
@@ -70,15 +79,13 @@ class ShuffledWindows:
         The windows of sequences `first` to first + count, (count, block_size + 1) int64. Raises
         RunError.
         """
-        return self.tokens.read_windows(
-            [self.order.start(n) for n in range(first, first + count)], self.block_size + 1
-        )
+        starts = [self.order.start(n) for n in range(first, first + count)]
+        return self.tokens.read_windows(starts, self.block_size + 1)
 
     def locate(self, n: int) -> str:
         """Where the n-th sequence stands, for messages."""
-        number, offset = self.tokens.locate(
-            self.new_order().start(n)
-        )  # the reading thread uses the other order
+        order = self.new_order()  # the reading thread uses the other one
+        number, offset = self.tokens.locate(order.start(n))
         return f"{self.tokens.shards[number].path} at token {offset:,}"
 
     def close(self) -> None:
@@ -105,29 +112,20 @@ class TrainBatches:
         world_size: int = 1,
     ):
         self.windows = data.stream or ShuffledWindows(data.train, config)
-        self.device, self.batch_size, self.stride = (
-            device,
-            config.batch_size,
-            world_size * config.batch_size,
-        )
-        self.loaded: queue.SimpleQueue[tuple[Tensor, Tensor] | Exception] = queue.SimpleQueue()
-        self.room: queue.SimpleQueue[None] = (
-            queue.SimpleQueue()
-        )  # one entry for each batch that may be read ahead
+        self.device, self.batch_size = device, config.batch_size
+        self.stride = world_size * config.batch_size  # from one of our batches to the next
+        self.loaded: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry a batch to read ahead
         for _ in range(PREFETCHED_BATCHES):
             self.room.put(None)
-        self.next_batch: tuple[Tensor, Tensor] | Exception | None = (
-            None  # taken out of `loaded` by ready()
-        )
+        self.next_batch: Batch | Exception | None = None  # taken out of `loaded` by ready()
         self.closed = False
+        first = consumed + rank * config.batch_size
         # A daemon, so that a source that no longer answers cannot keep the process from ending
-        self.reader = threading.Thread(
-            target=self.read_ahead, args=(consumed + rank * config.batch_size,), daemon=True
-        )
+        self.reader = threading.Thread(target=self.read_ahead, args=(first,), daemon=True)
         self.reader.start()
-        atexit.register(
-            self.close
-        )  # a thread that still reads while Python shuts down can abort the process
+        # A thread that still reads while Python shuts down can abort the process
+        atexit.register(self.close)
 
     def read_ahead(self, first: int) -> None:
         try:
@@ -140,10 +138,12 @@ class TrainBatches:
         except Exception as error:  # for the thread that waits for the batch
             self.loaded.put(error)
 
-    def load(self, first: int) -> tuple[Tensor, Tensor]:
+    def load(self, first: int) -> Batch:
         """The micro-batch of sequences from `first` on, on the host."""
-        batch = split_block(torch.from_numpy(self.windows.read(first, self.batch_size)))
-        return tuple(half.pin_memory() for half in batch) if self.device.type == "cuda" else batch
+        x, y = split_block(torch.from_numpy(self.windows.read(first, self.batch_size)))
+        if self.device.type == "cuda":
+            return x.pin_memory(), y.pin_memory()
+        return x, y
 
     def ready(self) -> bool:
         """Whether the next batch is there, after waiting a moment for it."""
@@ -152,10 +152,10 @@ class TrainBatches:
                 self.next_batch = self.loaded.get(timeout=MOMENT)
         return self.next_batch is not None
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def __next__(self) -> Batch:
         while not self.ready():
             pass
         batch, self.next_batch = self.next_batch, None
@@ -172,13 +172,19 @@ class TrainBatches:
         self.windows.close()
 
 
-def split_block(block: Tensor) -> tuple[Tensor, Tensor]:
+def split_block(block: Tensor) -> Batch:
     """(B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one."""
     return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
-def move(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+def move(batch: Batch, device: torch.device) -> Batch:
+    """
+    The batch on the device. Without waiting on CUDA alone: on MPS the copy could read memory that
+    has been freed meanwhile (pytorch #139550).
+    """
+    x, y = batch
+    no_wait = device.type == "cuda"
+    return x.to(device, non_blocking=no_wait), y.to(device, non_blocking=no_wait)
 
 
 def eval_batches(
@@ -199,15 +205,13 @@ def eval_batches(
     T = config.block_size
     available = (len(stream) - 1) // T
     count = min(max(tokens // T, 1), available)
-    starts = (
-        [n * available // count * T for n in range(count)]
-        if spread
-        else [n * T for n in range(count)]
-    )
+    starts = [n * T for n in range(count)]
+    if spread:
+        starts = [n * available // count * T for n in range(count)]
     for first in range(0, count, config.batch_size * world_size):
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
-        block = stream.read_windows(rows + starts[:1] * (config.batch_size - len(rows)), T + 1)
-        x, y = split_block(torch.from_numpy(block))
+        filling = [starts[0]] * (config.batch_size - len(rows))
+        x, y = split_block(torch.from_numpy(stream.read_windows(rows + filling, T + 1)))
         y[len(rows) :] = -1
         yield *move((x, y), device), len(rows) * T

@@ -2,16 +2,15 @@
 Make a dataset from your own text, or, with no argument, from the Python standard library's sources
 (needs no download).
 
-    python data/prepare_text.py                                   data/python_stdlib, about 4.4M byte tokens, in seconds
-    python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; a folder means all such files in it
-    python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl and .parquet: the column `text`, a row a document
+    python data/prepare_text.py                                   4.4M bytes, tokens, in seconds
+    python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
+    python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: column `text`
 
-A text file is one document. Validation is the first documents, as many as make up --val_fraction of
-the text; a single document is cut in two at a paragraph.
+A text file is one document, and so is a row. Validation is the first documents, as many as make up
+--val_fraction of the text; a single document is cut in two at a paragraph.
 """
 
 import argparse
-import glob
 import hashlib
 import os
 import platform
@@ -22,101 +21,94 @@ from itertools import accumulate
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parent.parent
-    )  # in place of data/, whose files could hide others
+    # The root in place of data/, whose files could hide others
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, parse_count, run_main
-from data.sources import Batch, Source
+from data.shards import PREPARED_ON_DEMAND, dataset_name
+from data.sources import ROW_FILES, Batch, Source, file_ending, files_source, local_files
 from data.tokenizer import Tokenizer
 from data.writer import Plan, prepare
 
-TEXT, ROWS = (".txt", ".md", ".py"), (".jsonl", ".parquet")
+ENDINGS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 
 # The standard library's modules that every CPython from 3.10 on has on every system, as source, at
-# much the same size.
-# The validation modules are of many kinds and, together, about as predictable from the others as a
-# module is on average.
-VALIDATION = "textwrap trace csv socketserver gettext pprint email.generator json.decoder poplib compileall".split()
+# much the same size. Those for validation are of many kinds and, together, about as predictable
+# from the others as a module is on average.
+VALIDATION = """
+textwrap trace csv socketserver gettext pprint email.generator json.decoder poplib compileall
+""".split()
 TRAINING = """
-_collections_abc argparse ast asyncio.base_events asyncio.events asyncio.futures asyncio.locks asyncio.streams
-asyncio.tasks asyncio.selector_events asyncio.sslproto bdb cmd codecs collections concurrent.futures._base
-concurrent.futures.process configparser contextlib dataclasses difflib doctest email._parseaddr email.charset
-email.feedparser email.header email.headerregistry email.message email.utils email._policybase fileinput fractions
-ftplib functools gzip html.parser http.client http.cookiejar http.cookies http.server importlib.metadata inspect
-ipaddress json.encoder logging logging.config logging.handlers lzma mailbox modulefinder multiprocessing.connection
-multiprocessing.managers multiprocessing.pool multiprocessing.queues multiprocessing.shared_memory
-multiprocessing.synchronize multiprocessing.util multiprocessing.process ntpath optparse os pdb pickle pkgutil
-platform plistlib posixpath pstats runpy selectors shlex shutil smtplib socket ssl statistics subprocess tarfile
-tempfile threading tokenize tracemalloc typing unittest.case unittest.loader unittest.mock unittest.suite
-urllib.parse urllib.request warnings weakref wsgiref.handlers wsgiref.validate xml.dom.expatbuilder xml.dom.minidom
-xml.etree.ElementTree xml.etree.ElementPath xml.sax.expatreader xml.sax.handler xml.sax.saxutils xml.sax.xmlreader
-xmlrpc.client xmlrpc.server zipfile
+_collections_abc argparse ast asyncio.base_events asyncio.events asyncio.futures asyncio.locks
+asyncio.streams asyncio.tasks asyncio.selector_events asyncio.sslproto bdb cmd codecs collections
+concurrent.futures._base concurrent.futures.process configparser contextlib dataclasses difflib
+doctest email._parseaddr email.charset email.feedparser email.header email.headerregistry
+email.message email.utils email._policybase fileinput fractions ftplib functools gzip html.parser
+http.client http.cookiejar http.cookies http.server importlib.metadata inspect ipaddress
+json.encoder logging logging.config logging.handlers lzma mailbox modulefinder
+multiprocessing.connection multiprocessing.managers multiprocessing.pool multiprocessing.queues
+multiprocessing.shared_memory multiprocessing.synchronize multiprocessing.util
+multiprocessing.process ntpath optparse os pdb pickle pkgutil platform plistlib posixpath pstats
+runpy selectors shlex shutil smtplib socket ssl statistics subprocess tarfile tempfile threading
+tokenize tracemalloc typing unittest.case unittest.loader unittest.mock unittest.suite urllib.parse
+urllib.request warnings weakref wsgiref.handlers wsgiref.validate xml.dom.expatbuilder
+xml.dom.minidom xml.etree.ElementTree xml.etree.ElementPath xml.sax.expatreader xml.sax.handler
+xml.sax.saxutils xml.sax.xmlreader xmlrpc.client xmlrpc.server zipfile
 """.split()
 MOST = 0.9  # of the modules must be there, or the dataset is another one
 
+# -----------------------------------------------------------------------------
+# Which text
 
-def stdlib_files(names: list[str]) -> list[Path]:
+
+def stdlib_files(names: list[str]) -> list[str]:
     """The source files of those modules, without importing them; a missing one is left out."""
     library = Path(sysconfig.get_path("stdlib"))
-    places = [library.joinpath(*name.split(".")) for name in names]
-    files = [
-        next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
-        for place in places
-    ]
-    return [file for file in files if file]
-
-
-def find_files(arguments: list[str]) -> list[Path]:
-    """
-    Files, folders and patterns as a list of files, in the order given, each folder sorted. Raises
-    UserError.
-    """
-    files, problems = [], []
-    for argument in arguments:
-        found = (
-            [Path(argument)]
-            if os.path.exists(argument)
-            else [Path(p) for p in sorted(glob.glob(argument, recursive=True))]
-        )
-        if not found:
-            problems.append(f"{argument}: no such file")
-        for path in found:
-            if path.is_dir():
-                inside = sorted(
-                    p for p in path.rglob("*") if p.suffix in TEXT + ROWS and p.is_file()
-                )
-                problems += [] if inside else [f"{path}: holds no {', '.join(TEXT + ROWS)} files"]
-                files += inside
-            elif path.suffix in TEXT + ROWS:
-                files.append(path)
-            else:
-                problems.append(f"{path}: not one of {', '.join(TEXT + ROWS)}")
-    if problems:
-        raise UserError(*problems)
+    files = []
+    for name in names:
+        place = library.joinpath(*name.split("."))
+        module, package = place.with_suffix(".py"), place / "__init__.py"
+        if module.is_file():
+            files.append(str(module))
+        elif package.is_file():
+            files.append(str(package))
     return files
 
 
-def read_text(path: Path) -> str:
+def stdlib_source() -> tuple[str, list[str], int]:
+    """Title, files, and how many of the first ones are for validation. Raises UserError."""
+    validation = stdlib_files(VALIDATION)
+    files = validation + stdlib_files(TRAINING)
+    if len(files) < MOST * len(VALIDATION + TRAINING):
+        library = sysconfig.get_path("stdlib")
+        raise UserError(f"{library}: holds too few modules as source; name files of your own")
+    return f"Python {platform.python_version()} standard library", files, len(validation)
+
+
+def own_title(names: list[str]) -> str:
+    if len(names) > 3:
+        return f"{' '.join(names[:3])} and {len(names) - 3} more"
+    return " ".join(names)
+
+
+def read_text(path: str) -> str:
+    """A text file. Any line ends become \\n, so that every system makes the same tokens."""
     try:
-        return path.read_text(
-            encoding="utf-8-sig"
-        )  # any line ends become \n, so that every system makes the same tokens
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: byte {error.start:,} is not UTF-8; convert it: iconv -f latin1 -t utf-8 {path}"
-        ) from None
+        mend = f"convert it: iconv -f latin1 -t utf-8 {path}"
+        raise UserError(f"{path}: byte {error.start:,} is not UTF-8; {mend}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def file_source(files: list[Path]) -> Source:
+def text_source(files: list[str]) -> Source:
+    """Text files, a document each, and files of rows, a document a row."""
+
     def source(file: int, row: int) -> Iterator[Batch]:
         for number in range(file, len(files)):
-            if files[number].suffix in ROWS:
-                from data.sources import files_source  # which text alone does not need
-
-                for _, first, rows in files_source([str(files[number])])(0, row):
+            if file_ending(files[number]) in ROW_FILES:
+                for _, first, rows in files_source([files[number]])(0, row):
                     yield number, first, rows
             else:
                 yield number, 0, [read_text(files[number])]
@@ -125,16 +117,8 @@ def file_source(files: list[Path]) -> Source:
     return source
 
 
-def cut_in_two(source: Source, fraction: float) -> Source:
-    """
-    A source of one document as one of two, cut after that share of it, where a paragraph ends, or
-    else a line.
-    """
-    text = next(text for _, _, rows in source(0, 0) for text in rows if text)
-    wanted = max(int(len(text) * fraction), 1)
-    ends = [text.find(mark, wanted) + len(mark) for mark in ("\n\n", "\n") if mark in text[wanted:]]
-    at = next((end for end in ends if end < len(text)), wanted)
-    return lambda file, row: iter([(0, 0, [text[:at], text[at:]])])
+# -----------------------------------------------------------------------------
+# Where validation ends
 
 
 def measure(source: Source) -> tuple[list[int], str]:
@@ -151,76 +135,72 @@ def measure(source: Source) -> tuple[list[int], str]:
     return sizes, sha256.hexdigest()
 
 
+def cut_in_two(source: Source, fraction: float) -> Source:
+    """
+    A source of one document as one of two, cut after that share of it, where a paragraph ends, or
+    else a line.
+    """
+    text = next(text for _, _, rows in source(0, 0) for text in rows if text)
+    wanted = max(int(len(text) * fraction), 1)
+    at = wanted
+    for mark in ("\n", "\n\n"):  # the last one found counts
+        found = text.find(mark, wanted)
+        if found >= 0 and found + len(mark) < len(text):
+            at = found + len(mark)
+    return lambda file, row: iter([(0, 0, [text[:at], text[at:]])])
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "files", nargs="*", help="files, folders or patterns; none: the Python standard library"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        choices=("byte", "gpt2"),
-        default="byte",
-        help="gpt2 needs 50,257 ids, byte 256",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the folder to make (default: data/ and the first argument's name)"
-    )
-    parser.add_argument(
-        "--val_fraction",
-        type=float,
-        default=0.05,
-        help="validation's share of the text (default: 0.05)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=parse_count,
-        default=os.cpu_count(),
-        help="threads (default: one per core)",
-    )
+    add = parser.add_argument
+    add("files", nargs="*", help="files, folders, patterns; none: the Python standard library")
+    add("--tokenizer", choices=("byte", "gpt2"), default="byte", help="256 or 50,257 ids")
+    add("--out", type=Path, help="the folder to make (default: data/ and the first file's name)")
+    add("--val_fraction", type=float, default=0.05, help="validation's share (default: 0.05)")
+    add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction < 1:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 1")
     return arguments
 
 
+def default_out(names: list[str], files: list[str]) -> Path:
+    if not names:
+        return Path("data", PREPARED_ON_DEMAND)
+    first = Path(names[0])
+    return Path("data", first.resolve().stem if first.exists() else Path(files[0]).stem)
+
+
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     tokenizer = Tokenizer({"kind": arguments.tokenizer})
     if arguments.files:
-        files, title = find_files(arguments.files), " ".join(arguments.files[:3])
-        title += f" and {len(arguments.files) - 3} more" if len(arguments.files) > 3 else ""
-        first = Path(arguments.files[0])
-        out = arguments.out or Path(
-            "data", first.resolve().stem if first.exists() else files[0].stem
-        )
+        title, files = own_title(arguments.files), local_files(arguments.files, ENDINGS)
     else:
-        validation = stdlib_files(VALIDATION)
-        files, title = (
-            validation + stdlib_files(TRAINING),
-            f"Python {platform.python_version()} standard library",
-        )
-        out = arguments.out or Path("data", "python_stdlib")
-        if len(files) < MOST * len(VALIDATION + TRAINING):
-            raise UserError(
-                f"{sysconfig.get_path('stdlib')}: too few sources of the standard library; name files of your own"
-            )
-    source = file_source(files)
+        title, files, val_documents = stdlib_source()
+    source = text_source(files)
     sizes, sha256 = measure(source)
     if not sizes:
         raise UserError(f"{title}: holds no text")
     if len(sizes) == 1:
         source, val_documents = cut_in_two(source, arguments.val_fraction), 1
         sizes, sha256 = measure(source)
-    elif not arguments.files:
-        val_documents = len(validation)
-    else:
+    elif arguments.files:
         enough = arguments.val_fraction * sum(sizes)
-        val_documents = next(
-            number for number, total in enumerate(accumulate(sizes), 1) if total >= enough
-        )
-    expected_tokens = sum(sizes) // (1 if tokenizer.kind == "byte" else 3) + len(sizes)
+        val_documents = 1 + sum(total < enough for total in accumulate(sizes))
+    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
+    expected_tokens = sum(sizes) // bytes_per_token + len(sizes)
+    out = arguments.out or default_out(arguments.files, files)
     plan = Plan(out, title, sha256, tokenizer, expected_tokens, val_documents=val_documents)
-    return prepare(plan, source, arguments.workers)
+    train = ""
+    if arguments.files:  # without, train.py may be the caller
+        own = f"--dataset={dataset_name(out)} --out_dir=out/{out.name}"
+        train = f"python train.py config/quickstart.py {own}"
+    return prepare(plan, source, arguments.workers, next_command=train)
 
 
 if __name__ == "__main__":

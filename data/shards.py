@@ -1,15 +1,16 @@
 """
 Token datasets on the disk: opened, checked, and read as one stream of tokens per split.
 
-A dataset is a folder of shards, `*train*.bin` and `*val*.bin`, in any of three forms: ours (llm.c's
-format and a manifest.json), a folder of llm.c / modded-nanogpt shards, or nanoGPT's headerless
-train.bin and val.bin (+ meta.pkl).
+A dataset is a folder of shards in any of three forms: ours (llm.c's format and a manifest.json), a
+folder of llm.c / modded-nanogpt shards, or nanoGPT's headerless train.bin and val.bin (+ meta.pkl).
+A shard's file name says its split: see split_of.
 """
 
 import bisect
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError
+from common.console import RunError, UserError, did_you_mean
+from common.files import replacing
 from configurator import Config
-from data.tokenizer import GPT2_VOCAB, read_meta
+from data.tokenizer import GPT2_VOCAB, fits, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-PREPARED_ON_DEMAND = (
-    "python_stdlib"  # the quickstart's dataset: train.py makes it where it is missing
-)
+MAX_VOCAB = 2**20  # more than any tokenizer's: a larger number is damage
+CHECKED_TOKENS = 32768  # at both ends of a shard, looked at when it is opened
+PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset: train.py makes it itself
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -38,68 +40,95 @@ class Shard:
     tokens: int
 
 
+def split_of(name: str) -> str | None:
+    """
+    "train" or "val", whichever stands last in a file name as a word of its own: "retrieval" is
+    none. None for a file that belongs to neither.
+    """
+    words = re.findall(r"(?:^|[_.-])(train|val)(?=[_.0-9-])", name)
+    return words[-1] if words else None
+
+
 def open_shard(path: Path) -> Shard:
     """Read a shard's header and hold it against the file's size. Raises UserError."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            header = np.frombuffer(file.read(4 * HEADER_INTS).ljust(12, b"\0")[:12], dtype="<i4")
+            header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; prepare the dataset again") from None
-    if header[0] != SHARD_MAGIC:  # nanoGPT's: nothing but tokens
+    magic, version, tokens = header.tolist()
+    if magic != SHARD_MAGIC:  # nanoGPT's: nothing but tokens
         if path.name not in ("train.bin", "val.bin"):
-            raise UserError(
-                f"{path}: starts with {header[0]}, not with a shard's magic number {SHARD_MAGIC}"
-            )
+            expected = f"not with a shard's magic number {SHARD_MAGIC}"
+            raise UserError(f"{path}: starts with {magic}, {expected}")
         if size == 0 or size % 2:
-            raise UserError(
-                f"{path}: {size:,} bytes are no whole number of 2-byte tokens, or none; prepare it again"
-            )
+            why = f"{size:,} bytes are no tokens, or no whole number of them (2 bytes each)"
+            raise UserError(f"{path}: {why}; prepare it again")
         return Shard(path, 0, size // 2)
-    if header[1] != SHARD_VERSION:
-        raise UserError(
-            f"{path}: shard version {header[1]}; this program reads version {SHARD_VERSION} (uint16 tokens)"
-        )
-    if size != 4 * HEADER_INTS + 2 * int(header[2]):
-        held = (size - 4 * HEADER_INTS) / 2
-        raise UserError(
-            f"{path}: its header promises {header[2]:,} tokens, the file holds {held:,.1f}; prepare it again"
-        )
-    return Shard(path, 4 * HEADER_INTS, int(header[2]))
+    if version != SHARD_VERSION:
+        readable = f"this program reads version {SHARD_VERSION} (uint16 tokens)"
+        raise UserError(f"{path}: shard version {version}; {readable}")
+    held = (size - 4 * HEADER_INTS) / 2
+    if held != tokens or tokens < 0:
+        why = f"its header promises {tokens:,} tokens, the file holds {held:,.1f}"
+        raise UserError(f"{path}: {why}; prepare it again")
+    return Shard(path, 4 * HEADER_INTS, tokens)
+
+
+def is_file_name(name: str) -> bool:
+    """False for a shard's name that leads out of its folder, or that no file can have."""
+    return name == Path(name).name and "\0" not in name
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """
+    Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the
+    file's sha256.
+    """
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    body = np.ascontiguousarray(tokens, dtype="<u2")
+    sha256 = hashlib.sha256(header)
+    sha256.update(body)  # no copies: a shard of 100M tokens is 200 MB
+    with replacing(path) as file:
+        file.write(header)
+        file.write(body)
+    return sha256.hexdigest()
 
 
 def allow_open_files(count: int) -> None:
-    """So many more than the 1,024 that a process may usually have open unless it asks."""
+    """Raise the limit of open files, usually 1,024 for a process, by `count`."""
     try:
         import resource
     except ImportError:  # Windows, whose limit is higher
         return
+    unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
-    if soft != resource.RLIM_INFINITY:
-        with contextlib.suppress(ValueError, OSError):  # macOS has a further limit of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft == unlimited:
+        return
+    wanted = soft + count if hard == unlimited else min(soft + count, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a further limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class TokenStream:
     """
-    The shards of one split as one stream. Plain reads, not a memory map: mapped pages count as the
-    process's memory.
+    The shards of one split as one stream of tokens. Plain reads, not a memory map, whose pages
+    would count as memory of the process.
     """
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
-        self.ends = list(np.cumsum([shard.tokens for shard in shards]).tolist())
+        self.ends = np.cumsum([shard.tokens for shard in shards]).tolist()
         allow_open_files(len(shards))
         try:
             self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
         except OSError as error:
-            raise UserError(
-                f"{error.filename}: {error.strerror}; larger shards, or a higher limit (ulimit -n)"
-            ) from None
-        self.lock = (
-            threading.Lock()
-        )  # the thread that reads ahead and an evaluation share the files' positions
+            mend = "make larger shards, or raise the limit (ulimit -n)"
+            raise UserError(f"{error.filename}: {error.strerror}; {mend}") from None
+        # The thread that reads ahead and an evaluation share the files' positions
+        self.lock = threading.Lock()
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -112,7 +141,7 @@ class TokenStream:
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
-        RunError.
+        RunError where a file has become shorter.
         """
         filled = 0
         while filled < len(out):
@@ -123,9 +152,8 @@ class TokenStream:
                 file.seek(shard.header_bytes + 2 * offset)
                 size = file.readinto(memoryview(piece).cast("B"))
             if size != piece.nbytes:
-                raise RunError(
-                    f"{shard.path}: ends before token {offset + len(piece):,}; it changed since the run began"
-                )
+                where = f"{shard.path}: ends before token {offset + len(piece):,}"
+                raise RunError(f"{where}; it changed since the run began")
             filled += len(piece)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
@@ -139,15 +167,15 @@ class TokenStream:
         if block.size and block.max() >= self.vocab:
             row, column = np.argwhere(block >= self.vocab)[0]
             number, offset = self.locate(positions[row] + int(column))
-            raise RunError(
-                f"{self.shards[number].path}: token {block[row, column]} at offset {offset:,} is outside the vocabulary "
-                f"of {self.vocab}; the dataset is damaged or belongs to another tokenizer: prepare it again"
-            )
+            where = f"{self.shards[number].path}: token {block[row, column]} at offset {offset:,}"
+            why = "the dataset is damaged or belongs to another tokenizer"
+            outside = f"is outside the vocabulary of {self.vocab}"
+            raise RunError(f"{where} {outside}; {why}: prepare it again")
         return block.astype(np.int64)
 
 
 class HeldTokens:
-    """Tokens in memory, to be read like a TokenStream: what a stream evaluates on."""
+    """Tokens in memory, read like a TokenStream: what a streaming run evaluates on."""
 
     def __init__(self, tokens: np.ndarray):
         self.tokens = tokens
@@ -156,9 +184,12 @@ class HeldTokens:
         return len(self.tokens)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
-        return np.stack(
-            [self.tokens[position : position + length] for position in positions]
-        ).astype(np.int64)
+        windows = [self.tokens[position : position + length] for position in positions]
+        return np.stack(windows).astype(np.int64)
+
+
+# -----------------------------------------------------------------------------
+# Datasets
 
 
 @dataclass
@@ -167,19 +198,21 @@ class Dataset:
     train: TokenStream | HeldTokens  # of a stream, only as many tokens as an evaluation reads
     val: TokenStream | HeldTokens
     vocab: int  # before padding
-    tokenizer: dict  # what Tokenizer needs to encode and decode; travels in checkpoints
+    tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
     fingerprint: str  # changes when the tokens do
-    stream: Any = None  # the streaming.Stream that training reads in place of `train`
-
-
-# -----------------------------------------------------------------------------
-# Datasets
+    stream: Any = None  # the data.stream.Stream that training reads in place of `train`
 
 
 def dataset_folder(name: str) -> Path:
-    return (
-        Path("data", name) if Path("data", name).is_dir() or not Path(name).is_dir() else Path(name)
-    )
+    """data/NAME, or NAME as a path where only that is a folder."""
+    if Path(name).is_dir() and not Path("data", name).is_dir():
+        return Path(name)
+    return Path("data", name)
+
+
+def dataset_name(folder: Path) -> str:
+    """What to give for --dataset."""
+    return folder.name if folder.parent == Path("data") else str(folder)
 
 
 def open_dataset(name: str) -> Dataset:
@@ -189,95 +222,139 @@ def open_dataset(name: str) -> Dataset:
     """
     folder = dataset_folder(name)
     if not folder.is_dir():
-        command = (
-            "data/prepare_fineweb.py --out="
-            if "fineweb" in name
-            else "data/prepare_text.py FILE --out="
-        )
-        raise UserError(
-            f"dataset: there is no folder {folder}; make it with: python {command}{folder}"
-        )
-    manifest = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
-    meta = read_meta(folder / "meta.pkl") if (folder / "meta.pkl").exists() else {}
-    try:
-        listed = {
-            shard["name"]: dict(shard, tokens=int(shard["tokens"]))
-            for shard in manifest.get("shards", [])
-        }
-        vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)
-        tokenizer = dict(kind=manifest.get("tokenizer") or ("char" if "itos" in meta else "gpt2"))
-        if "itos" in meta:
-            tokenizer["itos"] = [meta["itos"][i] for i in range(vocab)]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{folder}: manifest.json or meta.pkl is damaged ({error!r}); prepare the dataset again"
-        ) from None
+        raise UserError(missing_dataset(name, folder))
+    listed, vocab, tokenizer = read_description(folder)
+    shards = open_shards(folder, listed)
+    train, val = TokenStream(shards["train"], vocab), TokenStream(shards["val"], vocab)
+    fingerprint = check_tokens(listed, [train, val])
+    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint)
+
+
+def missing_dataset(name: str, folder: Path) -> str:
+    """What to type where the folder is not there."""
+    problem = f"dataset: there is no folder {folder}"
+    if name == "openwebtext":  # the default, which most likely nobody asked for
+        problem += "; try python train.py config/quickstart.py, which needs no data"
+    made = [path.parent.name for path in Path("data").glob("*/*.bin")]
+    command = "prepare_fineweb.py" if "fineweb" in name else "prepare_text.py FILE"
+    make = f"make it with: python data/{command} --out={folder}"
+    return f"{problem}{did_you_mean(name, made)}; {make}"
+
+
+def read_description(folder: Path) -> tuple[dict[str, dict], int, dict]:
+    """
+    What manifest.json and meta.pkl say, where they are there: the shards by name, the vocabulary
+    and the tokenizer's spec. Raises UserError.
+    """
+    manifest_path, meta_path = folder / "manifest.json", folder / "meta.pkl"
+    manifest = read_json(manifest_path) if manifest_path.exists() else {}
+    meta = read_meta(meta_path) if meta_path.exists() else {}
     if manifest.get("complete") is False:
-        raise UserError(
-            f"{folder}: its preparation is unfinished; run the command that began it again"
-        )
-    names = sorted(listed) or sorted(path.name for path in folder.glob("*.bin"))
-    problems, shards = [], {"train": [], "val": []}
-    for shard_name in names:
+        mend = "run the command that began it again"
+        raise UserError(f"{folder}: its preparation is unfinished; {mend}")
+    try:
+        listed = {}
+        for shard in manifest.get("shards", []):
+            if not is_file_name(shard["name"]):
+                raise ValueError(f"a shard named {shard['name'][:50]!r}")
+            listed[shard["name"]] = dict(shard, tokens=int(shard["tokens"]))
+        vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)
+        if not 0 < vocab <= MAX_VOCAB:
+            raise ValueError("vocabulary out of range")
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        problem = f"{folder}: manifest.json or meta.pkl is damaged ({error!r})"
+        raise UserError(f"{problem}; prepare the dataset again") from None
+    return listed, vocab, tokenizer_spec(manifest, meta, vocab)
+
+
+def tokenizer_spec(manifest: dict, meta: dict, vocab: int) -> dict:
+    """The tokenizer's spec. Of kind unknown, it lets a run train, but print no samples."""
+    if manifest.get("tokenizer"):
+        spec = dict(kind=manifest["tokenizer"])
+    elif "itos" in meta:
+        spec = dict(kind="char")
+    elif meta and vocab != GPT2_VOCAB:
+        return dict(kind="unknown")  # a tokenizer of somebody's own, which meta.pkl does not hold
+    else:
+        spec = dict(kind="gpt2")
+    with contextlib.suppress(LookupError, TypeError):  # then it does not fit
+        spec["itos"] = [meta["itos"][i] for i in range(vocab)]
+    return spec if fits(spec, vocab) else dict(kind="unknown")
+
+
+def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]:
+    """
+    The shards of each split by name: those that manifest.json lists, or else all in the folder.
+    Raises UserError.
+    """
+    shards: dict[str, list[Shard]] = {"train": [], "val": []}
+    problems = []
+    for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
+        split = split_of(name)
+        if split is None:
+            continue
         try:
-            shard = open_shard(folder / shard_name)
+            shard = open_shard(folder / name)
         except UserError as error:
             problems += error.problems
             continue
-        if listed and listed[shard_name]["tokens"] != shard.tokens:
+        if listed and listed[name]["tokens"] != shard.tokens:
+            differs = f"{shard.tokens:,} tokens; manifest.json says {listed[name]['tokens']:,}"
+            problems.append(f"{shard.path}: {differs}; prepare the dataset again")
+        shards[split].append(shard)
+    for split in shards:
+        if not problems and not any(shard.tokens for shard in shards[split]):
+            files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             problems.append(
-                f"{shard.path}: {shard.tokens:,} tokens; manifest.json says {listed[shard_name]['tokens']:,}"
-            )
-        for split in ("train", "val"):
-            if split in shard_name:
-                shards[split].append(shard)
-    for split in ("train", "val"):
-        if not sum(shard.tokens for shard in shards[split]) and not problems:
-            problems.append(
-                f"{folder}: holds no tokens for {split} (*{split}*.bin); prepare the dataset again"
+                f"{folder}: holds no tokens for {split} ({files}); prepare the dataset again"
             )
     if problems:
         raise UserError(*problems)
+    return shards
+
+
+def check_tokens(listed: dict[str, dict], streams: list[TokenStream]) -> str:
+    """
+    Check both ends of each shard; the rest is checked as it is read. Returns the fingerprint, a
+    sha256 of these tokens and of what manifest.json lists. Raises RunError.
+    """
     fingerprint = hashlib.sha256(json.dumps(listed, sort_keys=True).encode())
-    streams = {split: TokenStream(shards[split], vocab) for split in shards}
-    for stream in streams.values():
-        for number, shard in enumerate(
-            stream.shards
-        ):  # look at both ends; the rest is checked as it is read
-            start, length = stream.ends[number] - shard.tokens, min(shard.tokens, 32768)
-            ends = stream.read_windows([start, stream.ends[number] - length], length)
-            fingerprint.update(f"{shard.path.name} {shard.tokens} ".encode() + ends.tobytes())
-    return Dataset(
-        str(folder), streams["train"], streams["val"], vocab, tokenizer, fingerprint.hexdigest()
-    )
+    for stream in streams:
+        for shard, end in zip(stream.shards, stream.ends):
+            length = min(shard.tokens, CHECKED_TOKENS)
+            tokens = stream.read_windows([end - shard.tokens, end - length], length)
+            fingerprint.update(f"{shard.path.name} {shard.tokens} ".encode() + tokens.tobytes())
+    return fingerprint.hexdigest()
 
 
 def is_made_on_demand(config: Config) -> bool:
     """Whether this is the quickstart's dataset and it is still to be made, or to be finished."""
+    if config.dataset != PREPARED_ON_DEMAND:
+        return False
     manifest = dataset_folder(config.dataset) / "manifest.json"
-    return config.dataset == PREPARED_ON_DEMAND and (
-        not manifest.exists() or read_json(manifest).get("complete") is False
-    )
+    return not manifest.exists() or read_json(manifest).get("complete") is False
 
 
 def check_dataset(config: Config) -> list[str]:
-    """What is wrong with the dataset for this configuration, one line each (for load_config)."""
-    if is_made_on_demand(config):
-        return []
+    """What is wrong with the dataset for this configuration, one line each."""
     try:
+        if is_made_on_demand(config):
+            return []
         data = open_dataset(config.dataset)
     except UserError as error:
         return error.problems
-    needed = config.block_size + 1
-    return [
-        f"block_size: {config.block_size} needs {needed} tokens; the {split} split of {data.source} has {len(stream):,}"
-        for split, stream in (("train", data.train), ("val", data.val))
-        if len(stream) <= config.block_size
-    ]
+    problems = []
+    for split, stream in (("train", data.train), ("val", data.val)):
+        if len(stream) <= config.block_size:
+            needs = f"{config.block_size} needs {config.block_size + 1} tokens"
+            has = f"the {split} split of {data.source} has {len(stream):,}"
+            problems.append(f"block_size: {needs}; {has}")
+    return problems
 
 
 def read_json(path: Path, mend: str = "prepare the dataset again") -> dict:
+    """A JSON object from a file. Raises UserError, which ends in `mend`."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); {mend}") from None

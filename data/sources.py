@@ -1,5 +1,8 @@
 """
 Where text comes from: the rows of parquet and jsonl files, here or on the hub.
+
+A source is a function of a place, (file number, row in that file). It yields the documents from
+there on in batches: file number, row of the batch's first document, and the documents' texts.
 """
 
 import glob
@@ -7,81 +10,74 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import cycle, islice
+from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from common.console import UserError
 
-# A source is opened at a document, by the number of its file and its row there, and yields batches
-# from it on: file
-# number, row number of the batch's first document, and the documents' texts. Earlier rows than
-# asked for do no harm.
-Rows = list[str | None]
+Rows = list[str | None]  # None: a null in the file
 Batch = tuple[int, int, Rows]
 Source = Callable[[int, int], Iterator[Batch]]
 
 COLUMN = "text"
+ROW_FILES = (".parquet", ".jsonl", ".json")  # and .jsonl.gz, .jsonl.zst
+COMPRESSED = (".gz", ".zst")  # the datasets library unpacks these
 ROWS_PER_READ = 256  # of jsonl
 BYTES_PER_READ = 4_000_000  # of parquet, but no more than MAX_ROWS
 MAX_ROWS = 1024
-FORMATS = {
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".json": "json",
-}  # file ending -> builder of the datasets library
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")  # of Arrow
-BACKOFF_SECONDS = (
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    320,
-)  # waits while the hub fails, on top of the library's own attempts
+# Seconds to wait while the hub fails, on top of the attempts of the library itself
+BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
+
+# -----------------------------------------------------------------------------
+# Which files
 
 
-def local_files(source: str, flag: str = "--source") -> list[str]:
+def file_ending(name: str) -> str:
+    """The ending that tells the form of a file: .jsonl for a.jsonl.gz too."""
+    path = Path(name)
+    if path.suffix in COMPRESSED and Path(path.stem).suffix in (".jsonl", ".json"):
+        return Path(path.stem).suffix
+    return path.suffix
+
+
+def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> list[str]:
     """
-    The files of a path, folder or pattern, sorted by name. Raises UserError, which names the flag.
+    The files of some paths, folders and patterns, in the order given, those of one folder or
+    pattern sorted by name. Other endings are left out. Raises UserError where a name gives no file;
+    its message begins with `flag`.
     """
-    paths = (
-        [Path(source)]
-        if os.path.exists(source)
-        else [Path(path) for path in glob.glob(source, recursive=True)]
-    )
-    if not paths:
-        raise UserError(f"{flag}={source}: no such file")
-    files = [
-        inner
-        for path in paths
-        for inner in (path.rglob("*") if path.is_dir() else [path])
-        if inner.is_file()
-    ]
-    names = sorted(str(file) for file in files if file_format(str(file)))
-    if empty := [name for name in names if not os.path.getsize(name)]:
-        raise UserError(*(f"{name}: is empty; remove it" for name in empty))
-    if not names:
-        raise UserError(
-            f"{flag}={source}: needs .parquet or .jsonl files (.jsonl.gz and .jsonl.zst too)"
-        )
-    return names
+    files, problems = [], []
+    for name in names:
+        found = []
+        paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        for path in map(Path, paths):
+            inside = path.rglob("*") if path.is_dir() else [path]
+            found += [str(f) for f in inside if file_ending(f) in endings and f.is_file()]
+        if not paths:
+            problems.append(f"{flag}{name}: no such file")
+        elif not found:
+            problems.append(f"{flag}{name}: holds no {', '.join(endings)} files")
+        files += sorted(found)
+    for file in files:
+        if file_ending(file) in ROW_FILES and not os.path.getsize(file):
+            problems.append(f"{file}: is empty; remove it")
+    if problems:
+        raise UserError(*problems)
+    return files
 
 
 def describe_files(files: list[str]) -> str:
-    """What local files have in place of a revision."""
+    """Stands for the revision of local files: changes when their number or size does."""
     return f"{len(files)} files, {sum(os.path.getsize(file) for file in files)} bytes"
 
 
 def hub_files(
-    dataset: str, name: str | None, revision: str | None, flag: str = "--source"
+    dataset: str, name: str | None, revision: str | None, flag: str
 ) -> tuple[list[str], str]:
     """
-    The addresses of a hub dataset's training files, in its own order, and the revision they are
-    from. Raises UserError.
+    The addresses of a hub dataset's training files, in its own order, and their revision: the one
+    given, or else the newest. Raises UserError, which offers `flag` for local files.
     """
     try:
         from huggingface_hub import HfApi
@@ -90,20 +86,17 @@ def hub_files(
         builder = quiet_datasets().load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        raise UserError(
-            f"{dataset}: {reason(error)}; mend that, or give local files with {flag}"
-        ) from None
-    if not files or not all(map(file_format, files)):
-        raise UserError(
-            f"{dataset} {name or ''}: has no training split of parquet or jsonl files; choose another --name"
-        )
+        mend = f"mend that, or give local files with {flag}"
+        raise UserError(f"{dataset}: {reason(error)}; {mend}") from None
+    if not files or any(file_ending(file) not in ROW_FILES for file in files):
+        problem = f"{dataset} {name or ''}: has no training split of parquet or jsonl files"
+        raise UserError(f"{problem}; choose another configuration of it")
     return files, revision
 
 
 def quiet_datasets():
     """
-    The datasets library, its only messages those about lost connections; its errors reach us as
-    exceptions.
+    The datasets library, silent but for lost connections. Its errors reach us as exceptions.
     """
     import datasets
 
@@ -114,86 +107,100 @@ def quiet_datasets():
     return datasets
 
 
-def file_format(name: str) -> str | None:
-    path = Path(name)
-    return FORMATS.get(Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix)
+# -----------------------------------------------------------------------------
+# Reading a file
 
 
-def read_rows(name: str, row: int, turns: Iterator[bool]) -> Iterator[tuple[int, Rows]]:
+@dataclass(frozen=True)
+class Share:
+    """Which pieces of a source one of several workers reads: every `workers`-th one."""
+
+    number: int = 0
+    workers: int = 1
+
+    def holds(self, piece: int) -> bool:
+        return piece % self.workers == self.number
+
+
+EVERYTHING = Share()
+
+
+def read_rows(
+    name: str, row: int, piece: int, share: Share
+) -> Iterator[tuple[int, int, Rows | None]]:
     """
-    The texts of a file, a path or an hf:// address, from `row` on: the number of the first one, and
-    some texts. `turns` says of each such batch whether to read it; the texts of one left out are
-    None. Invalid UTF-8 becomes U+FFFD. Raises UserError where there is no text, and whatever
-    reading throws.
+    The texts of a file, a path or an hf:// address, from `row` on in pieces: the piece's first row,
+    the row after its last, and its texts. The first piece has the number `piece`; pieces of
+    others' shares have None for texts and are not decoded. Raises UserError where there is no
+    text, and whatever reading throws.
     """
-    import pyarrow
-
-    for first, rows, load in (
-        parquet_columns(name) if file_format(name) == "parquet" else json_columns(name)
-    ):
-        if first + rows <= row:
-            continue
-        skipped = max(row - first, 0)
-        if next(turns):
-            texts = load().slice(skipped).cast(pyarrow.large_binary()).to_pylist()
-            yield (
-                first + skipped,
-                [text if text is None else text.decode(errors="replace") for text in texts],
-            )
-        else:
-            yield first + skipped, [None] * (rows - skipped)
+    if file_ending(name) == ".parquet":
+        yield from read_parquet(name, row, piece, share)
+    else:
+        yield from read_json(name, row, piece, share)
 
 
-def parquet_columns(name: str):
+def read_parquet(name: str, row: int, piece: int, share: Share):
     """
-    The column of texts in pieces: the number of a piece's first row, its rows, and what reads it
-    before the next is asked for. With pyarrow alone: the datasets library reads some 300 MB ahead
-    of a slower consumer and, when it begins amid a file, downloads what it skips.
+    read_rows of a parquet file, with pyarrow alone: the datasets library reads some 300 MB ahead of
+    a slower consumer and, when it begins in the middle of a file, downloads what it skips.
     """
     import pyarrow.parquet
     from huggingface_hub import HfFileSystem
 
     with HfFileSystem().open(name) if "://" in name else open(name, "rb") as file:
-        parquet = pyarrow.parquet.ParquetFile(
-            file, pre_buffer=False
-        )  # pre-buffered bytes are kept until the file's end
+        # pre-buffered bytes would be kept until the end of the file
+        parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         check_column(name, parquet.schema_arrow)
-        leaves = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-        column, first = leaves.index(COLUMN), 0
+        group_begins = 0
         for group in range(parquet.num_row_groups):
-            metadata = parquet.metadata.row_group(group)
-            row_bytes = (
-                metadata.column(column).total_uncompressed_size // max(metadata.num_rows, 1) + 1
-            )
-            size = min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
-            batches = enumerate(
-                parquet.iter_batches(size, row_groups=[group], columns=[COLUMN])
-            )  # reads when it is asked
-            for number, start in enumerate(range(0, metadata.num_rows, size)):
-                rows = min(size, metadata.num_rows - start)
-                yield first + start, rows, partial(find_column, batches, number)
-            first += metadata.num_rows
+            group_ends = group_begins + parquet.metadata.row_group(group).num_rows
+            size = rows_per_piece(parquet, group)
+            # Lazy: reads from the file when the first batch is asked for, decodes batch by batch
+            batches = parquet.iter_batches(size, row_groups=[group], columns=[COLUMN])
+            decoded = group_begins
+            for begin in range(group_begins, group_ends, size):
+                end = min(begin + size, group_ends)
+                if end <= row:
+                    continue
+                texts = None
+                if share.holds(piece):
+                    while decoded < end:
+                        batch = next(batches)
+                        decoded += len(batch)
+                    texts = to_texts(batch.column(0))[max(row - begin, 0) :]
+                yield max(begin, row), end, texts
+                piece += 1
+            group_begins = group_ends
 
 
-def find_column(batches, wanted: int):
-    return next(batch.column(0) for number, batch in batches if number == wanted)
+def rows_per_piece(parquet, group: int) -> int:
+    """As many rows of the row group as make up some BYTES_PER_READ, by its metadata."""
+    leaves = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
+    metadata = parquet.metadata.row_group(group)
+    text_bytes = metadata.column(leaves.index(COLUMN)).total_uncompressed_size
+    row_bytes = text_bytes // max(metadata.num_rows, 1) + 1
+    return min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
 
 
-def json_columns(name: str):
-    pattern = name if "://" in name else glob.escape(name)
-    stream = quiet_datasets().load_dataset(
-        "json",
-        data_files=[pattern],
-        split="train",
-        streaming=True,
-        encoding="UTF-8",
-        encoding_errors="replace",  # it repairs invalid UTF-8 only where that is not spelt utf-8
-    )
-    first = 0
-    for table in stream.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+def read_json(name: str, row: int, piece: int, share: Share):
+    """read_rows of a jsonl file, with the datasets library."""
+    files = [name if "://" in name else glob.escape(name)]
+    # errors="replace" is ignored for an encoding spelt utf-8
+    encoding = dict(encoding="UTF-8", encoding_errors="replace")
+    load = quiet_datasets().load_dataset
+    rows = load("json", data_files=files, split="train", streaming=True, **encoding)
+    begin = 0
+    for table in rows.with_format("arrow").iter(batch_size=ROWS_PER_READ):
         check_column(name, table.schema)
-        yield first, len(table), partial(table.column, COLUMN)
-        first += len(table)
+        end = begin + len(table)
+        if end > row:
+            texts = None
+            if share.holds(piece):
+                texts = to_texts(table.column(COLUMN))[max(row - begin, 0) :]
+            yield max(begin, row), end, texts
+            piece += 1
+        begin = end
 
 
 def check_column(name: str, schema) -> None:
@@ -203,44 +210,62 @@ def check_column(name: str, schema) -> None:
         raise UserError(f"{name}: its column {COLUMN} holds {schema.field(COLUMN).type}, not text")
 
 
+def to_texts(column) -> Rows:
+    """The texts of an Arrow column. Invalid UTF-8 becomes U+FFFD."""
+    import pyarrow
+
+    texts = column.cast(pyarrow.large_binary()).to_pylist()
+    return [text if text is None else text.decode(errors="replace") for text in texts]
+
+
+# -----------------------------------------------------------------------------
+# Reading many files
+
+
 def files_source(
     files: list[str],
     backoff: tuple[float, ...] = (),
-    turns: tuple[bool, ...] = (True,),
+    share: Share = EVERYTHING,
     again_from: tuple[int, int] | None = None,
 ) -> Source:
     """
-    Parquet and jsonl files as a source. A file that fails is opened again at the same row after
-    each wait of `backoff`. Of each len(turns) batches those are read whose turn is true, the
-    others' texts are None. The source ends with the last file, or goes on for ever at the place
-    `again_from`.
+    Parquet and jsonl files as a source of the pieces in `share`. A file that fails is opened again
+    at the same row after each wait of `backoff`, in seconds. The source ends with the last file,
+    or, given `again_from`, goes on for ever from that place.
     """
 
     def source(file: int, row: int) -> Iterator[Batch]:
-        waits, batches = iter(backoff), 0
+        piece, failures = 0, 0
         while file < len(files):
             try:
-                for first, rows in read_rows(
-                    files[file], row, islice(cycle(turns), batches % len(turns), None)
-                ):
-                    yield file, first, rows
-                    row, waits, batches = first + len(rows), iter(backoff), batches + 1
-                file, row = file + 1, 0
-                if file == len(files) and again_from is not None:
-                    file, row = again_from
+                for begin, end, texts in read_rows(files[file], row, piece, share):
+                    if texts is not None:
+                        yield file, begin, texts
+                    row = end
+                    piece += 1
+                    failures = 0
             except UserError:
                 raise
             except Exception as error:  # whatever a network or a damaged file throws
-                wait = next(waits, None)
-                if wait is None:
+                if failures == len(backoff):
                     raise UserError(f"{files[file]}: {reason(error)}") from None
-                tqdm.write(
-                    f"warning: {files[file]}: {reason(error)}; again in {wait} s", file=sys.stderr
-                )
-                time.sleep(wait)
+                say_and_wait(files[file], error, backoff[failures])
+                failures += 1
+                continue
+            file, row = file + 1, 0
+            if file == len(files) and again_from is not None:
+                file, row = again_from
 
     return source
 
 
+def say_and_wait(file: str, error: Exception, seconds: float) -> None:
+    from tqdm import tqdm  # which writes above a progress bar
+
+    tqdm.write(f"warning: {file}: {reason(error)}; again in {seconds} s", file=sys.stderr)
+    time.sleep(seconds)
+
+
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}"

@@ -2,11 +2,16 @@
 Training straight from text: parquet or jsonl files, here or on the hub, tokenised on the way by
 worker processes.
 
-The stream is the source's documents in their order, an end-of-text token before each, over and
+The stream is the documents of the source in their order, an end-of-text token before each, over and
 over. Its first whole documents, as many as an evaluation reads, are held out for validation, as
 preparation does it. Sequence n is the window of block_size + 1 tokens that begins n * block_size
-tokens behind them. So no number of workers, processes or sequences in a batch changes what is
-trained on, and a document and a number of tokens are all that a resumed run needs to go on.
+tokens behind them. So the number of workers, processes or sequences in a batch does not change what
+is trained on. A document and a number of tokens are all that a resumed run needs to go on.
+
+    open_stream    finds the files, reads what evaluations need
+    Pieces         in each worker: text -> tokens, every n-th piece of the source
+    Workers        starts them, takes their pieces in order, ends them
+    Stream         pieces -> windows, and the position for a checkpoint
 """
 
 import bisect
@@ -19,137 +24,194 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import parent_process, resource_tracker
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from tqdm import tqdm
 
 from common.console import RunError, UserError
 from configurator import Config
+from data import sources
 from data.shards import Dataset, HeldTokens
-from data.sources import (
-    BACKOFF_SECONDS,
-    Source,
-    describe_files,
-    files_source,
-    hub_files,
-    local_files,
-)
 from data.tokenizer import Tokenizer
 from data.writer import encode_rows
 
 TOKENIZER = {"kind": "gpt2"}
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
-
-killed: list[
-    Iterator
-] = []  # kept to Python's end: torch, freeing one, would wait for ever for a lock that its workers held
+GO_ON = "--init_from=resume goes on"
+NO_TOKENS = np.empty(0, dtype="<u2")
 
 # -----------------------------------------------------------------------------
-# What a worker process does
+# In a worker process
 
 
 @dataclass(eq=False)
 class Pieces(IterableDataset):
     """
-    The source from the document (file, row) `first` on, for ever, in pieces of a few hundred
-    documents: file, row of the piece's first document, its tokens. Each of several workers takes
-    every so-many-th piece, which DataLoader puts in order.
+    The source from the document `first` on, for ever, in pieces of a few hundred documents: file,
+    row of the piece's first document, and the tokens of them all, uint16. Each of n workers makes
+    every n-th piece; DataLoader takes one from each in turn, which restores their order.
     """
 
     files: list[str]
     backoff: tuple[float, ...]
     tokenizer: dict
-    first: tuple[int, int]
-    again_from: tuple[int, int]  # in place of the source's beginning, which is held out
+    first: tuple[int, int]  # file, row
+    again_from: tuple[int, int]  # what comes after the last document: the first not held out
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray] | UserError]:
         worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        tqdm.set_lock(
-            threading.RLock()
-        )  # its own is a semaphore of the system's, which a killed worker would leave behind
-        source = files_source(
-            self.files, self.backoff, tuple(i == number for i in range(workers)), self.again_from
-        )
+        share = sources.Share(worker.id, worker.num_workers) if worker else sources.EVERYTHING
+        source = sources.files_source(self.files, self.backoff, share, self.again_from)
         try:
             tokenizer = Tokenizer(self.tokenizer)
-            for file, row, rows in islice(source(*self.first), number, None, workers):
-                documents = [
-                    tokens for tokens in encode_rows(rows, tokenizer) if tokens is not None
-                ]
-                yield file, row, np.concatenate([np.empty(0, dtype="<u2"), *documents])
+            for file, row, rows in source(*self.first):
+                documents = encode_rows(rows, tokenizer)
+                documents = [tokens for tokens in documents if tokens is not None]
+                yield file, row, np.concatenate([NO_TOKENS, *documents])
         except UserError as error:  # DataLoader would make a traceback of it
             yield error
 
 
-def end_with_parent(worker: int) -> None:
-    """
-    In a worker: end when the training process does, even if it is killed while this one starts,
-    which torch would miss.
-    """
+def set_up_worker(number: int) -> None:
+    """Called in each worker, after it has started."""
+    from tqdm import tqdm
 
-    def wait() -> None:
-        parent_process().join()
-        os._exit(1)
+    # The lock of tqdm's own is a semaphore of the system's, which a killed worker leaves behind
+    tqdm.set_lock(threading.RLock())
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
-    threading.Thread(target=wait, daemon=True).start()
+
+def end_with_parent() -> None:
+    parent_process().join()
+    os._exit(1)
 
 
 # -----------------------------------------------------------------------------
-# The training process's side
+# In the training process
+
+
+class Workers:
+    """
+    The worker processes, as an iterator over their pieces in order. With a count of 0 the thread
+    that asks for a piece makes it.
+
+    How workers end, and why so:
+
+    1. They are killed, when the run ends, in whatever way. A worker that ends by itself while
+       Arrow's threads read ahead is aborted by them with a message on stderr, and one that has been
+       stopped (SIGSTOP) would not end at all.
+    2. The iterator of a DataLoader whose workers were killed is never freed. Freeing it, torch
+       takes a lock that the workers share, and waits for ever if one was killed while it held that.
+    3. They end when the training process does, even if that is killed while they start. torch's own
+       check misses the latter, so a thread in each worker waits for the parent's end.
+
+    Ctrl-C in a terminal is a signal to all processes there. The workers ignore it: the training
+    process saves a checkpoint first, and then kills them.
+    """
+
+    never_freed: list[Iterator] = []  # see 2.; shared by all objects, lives until Python ends
+
+    def __init__(self, pieces: Pieces, count: int):
+        self.pieces, self.count = pieces, count
+        self.iterator: Iterator | None = None  # the workers start with the first piece
+        self.processes = []
+
+    def next_piece(self) -> tuple[int, int, torch.Tensor]:
+        """File, row, tokens. Raises RunError where the source fails or a worker has died."""
+        if self.iterator is None:
+            self.start()
+        try:
+            piece = next(self.iterator)
+        except RuntimeError:  # how DataLoader tells of a dead worker
+            self.raise_if_dead()
+            raise
+        if isinstance(piece, UserError):
+            raise RunError(*(f"{line}; once that is mended, {GO_ON}" for line in piece.problems))
+        return piece
+
+    def start(self) -> None:
+        """
+        Start the workers, from the thread that reads: DataLoader raises in the thread that started
+        it when a worker dies, and the main thread may be in the middle of anything. By spawn: a
+        fork of a process with running threads can hang.
+        """
+        if self.count:
+            block_ctrl_c()
+        loader = DataLoader(
+            self.pieces,
+            batch_size=None,
+            num_workers=self.count,
+            multiprocessing_context="spawn" if self.count else None,
+            worker_init_fn=set_up_worker,
+            # A generator of its own: drawing from torch's would change what dropout draws
+            generator=torch.Generator(),
+        )
+        self.iterator = iter(loader)
+        if self.count:
+            self.processes = self.iterator._workers
+
+    def raise_if_dead(self) -> None:
+        for number, process in enumerate(self.processes):
+            if process.exitcode:
+                how = "failed"
+                if process.exitcode < 0:
+                    how = f"was ended by {signal.Signals(-process.exitcode).name}"
+                raise RunError(f"data worker {number} (process {process.pid}) {how}; {GO_ON}")
+
+    def kill(self) -> None:
+        if self.processes:
+            self.never_freed.append(self.iterator)
+        for process in self.processes:
+            process.kill()
+
+
+def block_ctrl_c() -> None:
+    """Block SIGINT in this thread, and so in the processes that it starts from now on."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        resource_tracker.ensure_running()  # started later, with a worker, it would unblock SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 class Stream:
     """
-    The windows of a source in its order, from where a checkpoint's `position` says on, or from the
-    beginning.
+    The windows of a source in its order, from a checkpoint's `position` on, or from the beginning.
+    `identity` is what the position must say besides: the source's revision, and how many tokens
+    are held out.
     """
 
-    def __init__(
-        self, pieces: Pieces, block_size: int, workers: int, identity: dict, position: dict
-    ):
-        self.dataset, self.block_size, self.workers, self.identity = (
-            pieces,
-            block_size,
-            workers,
-            identity,
-        )
-        self.pieces: Iterator | None = None
-        self.begins = position.get("sequence", 0) * block_size - position.get(
-            "token", 0
-        )  # of the buffer, in the stream
-        self.buffer = np.empty(0, dtype="<u2")
-        self.anchors = [(self.begins, *pieces.first)]  # where in the stream some documents begin
+    def __init__(self, workers: Workers, block_size: int, identity: dict, position: dict):
+        self.workers, self.block_size, self.identity = workers, block_size, identity
+        sequence, token = position.get("sequence", 0), position.get("token", 0)
+        self.buffer = NO_TOKENS
+        self.begins = sequence * block_size - token  # where in the stream the buffer does
+        # Where in the stream some documents begin: (token number, file, row), in order
+        self.anchors = [(self.begins, *workers.pieces.first)]
 
     def position(self, n: int) -> dict:
-        """
-        Where the n-th sequence begins, for a checkpoint: so many tokens after the beginning of a
-        document.
-        """
-        begins, file, row = self.anchors[
-            bisect.bisect_right(self.anchors, n * self.block_size, key=lambda a: a[0]) - 1
-        ]
-        return dict(
-            self.identity, sequence=n, file=file, row=row, token=n * self.block_size - begins
-        )
+        """Where sequence n begins, for a checkpoint: tokens after a document's beginning."""
+        begins_at = n * self.block_size
+        number = bisect.bisect_right(self.anchors, begins_at, key=lambda anchor: anchor[0]) - 1
+        begins, file, row = self.anchors[number]
+        return dict(self.identity, sequence=n, file=file, row=row, token=begins_at - begins)
 
     def locate(self, n: int) -> str:
+        """Where the n-th sequence stands, for messages."""
         place = self.position(n)
-        return f"{self.dataset.files[place['file']]}, {place['token']:,} tokens after the beginning of row {place['row']:,}"
+        file, row, token = place["file"], place["row"], place["token"]
+        name = self.workers.pieces.files[file]
+        return f"{name}, {token:,} tokens after the beginning of row {row:,}"
 
     def read(self, first: int, count: int) -> np.ndarray:
         """
-        The windows of sequences `first` to first + count, (count, block_size + 1) int64, never
-        backwards. RunError.
+        The windows of sequences `first` to first + count, (count, block_size + 1) int64; never
+        earlier ones than before. Raises RunError.
         """
         begin, end = first * self.block_size, (first + count) * self.block_size + 1
         while self.begins + len(self.buffer) < end:
-            file, row, tokens = self.next_piece()
+            file, row, tokens = self.workers.next_piece()
             position = self.begins + len(self.buffer)
             if position - self.anchors[-1][0] >= ANCHOR_TOKENS:
                 self.anchors.append((position, file, row))
@@ -157,65 +219,11 @@ class Stream:
             self.buffer = np.concatenate([self.buffer[used:], tokens.numpy()])
             self.begins += used
         tokens = self.buffer[begin - self.begins : end - self.begins]
-        return np.lib.stride_tricks.sliding_window_view(tokens, self.block_size + 1)[
-            :: self.block_size
-        ].astype(np.int64)
-
-    def next_piece(self) -> tuple[int, int, torch.Tensor]:
-        if self.pieces is None:
-            self.start()
-        try:
-            piece = next(self.pieces)
-        except RuntimeError:
-            for number, worker in enumerate(getattr(self.pieces, "_workers", ())):
-                if worker.exitcode:
-                    how = (
-                        f"was ended by {signal.Signals(-worker.exitcode).name}"
-                        if worker.exitcode < 0
-                        else "failed"
-                    )
-                    raise RunError(
-                        f"data worker {number} (process {worker.pid}) {how}; --init_from=resume goes on"
-                    ) from None
-            raise
-        if isinstance(piece, UserError):
-            raise RunError(
-                *(
-                    f"{problem}; once that is mended, --init_from=resume goes on"
-                    for problem in piece.problems
-                )
-            )
-        return piece
-
-    def start(self) -> None:
-        """
-        Start the workers, in the thread that reads: torch would let the death of one raise in the
-        middle of anything that the main thread does. New processes, since a fork of one with
-        running threads can hang.
-        """
-        if hasattr(
-            signal, "pthread_sigmask"
-        ):  # Ctrl-C in a terminal reaches them too; they leave it to the main process
-            resource_tracker.ensure_running()  # which would unblock it again
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        self.pieces = iter(
-            DataLoader(
-                self.dataset,
-                batch_size=None,
-                num_workers=self.workers,
-                multiprocessing_context="spawn" if self.workers else None,
-                worker_init_fn=end_with_parent,
-                # its own: drawing from torch's would change what dropout draws
-                generator=torch.Generator(),
-            )
-        )
+        every = np.lib.stride_tricks.sliding_window_view(tokens, self.block_size + 1)
+        return every[:: self.block_size].astype(np.int64)
 
     def close(self) -> None:
-        if workers := getattr(self.pieces, "_workers", ()):
-            killed.append(self.pieces)
-        for worker in workers:
-            # left to end by itself in the midst of reading ahead, Arrow's threads abort it aloud
-            worker.kill()
+        self.workers.kill()
 
 
 # -----------------------------------------------------------------------------
@@ -226,14 +234,15 @@ def is_on_hub(name: str) -> bool:
     return bool(re.fullmatch(HUB_NAME, name)) and not glob.glob(name)
 
 
+def stream_files(name: str) -> list[str]:
+    return sources.local_files([name], sources.ROW_FILES, flag="--dataset=")
+
+
 def check_source(config: Config) -> list[str]:
-    """
-    What is wrong with the source for this configuration, as far as it shows without the network
-    (for load_config).
-    """
+    """What is wrong with the source, one line each, as far as it shows without the network."""
     try:
         if not is_on_hub(config.dataset):
-            local_files(config.dataset, "--dataset")
+            stream_files(config.dataset)
     except UserError as error:
         return error.problems
     return []
@@ -248,56 +257,60 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     position, name = position or {}, config.dataset
     if is_on_hub(name):
         dataset, _, builder = name.partition(":")
-        files, revision = hub_files(dataset, builder or None, position.get("revision"), "--dataset")
-        backoff = BACKOFF_SECONDS
+        begun = position.get("revision")
+        files, revision = sources.hub_files(dataset, builder or None, begun, flag="--dataset")
+        backoff = sources.BACKOFF_SECONDS
     else:
-        files, backoff = local_files(name, "--dataset"), ()
-        revision = describe_files(files)
+        files, backoff = stream_files(name), ()
+        revision = sources.describe_files(files)
     tokenizer = Tokenizer(TOKENIZER)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
-    val, train, begin = read_first(files_source(files, backoff), tokenizer, held_out)
-    if len(train) <= config.block_size:
-        smaller = (
-            f"try --eval_tokens={max((len(val) + len(train)) // 20, 1)}"
-            if len(val)
-            else "choose another --dataset"
-        )
-        raise UserError(
-            f"dataset: {name} holds {len(val):,} tokens for validation and {len(train):,} for training, which "
-            f"needs more than block_size {config.block_size}; {smaller}"
-        )
+    val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)
+    check_first(config, len(val), len(train))
+
     identity = dict(revision=revision, held_out=held_out)
-    what = json.dumps([identity, TOKENIZER, [os.path.basename(file) for file in files]])
-    fingerprint = hashlib.sha256(what.encode() + val.tobytes()).hexdigest()
+    described = json.dumps([identity, TOKENIZER, [os.path.basename(file) for file in files]])
+    fingerprint = hashlib.sha256(described.encode() + val.tobytes()).hexdigest()
     first = (position["file"], position["row"]) if position else begin
-    pieces = Pieces(files, backoff, TOKENIZER, first, begin)
-    stream = Stream(pieces, config.block_size, config.data_workers, identity, position)
-    return Dataset(
-        name, HeldTokens(train), HeldTokens(val), tokenizer.vocab, TOKENIZER, fingerprint, stream
-    )
+    workers = Workers(Pieces(files, backoff, TOKENIZER, first, begin), config.data_workers)
+    stream = Stream(workers, config.block_size, identity, position)
+    train, val = HeldTokens(train), HeldTokens(val)
+    return Dataset(name, train, val, tokenizer.vocab, TOKENIZER, fingerprint, stream)
 
 
 def read_first(
-    source: Source, tokenizer: Tokenizer, wanted: int
+    source: sources.Source, tokenizer: Tokenizer, wanted: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """
-    The first whole documents that make up `wanted` tokens, as many tokens of those after them, and
-    the file and row where these begin.
+    The first whole documents that make up `wanted` tokens, the `wanted` tokens after them, and the
+    file and row where those begin. Fewer where the source ends.
     """
     val, train, begin = [], [], (0, 0)
-    held_out = ahead = 0
+    val_tokens = train_tokens = 0
     for file, first, rows in source(0, 0):
         for row, tokens in enumerate(encode_rows(rows, tokenizer), first):
             if tokens is None:
                 continue
-            if held_out < wanted:
+            if val_tokens < wanted:
                 val.append(tokens)
-                held_out += len(tokens)
-                continue
-            begin = begin if train else (file, row)
-            train.append(tokens)
-            ahead += len(tokens)
-        if ahead >= wanted:
+                val_tokens += len(tokens)
+            else:
+                if not train:
+                    begin = (file, row)
+                train.append(tokens)
+                train_tokens += len(tokens)
+        if train_tokens >= wanted:
             break
-    empty = np.empty(0, dtype="<u2")
-    return np.concatenate([empty, *val]), np.concatenate([empty, *train])[:wanted], begin
+    return np.concatenate([NO_TOKENS, *val]), np.concatenate([NO_TOKENS, *train])[:wanted], begin
+
+
+def check_first(config: Config, val_tokens: int, train_tokens: int) -> None:
+    """Raises UserError where a source is too short to train on."""
+    if train_tokens > config.block_size:
+        return
+    mend = "choose another --dataset"
+    if val_tokens:
+        mend = f"try --eval_tokens={max((val_tokens + train_tokens) // 20, 1)}"
+    held = f"{val_tokens:,} tokens for validation and {train_tokens:,} for training"
+    needs = f"which needs more than block_size {config.block_size}"
+    raise UserError(f"dataset: {config.dataset} holds {held}, {needs}; {mend}")

@@ -1,5 +1,8 @@
 """
 Text to token ids and back: GPT-2's BPE, bytes, or nanoGPT's character tables.
+
+A `spec` is what a dataset or a checkpoint says of its tokenizer. Its `kind` is gpt2, byte, char or
+unknown; a char spec also has the table `itos`, a list of the characters by id.
 """
 
 import pickle
@@ -11,42 +14,51 @@ import numpy as np
 from common.console import UserError
 
 GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
+BYTE_VOCAB = 256
 
 
 class Tokenizer:
     """
-    `spec` is what a dataset or a checkpoint says of its tokenizer: kind gpt2 | byte | char, and for
-    char its table `itos`. Byte 0, which no text needs, is the byte tokenizer's end-of-text. Raises
-    UserError where tiktoken cannot get its vocabulary.
+    The tokenizer of a spec. Byte 0, which no text needs, is the byte tokenizer's end-of-text; char
+    has none. Raises UserError for an unknown kind, and where tiktoken cannot get its vocabulary.
     """
 
-    encode: Callable[
-        [str], np.ndarray | list[int]
-    ]  # plain text, no special tokens; safe to call from many threads
+    vocab: int
+    eot: int | None
+    encode: Callable[[str], np.ndarray | list[int]]  # no special tokens; safe from many threads
     decode: Callable[[list[int]], str]
 
     def __init__(self, spec: dict):
-        self.kind = spec["kind"]
+        self.kind = spec.get("kind")
         if self.kind == "byte":
-            self.vocab, self.eot = 256, 0
-            self.encode = lambda text: np.frombuffer(
-                text.replace("\0", "").encode(errors="replace"), dtype=np.uint8
-            )
+            self.vocab, self.eot = BYTE_VOCAB, 0
+            self.encode = encode_bytes
             self.decode = lambda ids: bytes(ids).decode(errors="replace")
         elif self.kind == "char":
-            itos, stoi = spec["itos"], {char: i for i, char in enumerate(spec["itos"])}
+            itos = spec["itos"]
+            stoi = {char: i for i, char in enumerate(itos)}
             self.vocab, self.eot = len(itos), None
             self.encode = lambda text: [stoi[char] for char in text if char in stoi]
             self.decode = lambda ids: "".join(itos[i] for i in ids)
-        else:
+        elif self.kind == "gpt2":
             bpe = gpt2_bpe()
             self.vocab, self.eot = bpe.n_vocab, bpe.eot_token
             self.encode = lambda text: bpe.encode_to_numpy(text, disallowed_special=())
             self.decode = bpe.decode
+        else:
+            what = "the dataset or checkpoint does not say how its ids become text"
+            raise UserError(f"tokenizer: unknown; {what}")
 
     def prompt(self) -> list[int]:
-        """What a sample from nothing starts with: the end of the text before, or a new line."""
-        return [self.eot] if self.eot is not None else list(self.encode("\n")) or [0]
+        """What a sample from nothing starts with: end-of-text, or without one a new line."""
+        if self.eot is not None:
+            return [self.eot]
+        return list(self.encode("\n")) or [0]
+
+
+def encode_bytes(text: str) -> np.ndarray:
+    content = text.replace("\0", "").encode(errors="replace")
+    return np.frombuffer(content, dtype=np.uint8)
 
 
 def gpt2_bpe():
@@ -55,10 +67,23 @@ def gpt2_bpe():
 
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network throws
-        raise UserError(
-            f"tokenizer gpt2: tiktoken cannot get its vocabulary ({type(error).__name__}); connect to the internet once, "
-            "or set TIKTOKEN_CACHE_DIR to a folder that holds it"
-        ) from None
+        problem = f"tokenizer gpt2: tiktoken cannot get its vocabulary ({type(error).__name__})"
+        cached = "or set TIKTOKEN_CACHE_DIR to a folder that holds it"
+        raise UserError(f"{problem}; connect to the internet once, {cached}") from None
+
+
+def fits(spec, vocab: int) -> bool:
+    """Whether `spec`, from a file that may hold anything, has a text for each id below `vocab`."""
+    if not isinstance(spec, dict):
+        return False
+    kind, itos = spec.get("kind"), spec.get("itos")
+    if kind == "gpt2":
+        return vocab <= GPT2_VOCAB
+    if kind == "byte":
+        return vocab <= BYTE_VOCAB
+    if kind == "char" and isinstance(itos, list) and len(itos) >= vocab:
+        return all(isinstance(char, str) for char in itos)
+    return False
 
 
 def read_meta(path: Path) -> dict:
@@ -75,6 +100,5 @@ def read_meta(path: Path) -> dict:
         with open(path, "rb") as file:
             return dict(PlainUnpickler(file).load())
     except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(
-            f"{path}: refused, not a plain dictionary ({error}); prepare the dataset again"
-        ) from None
+        problem = f"{path}: refused, not a plain dictionary ({error})"
+        raise UserError(f"{problem}; prepare the dataset again") from None

@@ -2,7 +2,7 @@
 Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py have
 in common.
 
-Documents keep the source's order, an end-of-text token before each; null and empty ones are
+Documents keep the order of the source, an end-of-text token before each; null and empty ones are
 skipped. The first whole documents are the validation split, the rest is training. A shard is
 written when it is full, and after it the manifest, which also says where in the source the next
 shard begins. So an interrupted preparation goes on at the last finished shard, and its files come
@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -25,33 +25,20 @@ from tqdm import tqdm
 
 from common.console import RunError, UserError
 from common.files import free_bytes, fsync_folder, replacing, try_lock
-from data.shards import (
-    HEADER_INTS,
-    SHARD_MAGIC,
-    SHARD_VERSION,
-    Shard,
-    dataset_folder,
-    open_shard,
-    read_json,
-)
+from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
 from data.tokenizer import Tokenizer
 
 FORMAT = "uint16 shards, llm.c header"
-IDENTITY = (
-    "format",
-    "tokenizer",
-    "vocab",
-    "eot",
-    "source",
-    "revision",
-    "settings",
-)  # must agree for a start to go on
+# What must be the same for a preparation to go on
+IDENTITY = ("format", "tokenizer", "vocab", "eot", "source", "revision", "settings")
+# What a manifest must hold, for itself and for each shard
+FIELDS = dict(tokenizer=str, source=str, revision=str, documents=int, complete=bool, shards=list)
+SHARD_FIELDS = dict(name=str, tokens=int, sha256=str, documents=int)
+
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
-CHARS_PER_TASK = 300_000  # what one thread tokenises at a time, some 15 ms of work
-READ_AHEAD = 64  # such tasks, besides one for each thread
-CHECK_TOKENS = 1 << 24  # read at a time by --check
+READ_AHEAD = 2  # batches of documents for each thread that tokenises
 
 GO_ON = "the same command goes on after the last finished shard"
 
@@ -75,71 +62,69 @@ class Plan:
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
-        settings = {
-            k: getattr(self, k)
-            for k in ("train_tokens", "val_tokens", "val_documents", "shard_tokens")
-        }
-        return dict(
-            format=FORMAT,
-            tokenizer=self.tokenizer.kind,
-            vocab=self.tokenizer.vocab,
-            eot=self.tokenizer.eot,
-            source=self.source,
-            revision=self.revision,
-            settings=settings,
-            documents=0,
-            complete=False,
-            shards=[],
-        )
+        tokenizer = self.tokenizer
+        settings = dict(train_tokens=self.train_tokens, val_tokens=self.val_tokens)
+        settings |= dict(val_documents=self.val_documents, shard_tokens=self.shard_tokens)
+        manifest = dict(format=FORMAT, tokenizer=tokenizer.kind)
+        manifest |= dict(vocab=tokenizer.vocab, eot=tokenizer.eot)
+        manifest |= dict(source=self.source, revision=self.revision, settings=settings)
+        return manifest | dict(documents=0, complete=False, shards=[])
 
 
-def prepare(plan: Plan, source: Source, workers: int) -> int:
+def prepare(plan: Plan, source: Source, workers: int, next_command: str = "") -> int:
     """
-    Fill plan.folder from the source, or go on where an earlier start stopped. Returns the exit
-    code.
+    Fill plan.folder from the source, or go on where an earlier start stopped. Prints what the
+    folder holds and the command to type next. Returns the exit code.
     """
     writer = ShardWriter(plan)
     if writer.manifest["complete"]:
         print(f"{describe(plan.folder, writer.manifest)}: nothing to do")
-        return 0
-    start = writer.manifest.get("next") or dict(file=0, row=0, token=0)
-    try:
-        with tqdm(
-            total=plan.expected_tokens,
-            initial=writer.tokens,
-            unit="tok",
-            unit_scale=True,
-            disable=None,
-        ) as bar:
-            batches = encode_batches(source(start["file"], start["row"]), plan.tokenizer, workers)
-            for file, first_row, documents in batches if not writer.has_all else ():
-                for row, tokens in enumerate(documents, first_row):
-                    if tokens is not None and (file, row) >= (start["file"], start["row"]):
-                        done = start["token"] if (file, row) == (start["file"], start["row"]) else 0
-                        writer.add(tokens, file, row, done)
-                bar.update(writer.tokens - bar.n)
-                if writer.has_all:
-                    break
-            batches.close()
-        writer.complete()
-    except KeyboardInterrupt:
-        print(f"stopped: {GO_ON}", file=sys.stderr)
-        return 130
-    except RunError:
-        raise
-    except UserError as error:  # the source's
-        raise RunError(
-            *(f"{problem}; {GO_ON}, from the same source" for problem in error.problems)
-        ) from None
-    print(describe(plan.folder, writer.manifest))
+    else:
+        try:
+            write_all(writer, source, workers)
+        except KeyboardInterrupt:
+            print(f"stopped: {GO_ON}", file=sys.stderr)
+            return 130
+        print(describe(plan.folder, writer.manifest))
+    if next_command:
+        print(f"next: {next_command}")
     return 0
 
 
+def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
+    """Write what comes after the finished shards. Raises RunError."""
+    start = writer.manifest.get("next") or dict(file=0, row=0, token=0)
+    begin = (start["file"], start["row"])
+    batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
+    try:
+        with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
+            while not writer.has_all and (batch := next(batches, None)):
+                file, first_row, documents = batch
+                for row, tokens in enumerate(documents, first_row):
+                    if tokens is not None and (file, row) >= begin:
+                        done = start["token"] if (file, row) == begin else 0
+                        writer.add(tokens, file, row, done)
+                bar.update(writer.tokens - bar.n)
+        batches.close()  # ends the threads
+        writer.complete()
+    except RunError:
+        raise
+    except UserError as error:  # the source's
+        problems = [f"{problem}; {GO_ON}, from the same source" for problem in error.problems]
+        raise RunError(*problems) from None
+
+
+def progress_bar(tokens: int, done: int = 0) -> tqdm:
+    # disable=None: shown on a terminal only
+    return tqdm(total=tokens, initial=done, unit="tok", unit_scale=True, disable=None)
+
+
 def describe(folder: Path, manifest: dict) -> str:
-    totals = tokens_of(manifest)
+    tokens = tokens_of(manifest)
     return (
-        f"{folder}: {manifest['documents']:,} documents, {totals['train']:,} tokens for training and {totals['val']:,} for "
-        f"validation in {len(manifest['shards'])} shards, {2 * sum(totals.values()) / 1e6:,.1f} MB"
+        f"{folder}: {manifest['documents']:,} documents, {tokens['train']:,} tokens for training "
+        f"and {tokens['val']:,} for validation in {len(manifest['shards'])} shards, "
+        f"{2 * sum(tokens.values()) / 1e6:,.1f} MB"
     )
 
 
@@ -154,28 +139,18 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
     while the source downloads or a shard is written, and little enough for memory not to grow with
     the source.
     """
-    pool, pending = ThreadPoolExecutor(workers, thread_name_prefix="encode"), deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
+    pending = deque()
     try:
-        for file, row, rows in split_batches(batches):
+        for file, row, rows in batches:
             pending.append((file, row, pool.submit(encode_rows, rows, tokenizer)))
-            if len(pending) > READ_AHEAD + workers:
+            if len(pending) > READ_AHEAD * workers:
                 file, row, future = pending.popleft()
                 yield file, row, future.result()
         for file, row, future in pending:
             yield file, row, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def split_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same documents in batches of about CHARS_PER_TASK."""
-    for file, row, rows in batches:
-        first = chars = 0
-        for number, text in enumerate(rows, 1):
-            chars += len(text or "")
-            if chars >= CHARS_PER_TASK or number == len(rows):
-                yield file, row + first, rows[first:number]
-                first, chars = number, 0
 
 
 def encode_rows(rows: Rows, tokenizer: Tokenizer) -> list[np.ndarray | None]:
@@ -185,11 +160,11 @@ def encode_rows(rows: Rows, tokenizer: Tokenizer) -> list[np.ndarray | None]:
     encoded: list[np.ndarray | None] = []
     for text in rows:
         ids = tokenizer.encode(text) if text else ()
-        if len(ids) == 0:
-            encoded.append(None)
-            continue
-        tokens = np.empty(len(ids) + 1, dtype="<u2")
-        tokens[0], tokens[1:] = tokenizer.eot, ids
+        tokens = None
+        if len(ids):
+            tokens = np.empty(len(ids) + 1, dtype="<u2")
+            tokens[0] = tokenizer.eot
+            tokens[1:] = ids
         encoded.append(tokens)
     return encoded
 
@@ -207,12 +182,11 @@ class ShardWriter:
     def __init__(self, plan: Plan):
         self.plan, self.folder = plan, plan.folder
         self.manifest, self.lock = open_folder(plan)
-        self.totals = tokens_of(
-            self.manifest
-        )  # tokens taken, those of the shard in the making included
+        self.totals = tokens_of(self.manifest)  # by split, those in the buffer included
         self.split = "train" if self.totals["train"] else "val"
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
-        self.filled = self.documents = 0  # tokens and first tokens of documents in the buffer
+        self.filled = 0  # tokens in the buffer
+        self.documents = 0  # that begin in the buffer
 
     @property
     def tokens(self) -> int:
@@ -232,7 +206,8 @@ class ShardWriter:
         Take the document at that place in the source, whose first `done` tokens are in finished
         shards already.
         """
-        self.documents += done == 0
+        if done == 0:
+            self.documents += 1
         while done < len(tokens) and not self.has_all:
             room = self.plan.shard_tokens - self.filled
             if self.split == "train" and self.plan.train_tokens is not None:
@@ -253,160 +228,161 @@ class ShardWriter:
         Write the shard, then the manifest that names it and the place where the next begins. Raises
         RunError.
         """
-        if self.filled:
-            name = f"{self.split}_{len(self.manifest['shards']):06d}.bin"
-            with clean_errors(self.folder / name):
-                sha256 = write_shard(self.folder / name, self.buffer[: self.filled])
-            self.manifest["shards"].append(
-                dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents)
-            )
-            self.manifest["documents"] += self.documents
-            self.filled = self.documents = 0
-        self.manifest["next"] = next_place
-        with clean_errors(self.folder / "manifest.json"):
+        name = f"{self.split}_{len(self.manifest['shards']):06d}.bin"
+        path = self.folder / name
+        try:
+            if self.filled:
+                sha256 = write_shard(path, self.buffer[: self.filled])
+                shard = dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents)
+                self.manifest["shards"].append(shard)
+                self.manifest["documents"] += self.documents
+                self.filled = self.documents = 0
+            self.manifest["next"] = next_place
+            path = self.folder / "manifest.json"
             write_manifest(self.folder, self.manifest)
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
 
     def complete(self) -> None:
         """
         The source has ended, or enough tokens are there. Raises RunError where none are left for
         training.
         """
-        if not self.totals["train"]:  # leave nothing that looks like a dataset
-            for name in [shard["name"] for shard in self.manifest["shards"]] + ["manifest.json"]:
-                (self.folder / name).unlink()
-            self.release()
-            with suppress(OSError):  # not empty: something else is in it
-                self.folder.rmdir()
-            if not self.tokens:
-                raise RunError(f"{self.plan.source}: holds no text")
-            smaller = (
-                f"--val_tokens={max(self.tokens // 20, 1)}"
-                if self.plan.val_tokens
-                else "a smaller --val_fraction"
-            )
-            raise RunError(
-                f"{self.plan.source}: validation takes all of its {self.tokens:,} tokens and leaves none for training; "
-                f"try {smaller}"
-            )
+        if not self.totals["train"]:
+            self.remove_all()
+            raise RunError(f"{self.plan.source}: {self.why_no_training()}")
         self.manifest["complete"] = True
         self.finish_shard()
         self.release()
+
+    def remove_all(self) -> None:
+        """Leave nothing that looks like a dataset."""
+        for shard in self.manifest["shards"]:
+            (self.folder / shard["name"]).unlink()
+        (self.folder / "manifest.json").unlink()
+        self.release()
+        with suppress(OSError):  # not empty: something else is in it
+            self.folder.rmdir()
+
+    def why_no_training(self) -> str:
+        if not self.tokens:
+            return "holds no text"
+        smaller = "a smaller --val_fraction"
+        if self.plan.val_tokens:
+            smaller = f"--val_tokens={max(self.tokens // 20, 1)}"
+        taken = f"validation takes all of its {self.tokens:,} tokens"
+        return f"{taken} and leaves none for training; try {smaller}"
 
     def release(self) -> None:
         self.lock.close()
         (self.folder / "lock").unlink()
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """
-    Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the
-    file's sha256.
-    """
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    body = np.ascontiguousarray(tokens, dtype="<u2")
-    sha256 = hashlib.sha256(header)
-    sha256.update(body)  # no copies: a shard of 100M tokens is 200 MB
-    with replacing(path) as file:
-        file.write(header)
-        file.write(body)
-    return sha256.hexdigest()
-
-
 def tokens_of(manifest: dict) -> dict[str, int]:
     """The tokens that are in finished shards, by split."""
-    shards = manifest["shards"]
-    return {
-        split: sum(s["tokens"] for s in shards if s["name"].startswith(split))
-        for split in ("train", "val")
-    }
-
-
-@contextmanager
-def clean_errors(path: Path) -> Iterator[None]:
-    """Where writing `path` fails, say how to go on. Raises RunError."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
+    totals = {"train": 0, "val": 0}
+    for shard in manifest["shards"]:
+        totals[split_of(shard["name"])] += shard["tokens"]
+    return totals
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """
-    Replace manifest.json in one step, after what it names is safe on the disk. "next" is kept only
-    while unfinished.
-    """
-    content = {
-        key: value for key, value in manifest.items() if key != "next" or not manifest["complete"]
-    }
+    """Replace manifest.json in one step, after what it names is safe on the disk."""
+    content = dict(manifest)
+    if content["complete"]:
+        content.pop("next", None)  # nothing comes next
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
         fsync_folder(folder)  # the names of the shards
     fsync_folder(folder)
 
 
+def read_manifest(folder: Path) -> dict:
+    """manifest.json, with all that --check and a preparation use of it. Raises UserError."""
+    path = folder / "manifest.json"
+    manifest = read_json(path)
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"{path}: not a manifest of this program's; choose another folder")
+    whole = has_fields(manifest, FIELDS)
+    for shard in manifest["shards"] if whole else ():
+        if not has_fields(shard, SHARD_FIELDS) or not is_file_name(shard["name"]):
+            whole = False
+        elif split_of(shard["name"]) is None:
+            whole = False
+    if not whole:
+        raise UserError(f"{path}: damaged; delete {folder} and prepare the dataset again")
+    return manifest
+
+
+def has_fields(values, fields: dict[str, type]) -> bool:
+    if not isinstance(values, dict):
+        return False
+    return all(isinstance(values.get(name), kind) for name, kind in fields.items())
+
+
+# -----------------------------------------------------------------------------
+# One preparation at a time
+
+
 def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     """
     The manifest to go on with, a new one or that of an earlier start of the same preparation, and,
-    unless it is complete, what keeps other preparations out as long as it is open. Raises
-    UserError.
+    unless it is complete, the open file that keeps other preparations out. Raises UserError.
     """
     folder, manifest = plan.folder, plan.manifest()
     if (folder / "manifest.json").exists():
         found = read_manifest(folder)
-        differs = [
-            f"{key} {found.get(key)} (now {manifest[key]})"
-            for key in IDENTITY
-            if found.get(key) != manifest[key]
-        ]
-        if differs:
-            raise UserError(
-                f"{folder}: was made from {', '.join(differs)}; choose another --out, or delete that folder"
-            )
-        for shard in found["shards"]:
-            if open_shard(folder / shard["name"]).tokens != shard["tokens"]:
-                raise UserError(
-                    f"{folder / shard['name']}: not the shard that manifest.json names; delete {folder}"
-                )
+        check_same(folder, found, manifest)
         manifest = found
     elif any(folder.glob("*.bin")):
-        raise UserError(
-            f"{folder}: holds shards that were not made by this program; choose another --out"
-        )
+        why = "holds shards that were not made by this program"
+        raise UserError(f"{folder}: {why}; choose another --out")
     if manifest["complete"]:
         return manifest, None
     check_space(plan, sum(tokens_of(manifest).values()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "wb")
-        if not try_lock(lock):
-            raise UserError(
-                f"{folder}: another preparation is writing to it; wait for that one, or choose another --out"
-            )
-        if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
-            raise UserError(
-                f"{folder}: another preparation was writing to it until now; the same command goes on"
-            )
+        lock = lock_folder(folder, manifest)
         write_manifest(folder, manifest)
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); choose another --out"
-        ) from None
+        why = f"cannot be written ({error.strerror})"
+        raise UserError(f"{folder}: {why}; choose another --out") from None
     return manifest, lock
 
 
-def read_manifest(folder: Path) -> dict:
-    manifest = read_json(folder / "manifest.json")
-    if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"{folder / 'manifest.json'}: not a manifest of this program's; choose another folder"
-        )
-    return manifest
+def check_same(folder: Path, found: dict, wanted: dict) -> None:
+    """Raises UserError where the folder is of another preparation, or its shards have changed."""
+    differs = []
+    for key in IDENTITY:
+        if found.get(key) != wanted[key]:
+            differs.append(f"{key} {found.get(key)} (now {wanted[key]})")
+    if differs:
+        made_from = f"{folder}: was made from {', '.join(differs)}"
+        raise UserError(f"{made_from}; choose another --out, or delete that folder")
+    for shard in found["shards"]:
+        path = folder / shard["name"]
+        if open_shard(path).tokens != shard["tokens"]:
+            raise UserError(f"{path}: not the shard that manifest.json names; delete {folder}")
+
+
+def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
+    """
+    Keep other preparations out for as long as the file returned is open. Raises UserError where
+    another one is in, or was in until now: then `manifest` is out of date.
+    """
+    lock = open(folder / "lock", "wb")
+    another = f"{folder}: another preparation"
+    if not try_lock(lock):
+        raise UserError(f"{another} is writing to it; wait for that one, or choose another --out")
+    if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
+        raise UserError(f"{another} was writing to it until now; the same command goes on")
+    return lock
 
 
 def check_space(plan: Plan, done: int) -> None:
     """Raises UserError where the disk cannot hold the tokens still to come, 2 bytes each."""
-    needed, free = 2 * max(plan.expected_tokens - done, 0) + SPARE_BYTES, free_bytes(plan.folder)
+    needed = 2 * max(plan.expected_tokens - done, 0) + SPARE_BYTES
+    free = free_bytes(plan.folder)
     if free < needed:
         raise UserError(
             f"{plan.folder}: needs {needed / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB are free; "
@@ -418,7 +394,7 @@ def check_space(plan: Plan, done: int) -> None:
 # Checking a folder
 
 
-def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None:
+def check_folder(name: str) -> None:
     """
     Hold a data folder against its manifest and print what it holds. Raises UserError with a line
     per problem.
@@ -428,74 +404,30 @@ def check_folder(name: str, tokens_per_iter: int, max_iters: int | None) -> None
         raise UserError(f"{folder}: has no manifest.json to check it against")
     manifest = read_manifest(folder)
     problems = []
-    with tqdm(
-        total=sum(tokens_of(manifest).values()), unit="tok", unit_scale=True, disable=None
-    ) as bar:
-        for listed in manifest["shards"]:
+    with progress_bar(sum(tokens_of(manifest).values())) as bar:
+        for shard in manifest["shards"]:
             try:
-                problems += check_shard(open_shard(folder / listed["name"]), listed, manifest, bar)
+                check_shard(folder / shard["name"], shard)
             except UserError as error:
                 problems += error.problems
+            bar.update(shard["tokens"])
     if problems:
         raise UserError(*problems)
-    print(
-        f"{describe(folder, manifest)}: sizes, headers, sha256, ids and documents agree with manifest.json"
-    )
-    print(
-        f"source: {manifest['source']} ({manifest['revision']}), tokenizer {manifest['tokenizer']}"
-    )
+    print(f"{describe(folder, manifest)}: sizes, headers and sha256 agree with manifest.json")
+    revision, tokenizer = manifest["revision"], manifest["tokenizer"]
+    print(f"source: {manifest['source']} ({revision}), tokenizer {tokenizer}")
     if not manifest["complete"]:
         print("unfinished: the command that began it goes on")
-    train = [shard["name"] for shard in manifest["shards"] if shard["name"].startswith("train")]
-    tokens = tokens_of(manifest)["train"]
-    if train and max_iters:
-        seen = max_iters * tokens_per_iter
-        print(
-            f"{max_iters:,} iterations of {tokens_per_iter:,} tokens: {seen / 1e9:,.3f}B tokens, {seen / tokens:.2f} epochs"
-        )
-    elif train:
-        print(
-            f"one epoch: {tokens / tokens_per_iter:,.1f} iterations of {tokens_per_iter:,} tokens"
-        )
-    if train:
-        print(f"the first training tokens: {excerpt(folder / train[0], manifest)}")
 
 
-def check_shard(shard: Shard, listed: dict, manifest: dict, bar: tqdm) -> list[str]:
-    problems, documents, position = [], 0, 0
-    if shard.tokens != listed["tokens"]:
-        return [
-            f"{shard.path}: {shard.tokens:,} tokens; manifest.json says {listed['tokens']:,}; prepare it again"
-        ]
-    with open(shard.path, "rb") as file:
-        sha256 = hashlib.sha256(file.read(shard.header_bytes))
-        while len(tokens := np.frombuffer(file.read(2 * CHECK_TOKENS), dtype="<u2")):
-            sha256.update(tokens)
-            documents += int(np.count_nonzero(tokens == manifest["eot"]))
-            if not problems and tokens.max() >= manifest["vocab"]:
-                at = int(np.argmax(tokens >= manifest["vocab"]))
-                problems.append(
-                    f"{shard.path}: token {tokens[at]} at offset {position + at:,} is outside the vocabulary of "
-                    f"{manifest['vocab']}; prepare it again"
-                )
-            position += len(tokens)
-            bar.update(len(tokens))
-    if documents != listed["documents"]:
-        problems.append(
-            f"{shard.path}: {documents:,} documents begin in it; manifest.json says {listed['documents']:,}"
-        )
-    if sha256.hexdigest() != listed["sha256"]:
-        problems.append(
-            f"{shard.path}: its sha256 is not manifest.json's: it was changed or damaged; prepare it again"
-        )
-    return problems
-
-
-def excerpt(path: Path, manifest: dict, length: int = 120) -> str:
-    tokens = np.fromfile(
-        path, dtype="<u2", count=length, offset=open_shard(path).header_bytes
-    ).tolist()
-    try:
-        return repr(Tokenizer({"kind": manifest["tokenizer"]}).decode(tokens))
-    except UserError as error:
-        return f"{tokens[:10]} ... ({error})"
+def check_shard(path: Path, listed: dict) -> None:
+    """Raises UserError where a shard is not what its manifest says."""
+    tokens = open_shard(path).tokens
+    if tokens != listed["tokens"]:
+        differs = f"{tokens:,} tokens; manifest.json says {listed['tokens']:,}"
+        raise UserError(f"{path}: {differs}; prepare it again")
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != listed["sha256"]:
+        differs = "its sha256 is not manifest.json's: it was changed or damaged"
+        raise UserError(f"{path}: {differs}; prepare it again")

@@ -4,6 +4,7 @@ Tokens: files as they should and should not be, the order of the data, and fixed
 
 import json
 import pickle
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from common.console import RunError, UserError
 from configurator import Config
-from data.loader import TrainBatches, WindowOrder, eval_batches
-from data.shards import HEADER_INTS, TokenStream, open_dataset, open_shard
+from data.loader import TrainBatches, WindowOrder, eval_batches, move
+from data.shards import HEADER_INTS, TokenStream, open_dataset, open_shard, split_of
+from data.tokenizer import Tokenizer
 from data.writer import write_shard
 
 CPU = torch.device("cpu")
@@ -187,7 +189,8 @@ def test_more_shards_than_files_may_be_open(hard, code, lines, tmp_path):
     script = (
         "import resource, sys\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
-        "from dataset import open_dataset\nfrom errors import run_main\nrun_main(lambda argv: open_dataset(argv[0]) and 0)\n"
+        "from data.shards import open_dataset\nfrom common.console import run_main\n"
+        "run_main(lambda argv: open_dataset(argv[0]) and 0)\n"
     )
     found, _, err = run_process("-c", script, str(tmp_path))
     assert (found, len(err.splitlines())) == (code, lines) and ("ulimit -n" in err) == bool(lines)
@@ -245,6 +248,16 @@ BAD_SHARDS = {
     "odd bytes": ("train.bin", b"abc", "prepare it again"),
     "no tokens at all": ("train_000001.bin", header(20240520, 1, 0), "no tokens"),
     "broken manifest": ("manifest.json", b"{", "JSON"),
+    "manifest too deep": ("manifest.json", b'{"a":' * 100_000, "JSON"),
+    "manifest with an endless vocabulary": ("manifest.json", b'{"vocab": 1e400}', "damaged"),
+    "manifest with NUL in a name": ("manifest.json", manifest("train_\0.bin"), "damaged"),
+    "manifest with a name elsewhere": ("manifest.json", manifest("../train_1.bin"), "damaged"),
+    "manifest with a number for a name": ("manifest.json", manifest(7), "damaged"),
+    "meta with a vocabulary of 5,000 digits": (
+        "meta.pkl",
+        pickle.dumps(dict(vocab_size=10**5000)),
+        "damaged",
+    ),
     "manifest of a missing shard": ("manifest.json", manifest("train_9.bin"), "train_9"),
     "manifest disagrees": ("manifest.json", manifest("val_000000.bin"), "manifest.json says 3"),
     "meta that runs code": ("meta.pkl", pickle.dumps(Evil()), "refused"),
@@ -269,10 +282,88 @@ def test_bad_data_is_named_in_one_line(name, content, message, tmp_path, capsys)
     assert "code ran" not in capsys.readouterr().out
 
 
-def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path):
-    for folder in (tmp_path, tmp_path / "fineweb_edu"):
-        with pytest.raises(UserError, match="prepare"):
-            open_dataset(str(folder))
+def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_dataset(tmp_path / "data" / "fineweb_edu", [100])
+    make = "make it with: python data"
+    for name, message in (
+        ("empty", "empty: holds no tokens for train"),
+        ("fineweb", f"data/fineweb; did you mean fineweb_edu?; {make}/prepare_fineweb.py --out="),
+        ("mine", f"no folder data/mine; {make}/prepare_text.py FILE --out=data/mine"),
+        ("openwebtext", "try python train.py config/quickstart.py, which needs no data"),
+    ):
+        with pytest.raises(UserError) as raised:
+            open_dataset(name)
+        assert all(message in problem or name == "empty" for problem in raised.value.problems)
+        assert message in raised.value.problems[0]
+
+
+def test_a_shard_is_of_the_split_that_its_name_says(tmp_path):
+    """The letters of "val" stand in "retrieval": its training data would be validated on."""
+    write_shard(tmp_path / "retrieval_train_000001.bin", np.arange(40))
+    write_shard(tmp_path / "retrieval_val_000000.bin", np.arange(30))
+    (tmp_path / "retrieval.bin").write_bytes(b"of no split, so never looked at")
+    data = open_dataset(str(tmp_path))
+    assert (len(data.train), len(data.val)) == (40, 30)
+
+
+@pytest.mark.parametrize(
+    "name, split",
+    [
+        ("train.bin", "train"),
+        ("val_000000.bin", "val"),
+        ("fineweb-train-0001.bin", "train"),
+        ("medieval.train.bin", "train"),
+        ("constrained_val_000000.bin", "val"),
+        ("train_of_thought_val_000000.bin", "val"),
+        ("my_val_set_train_000001.bin", "train"),
+        ("evaluation_000000.bin", None),
+        ("training_000000.bin", None),
+    ],
+)
+def test_the_last_word_train_or_val_in_a_name_decides(name, split):
+    assert split_of(name) == split
+
+
+def meta(**values) -> bytes:
+    return pickle.dumps(values)
+
+
+UNKNOWN_TOKENIZERS = {
+    "nanoGPT's way with a tokenizer of one's own": ("meta.pkl", meta(vocab_size=100)),
+    "more ids than GPT-2's": ("meta.pkl", meta(vocab_size=60_000)),
+    "itos of numbers": ("meta.pkl", meta(vocab_size=40, itos=dict(enumerate(range(40))))),
+    "itos of bytes": ("meta.pkl", meta(vocab_size=40, itos=[b"a"] * 40)),
+    "itos too short": ("meta.pkl", meta(vocab_size=40, itos={0: "a"})),
+    "byte for 50,257": ("manifest.json", b'{"tokenizer": "byte", "vocab": 50257}'),
+    "char without a table": ("manifest.json", b'{"tokenizer": "char", "vocab": 40}'),
+    "another name": ("manifest.json", b'{"tokenizer": "llama3", "vocab": 40}'),
+    "a list": ("manifest.json", b'{"tokenizer": ["gpt2"], "vocab": 40}'),
+}
+
+
+@pytest.mark.parametrize(
+    "name, content", UNKNOWN_TOKENIZERS.values(), ids=UNKNOWN_TOKENIZERS.keys()
+)
+def test_a_tokenizer_that_does_not_fit_is_unknown_and_no_reason_to_stop(name, content, tmp_path):
+    """Its first sample would end in a traceback, hours into the run."""
+    write_shard(tmp_path / "train_000001.bin", np.arange(40))
+    write_shard(tmp_path / "val_000000.bin", np.arange(30))
+    (tmp_path / name).write_bytes(content)
+    assert open_dataset(str(tmp_path)).tokenizer == dict(kind="unknown")
+    with pytest.raises(UserError, match="tokenizer: unknown"):
+        Tokenizer(dict(kind="unknown"))
+
+
+@pytest.mark.parametrize("device, non_blocking", [("cuda", True), ("mps", False), ("cpu", False)])
+def test_only_cuda_copies_a_batch_without_waiting(device, non_blocking):
+    """On MPS the copy would read memory that is freed already: silently wrong data."""
+    half = mock.Mock()
+    move((half, half), torch.device(device))
+    assert (
+        half.to.call_args_list == [mock.call(torch.device(device), non_blocking=non_blocking)] * 2
+    )
 
 
 def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, tmp_path):

@@ -15,17 +15,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from documents import REVISION, documents, serve_hub, write_jsonl, write_parquet, write_source
 from helpers import ROOT, assert_same_state, flags, load, records, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# noqa: F401 (hub needs its fixture source)
-from test_prepare import documents, write_jsonl, write_parquet
-
 import train
 from common.console import UserError
 from configurator import Config
-from data import prepare_fineweb, stream
+from data import sources, stream
 from data.loader import TrainBatches
 from training import checkpoint
 from training.start import open_data
@@ -96,7 +94,7 @@ def take(
     return rows, end
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_any_number_of_workers_reads_the_windows_counted_by_hand(folder, workers, monkeypatch):
     config = config_for(folder, data_workers=workers)
     data = open_data(config)
@@ -251,8 +249,8 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_checkpoint(folder, tmp
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert (
-        stderr
-        == f"error: data worker 1 (process {workers[1]}) was ended by SIGKILL; --init_from=resume goes on\n"
+        stderr == f"error: data worker 1 (process {workers[1]}) was ended by SIGKILL; "
+        "--init_from=resume goes on\n"
     )
     saved = checkpoint.load_newest(tmp_path)
     assert (
@@ -279,7 +277,7 @@ def test_sigterm_while_waiting_for_data_saves_and_ends(folder, tmp_path):
 
 
 def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(folder, tmp_path):
-    process = start_training(folder, tmp_path)
+    process = start_training(folder, tmp_path, data_workers=1)
     wait_for(process, tmp_path, "tokens per iteration")  # the workers are still starting
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
@@ -291,19 +289,21 @@ def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "moment", ["tokens per iteration", "iter 3"]
-)  # while they start, and later
+    "moment",
+    ["tokens per iteration", pytest.param("iter 3", marks=pytest.mark.slow)],
+    ids=["while they start", "later"],
+)
 def test_workers_end_with_a_killed_run(moment, folder, tmp_path):
-    process = start_training(folder, tmp_path)
+    process = start_training(folder, tmp_path, data_workers=1)
     wait_for(process, tmp_path, moment)
-    while len(workers := workers_of(process)) < 2:
+    while not (workers := workers_of(process)):
         time.sleep(0.01)
     process.kill()
     process.communicate()
     assert all(map(is_gone, workers))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_run_ends_without_a_word_to_stderr(workers, folder, tmp_path):
     options = flags(folder, tmp_path, stream=True, data_workers=workers)
     process = subprocess.run(
@@ -318,14 +318,16 @@ def test_a_run_ends_without_a_word_to_stderr(workers, folder, tmp_path):
 
 def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(folder):
     script = BYTES + (
-        "import sys, torch\nfrom configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
+        "import sys, torch\nfrom configurator import Config\n"
+        "from data.loader import TrainBatches\nfrom training.start import open_data\n"
         "if __name__ == '__main__':\n"
-        "    config = Config(stream=True, dataset=sys.argv[1], block_size=64, batch_size=4, eval_tokens=500, data_workers=1)\n"
+        "    config = Config(stream=True, dataset=sys.argv[1], data_workers=1)\n"
+        "    config.block_size, config.batch_size, config.eval_tokens = 64, 4, 500\n"
         "    data = open_data(config)\n"
         "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
         "    next(batches)\n"
         # as a worker does now and then, for microseconds
-        "    data.stream.pieces._workers_done_event._cond.acquire()\n"
+        "    data.stream.workers.iterator._workers_done_event._cond.acquire()\n"
         "    batches.close()\n"
         "    del batches, data\n"
     )
@@ -335,32 +337,39 @@ def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(folder):
     assert (process.returncode, process.stderr) == (0, "")
 
 
-def test_the_hub_and_local_files_give_the_same_stream(hub, source, tmp_path):  # noqa: F811
+def test_the_hub_and_local_files_give_the_same_stream(tmp_path):
+    """In a process of its own: the hub's address is read when its library is imported."""
     script = BYTES + (
         "import sys, hashlib, torch\n"
-        "from configurator import Config\nfrom dataloader import TrainBatches\nfrom start import open_data\n"
-        "if __name__ == '__main__':\n"
-        "    for name in sys.argv[1:]:\n"
-        "        config = Config(stream=True, dataset=name, block_size=64, batch_size=64, eval_tokens=9000, data_workers=1)\n"
-        "        data = open_data(config)\n"
-        "        batches, sha256 = TrainBatches(data, config, torch.device('cpu')), hashlib.sha256(data.val.tokens)\n"
-        "        for _ in range(50):\n"
-        "            sha256.update(next(batches)[1].numpy())\n"
-        "        print(data.stream.identity['revision'], sha256.hexdigest(), data.stream.locate(3000))\n"
-        "        batches.close()\n"
+        "from configurator import Config\n"
+        "from data.loader import TrainBatches\nfrom training.start import open_data\n"
+        "for name in sys.argv[1:]:\n"
+        "    config = Config(stream=True, dataset=name, data_workers=0)\n"
+        "    config.block_size, config.batch_size, config.eval_tokens = 64, 64, 9000\n"
+        "    data = open_data(config)\n"
+        "    batches = TrainBatches(data, config, torch.device('cpu'))\n"
+        "    sha256 = hashlib.sha256(data.val.tokens)\n"
+        "    for _ in range(50):\n"
+        "        sha256.update(next(batches)[1].numpy())\n"
+        "    revision, place = data.stream.identity['revision'], data.stream.locate(3000)\n"
+        "    print(revision, sha256.hexdigest(), place, sep='|')\n"
+        "    batches.close()\n"
+        "    del batches, data\n"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", script, "org/name:small", str(source)],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        env=os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)},
-    )
+    source = write_source(tmp_path / "source")
+    with serve_hub(source) as address:
+        process = subprocess.run(
+            [sys.executable, "-c", script, "org/name:small", str(source)],
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)},
+        )
     assert process.returncode == 0 and process.stderr == "", process.stderr
-    from_hub, local = (line.split(maxsplit=1) for line in process.stdout.splitlines())
-    assert from_hub[0] == "a" * 40 and "hf://datasets/org/name@" in from_hub[1]
-    assert from_hub[1].split()[0] == local[1].split()[3]
+    from_hub, local = (line.split("|") for line in process.stdout.splitlines())
+    assert from_hub[0] == REVISION and "hf://datasets/org/name@" in from_hub[2]
+    assert from_hub[1] == local[1]
 
 
 # -----------------------------------------------------------------------------
@@ -388,16 +397,17 @@ def broken_source(folder: Path, name: str) -> Path:
         ("other.parquet", "has no column text; its columns: id, body"),
         (
             "nothing.jsonl",
-            "holds 0 tokens for validation and 0 for training, which needs more than block_size 16; choose another",
+            "holds 0 tokens for validation and 0 for training, which needs more than block_size "
+            "16; choose another",
         ),
         (
             "small.parquet",
-            "holds 240 tokens for validation and 0 for training, which needs more than block_size 16; "
-            "try --eval_tokens=12",
+            "holds 240 tokens for validation and 0 for training, which needs more than "
+            "block_size 16; try --eval_tokens=12",
         ),
         ("broken.jsonl", "JSON parse error"),
         ("nowhere*.parquet", "no such file"),
-        ("empty", "needs .parquet or .jsonl files"),
+        ("empty", "holds no .parquet, .jsonl, .json files"),
     ],
 )
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):
@@ -466,26 +476,27 @@ def test_a_share_of_the_batches_leaves_the_others_unread(tmp_path, monkeypatch, 
     """
     texts = [str(i) for i in range(700)]
     path = (write_parquet if form == "parquet" else write_jsonl)(tmp_path / f"a.{form}", texts)
-    monkeypatch.setattr(prepare_fineweb, "ROWS_PER_READ", 64)
-    monkeypatch.setattr(prepare_fineweb, "MAX_ROWS", 64)
-    read_rows, good_reads = prepare_fineweb.read_rows, count()
+    monkeypatch.setattr(sources, "ROWS_PER_READ", 64)
+    monkeypatch.setattr(sources, "MAX_ROWS", 64)
+    to_texts, decoded = sources.to_texts, []
 
-    def failing(name, row, turns):
-        for piece in read_rows(name, row, turns):
+    def count_decoded(column):
+        decoded.append(len(column))
+        return to_texts(column)
+
+    whole = list(sources.files_source([str(path)])(0, 37))
+    monkeypatch.setattr(sources, "to_texts", count_decoded)
+    read_rows, good_reads = sources.read_rows, count()
+
+    def failing(*arguments):
+        for piece in read_rows(*arguments):
             if next(good_reads) % 3 == 1:
                 raise ConnectionError("reset by peer")
             yield piece
 
-    whole = list(prepare_fineweb.files_source([str(path)])(0, 37))
-    monkeypatch.setattr(prepare_fineweb, "read_rows", failing)
-    all_turns = [(True, False, False), (False, True, False), (False, False, True)]
-    shares = [
-        list(prepare_fineweb.files_source([str(path)], (0, 0), turns)(0, 37)) for turns in all_turns
-    ]
-    for turn, (batch, *shared) in enumerate(zip(whole, *shares, strict=True)):
-        assert shared[turn % 3] == batch
-        assert all(
-            other == (*batch[:2], [None] * len(batch[2]))
-            for i, other in enumerate(shared)
-            if i != turn % 3
-        )
+    monkeypatch.setattr(sources, "read_rows", failing)
+    for number in range(3):
+        share = sources.Share(number, 3)
+        shared = list(sources.files_source([str(path)], (0, 0), share)(0, 37))
+        assert shared == whole[number::3]
+    assert sum(decoded) < 2 * len(texts)  # once in all, and some again after a failure

@@ -1,0 +1,125 @@
+"""
+Sources of text for the tests of preparation and of streaming: documents, files, and a hub on this
+machine.
+"""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+WORDS = "alpha beta, gamma 12 delta! epsilon\n\nzeta naïve 漢字 🙂 eta's theta  iota".split(" ")
+REVISION = "a" * 40
+CARD = (
+    "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: small/*\n---\n"
+)
+
+
+def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
+    """Documents of very different lengths, with nulls and empty ones among them."""
+    rng = random.Random(seed)
+    made = [
+        " ".join(rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1))
+        for _ in range(count)
+    ]
+    for at in rng.sample(range(count), count // 10):
+        made[at] = rng.choice([None, ""])
+    return made
+
+
+def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
+    """A parquet file of these texts, in row groups of 100."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"id": list(range(len(texts))), column: texts})
+    pq.write_table(table, path, row_group_size=100)
+    return path
+
+
+def write_jsonl(path: Path, texts: list) -> Path:
+    lines = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)]
+    path.write_text("".join(lines))
+    return path
+
+
+def write_source(folder: Path) -> Path:
+    """A folder of two parquet files, some 100,000 byte tokens each."""
+    write_parquet(folder / "a.parquet", documents(1500, seed=1, words=150))
+    write_parquet(folder / "b.parquet", documents(1500, seed=2, words=150))
+    return folder
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as the datasets library asks for."""
+
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes] = {}
+    newest = REVISION
+    downloads_allowed = 10**9  # parts of files, before it begins to refuse
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        always = {"Content-Length": str(len(body)), "X-Repo-Commit": REVISION}
+        for name, value in (always | headers).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        path = unquote(self.path.partition("?")[0])
+        if path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
+            sha = REVISION if path.endswith(REVISION) else self.newest
+            siblings = [{"rfilename": name} for name in self.files]
+            about = dict(id="org/name", sha=sha, siblings=siblings, tags=[])
+            self.answer(200, json.dumps(about).encode())
+        elif path.startswith(f"/api/datasets/org/name/tree/{REVISION}"):
+            folder = path.partition(REVISION)[2].strip("/")
+            inside = [name for name in self.files if name.rpartition("/")[0] == folder]
+            entries = [
+                dict(type="file", path=name, size=len(self.files[name]), oid=name)
+                for name in inside
+            ]
+            if not folder:
+                entries.append(dict(type="directory", path="small", size=0, oid="small"))
+            self.answer(200, json.dumps(entries).encode())
+        elif (name := path.partition(f"{REVISION}/")[2]) in self.files:
+            self.send_file(self.files[name])
+        else:
+            self.answer(404, X_Error_Code="EntryNotFound")
+
+    do_HEAD = do_GET
+
+    def send_file(self, content: bytes) -> None:
+        if not self.headers.get("Range"):
+            self.answer(200, content, ETag='"etag"')
+        elif Hub.downloads_allowed <= 0:
+            self.answer(410)
+        else:
+            Hub.downloads_allowed -= 1
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = content[first : last + 1]
+            where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
+            self.answer(206, part, Content_Range=where)
+
+
+@contextmanager
+def serve_hub(source: Path) -> Iterator[str]:
+    """The address of a hub that has the files of this folder as the dataset org/name."""
+    Hub.files = {"README.md": CARD.encode()}
+    for path in source.iterdir():
+        Hub.files[f"small/{path.name}"] = path.read_bytes()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    Hub.downloads_allowed, Hub.newest = 10**9, REVISION
