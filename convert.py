@@ -1,9 +1,9 @@
 """
 Weights in and out: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's own.
 
-    python convert.py hf-to-ckpt DIR OUT.pt            a folder with config.json and model.safetensors, or gpt2 .. gpt2-xl
-    python convert.py ckpt-to-hf CKPT DIR              for AutoModelForCausalLM, AutoTokenizer and evaluation harnesses
-    python convert.py nanogpt-to-ckpt IN.pt OUT.pt     nanoGPT's ckpt.pt
+    python convert.py hf-to-ckpt DIR OUT.pt         DIR: config.json, model.safetensors; or gpt2-xl
+    python convert.py ckpt-to-hf CKPT DIR           for AutoModelForCausalLM and AutoTokenizer
+    python convert.py nanogpt-to-ckpt IN.pt OUT.pt  nanoGPT's ckpt.pt
 
 CKPT is a checkpoint or the out_dir of a run. Train on from a converted file with
 --init_from=OUT.pt, sample from it with sample.py --init_from=OUT.pt. Nothing in a file that is read
@@ -17,50 +17,88 @@ from pathlib import Path
 import torch
 
 from common.console import Parser, UserError, run_main
+from common.files import replacing
+from data.shards import read_json
 from model import GPTConfig
 from training import checkpoint
 from training.build import count_parameters
 from training.pretrained import GPT2_ONLY, TRANSPOSED, read_weights
 
+MODES = ("hf-to-ckpt", "ckpt-to-hf", "nanogpt-to-ckpt")
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
-# OpenAI's, those tiktoken reads
+# What an earlier export, or a tool that worked on it, may have left beside its weights
+STALE_FILES = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
+STALE_FILES += ("tokenizer.json", "special_tokens_map.json", *TOKENIZER_FILES)
+# OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 # -----------------------------------------------------------------------------
-# Writing
+# To Hugging Face
 
 
-def write_hf(state: dict, folder: Path) -> None:
-    """
-    The model as GPT2LMHeadModel, in float32: biases it has not are zeros, and the vocabulary's
-    padding is cut off.
-    """
-    from safetensors.torch import save_file
+def ckpt_to_hf(source: str, out: str) -> None:
+    """The model as GPT2LMHeadModel in float32. Raises UserError."""
+    folder = Path(out)
+    check_target(folder)
+    state = read_weights(source)
+    if state["model_config"].get("model", "gpt2") != "gpt2":
+        raise UserError("ckpt-to-hf: Hugging Face has no architecture for the fast model")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(hf_weights(state), folder / "model.safetensors")
+    with replacing(folder / "config.json") as file:
+        file.write(json.dumps(hf_config(state), indent=2).encode() + b"\n")
+    for pattern in STALE_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
+    kind = state["tokenizer"]["kind"]
+    if kind != "gpt2":
+        print(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
+    elif not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):
+        print("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
+    print(
+        f"{folder}: GPT2LMHeadModel, vocabulary {state['vocab']}; "
+        f"load it with AutoModelForCausalLM.from_pretrained({out!r})"
+    )
 
+
+def check_target(folder: Path) -> None:
+    """Raise UserError if an export to `folder` would damage a run or somebody else's model."""
+    if checkpoint.list_checkpoints(folder) or (folder / "best.pt").exists():
+        raise UserError(f"{folder}: holds a run, not an export; give another folder")
+    config, holds_model = folder / "config.json", any(folder.glob("*.safetensors"))
+    if config.is_file():
+        holds_model = "tokenizer_spec" not in read_json(config, mend="give another folder")
+    if holds_model:
+        raise UserError(f"{folder}: holds a model that convert.py did not write; give another")
+
+
+def hf_weights(state: dict) -> dict[str, torch.Tensor]:
+    """Transposed as there, without the vocabulary's padding, with zeros for missing biases."""
+    config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
+    weights = {}
+    for name, tensor in state["model"].items():
+        if name == "lm_head.weight" and config.tie_weights:
+            continue
+        if name.endswith(("wte.weight", "lm_head.weight")):
+            tensor = tensor[:vocab]
+        elif name.endswith(TRANSPOSED):
+            tensor = tensor.t()
+        weights[name] = tensor.contiguous()
+        has_bias = not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight"))
+        if has_bias and not config.bias:
+            weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
+    return weights
+
+
+def hf_config(state: dict) -> dict:
+    """config.json. The key tokenizer_spec is this program's, and marks the folder as its own."""
     config, vocab, tokenizer = (
         GPTConfig(**state["model_config"]),
         state["vocab"],
         state["tokenizer"],
     )
-    if config.model != "gpt2":
-        raise UserError(
-            "ckpt-to-hf: the fast model is no GPT-2, and Hugging Face has no architecture for it; use sample.py"
-        )
-    weights = {}
-    for name, tensor in state["model"].items():
-        if name.endswith(("wte.weight", "lm_head.weight")):
-            tensor = tensor[:vocab]
-        if name == "lm_head.weight" and config.tie_weights:
-            continue
-        weights[name] = (
-            tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor.contiguous()
-        )
-    if not config.bias:
-        for name, tensor in list(weights.items()):
-            if not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight")):
-                weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
-    eot = vocab - 1 if tokenizer["kind"] == "gpt2" else 0 if tokenizer["kind"] == "byte" else None
-    hf = dict(
+    eot = dict(gpt2=vocab - 1, byte=0).get(tokenizer["kind"])
+    return dict(
         architectures=["GPT2LMHeadModel"],
         model_type="gpt2",
         dtype="float32",
@@ -78,134 +116,88 @@ def write_hf(state: dict, folder: Path) -> None:
         attn_pdrop=config.dropout,
         **{key: allowed[0] for key, allowed in GPT2_ONLY.items()},
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:  # an earlier model's
-        (folder / name).unlink(missing_ok=True)
-    temporary = folder / "model.safetensors.tmp"
-    save_file(weights, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+
+
+def write_safetensors(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """All or nothing. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".tmp")
+    try:
+        save_file(weights, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors lets nobody else read it
+        os.replace(temporary, path)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(str(error)) from None
 
 
 def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
     """
-    GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or gets; False where it
-    cannot.
+    GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or downloads. False if it
+    cannot get them.
     """
     from tiktoken.load import read_file_cached
 
     try:
-        vocab, merges = (
-            read_file_cached(GPT2_FILES + name) for name in ("encoder.json", "vocab.bpe")
-        )
+        vocab = read_file_cached(GPT2_FILES + "encoder.json")
+        merges = read_file_cached(GPT2_FILES + "vocab.bpe")
     except Exception:  # whatever the network throws
         return False
-    end = "<|endoftext|>"
     settings = dict(
-        tokenizer_class="GPT2Tokenizer",
-        bos_token=end,
-        eos_token=end,
-        unk_token=end,
-        add_prefix_space=False,
-        model_max_length=block_size,
+        tokenizer_class="GPT2Tokenizer", add_prefix_space=False, model_max_length=block_size
     )
-    for name, content in zip(
-        TOKENIZER_FILES, (vocab, merges, json.dumps(settings, indent=2).encode())
-    ):
+    settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    contents = vocab, merges, json.dumps(settings, indent=2).encode()
+    for name, content in zip(TOKENIZER_FILES, contents):
         (folder / name).write_bytes(content)
     return True
 
 
 # -----------------------------------------------------------------------------
+# To a checkpoint
 
 
-def write_checkpoint(state: dict, path: Path) -> None:
-    """Weights as a checkpoint of their own: there is no run in it to resume."""
-    if path.exists() or path.suffix != ".pt" or path.name.startswith("ckpt-"):
-        why = (
-            "exists"
-            if path.exists()
-            else "has the name of a run's own"
-            if path.suffix == ".pt"
-            else "must end with .pt"
-        )
-        raise UserError(f"{path}: {why}; choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(state, path)
+def to_ckpt(source: str, out: str) -> None:
+    """Weights as a checkpoint of their own, with no run in it to resume. Raises UserError."""
+    state, path = read_weights(source), Path(out)
+    if path.exists():
+        raise UserError(f"{path}: exists; choose another name")
+    if path.suffix != ".pt":
+        raise UserError(f"{path}: must end with .pt; choose another name")
+    if path.name.startswith("ckpt-"):
+        raise UserError(f"{path}: has the name of a run's own checkpoint; choose another")
+    kept = {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
+    checkpoint.save(kept, path)
     parameters, _ = count_parameters(GPTConfig(**state["model_config"]))
-    print(
-        f"{path}: {parameters / 1e6:.2f}M parameters, vocabulary {state['vocab']}, tokenizer {state['tokenizer']['kind']}; "
-        f"train on from it or sample with --init_from={path}"
-    )
-    if state["tokenizer"]["kind"] == "unknown":
-        print(
-            "tokenizer: not known from the files, so the model trains but sample.py cannot turn its output into text"
-        )
-
-
-def hf_to_ckpt(source: str, out: str) -> None:
-    write_checkpoint(read_weights(source), Path(out))
-
-
-def nanogpt_to_ckpt(source: str, out: str) -> None:
-    write_checkpoint(read_weights(source), Path(out))
-    print(
-        "note: nanoGPT computes the exact GELU, this program GPT-2's tanh form of it: logits differ by up to 1e-3"
-    )
-
-
-def ckpt_to_hf(source: str, out: str) -> None:
-    state, folder = read_weights(source), Path(out)
-    write_hf(state, folder)
     kind = state["tokenizer"]["kind"]
-    if kind == "gpt2" and not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):
-        print(
-            "tokenizer: GPT-2's files are not here and cannot be fetched; AutoTokenizer.from_pretrained('gpt2') is the same"
-        )
-    elif kind != "gpt2":
-        print(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
     print(
-        f"{folder}: GPT2LMHeadModel, vocabulary {state['vocab']}; load it with AutoModelForCausalLM.from_pretrained({out!r})"
+        f"{path}: {parameters / 1e6:.2f}M parameters, vocabulary {state['vocab']}, tokenizer "
+        f"{kind}; train on from it or sample with --init_from={path}"
     )
+    if kind == "unknown":
+        print("tokenizer: not known from the files; the model trains, but sample.py refuses it")
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description="Weights to and from Hugging Face's GPT-2 and nanoGPT.")
-    modes = parser.add_subparsers(dest="mode", required=True)
-    for mode, run, source, out, text in (
-        (
-            "hf-to-ckpt",
-            hf_to_ckpt,
-            "DIR",
-            "OUT",
-            "a Hugging Face folder, or gpt2 .. gpt2-xl, as a checkpoint",
-        ),
-        (
-            "ckpt-to-hf",
-            ckpt_to_hf,
-            "CKPT",
-            "DIR",
-            "a checkpoint, or a run's newest, as a Hugging Face folder",
-        ),
-        (
-            "nanogpt-to-ckpt",
-            nanogpt_to_ckpt,
-            "IN",
-            "OUT",
-            "nanoGPT's ckpt.pt as a checkpoint of this program",
-        ),
-    ):
-        sub = modes.add_parser(mode, help=text)
-        sub.add_argument("source", metavar=source)
-        sub.add_argument("out", metavar=out)
-        sub.set_defaults(run=run)
+    parser = Parser(description=__doc__)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("source")
+    parser.add_argument("out")
     args = parser.parse_args(argv)
     try:
-        args.run(args.source, args.out)
+        if args.mode == "ckpt-to-hf":
+            ckpt_to_hf(args.source, args.out)
+        else:
+            to_ckpt(args.source, args.out)
     except OSError as error:
-        raise UserError(
-            f"{args.out}: cannot be written ({error.strerror or error}); choose another place"
-        ) from None
+        why = error.strerror or error
+        raise UserError(f"{args.out}: cannot be written ({why}); choose another place") from None
+    if args.mode == "nanogpt-to-ckpt":
+        print(
+            "note: nanoGPT uses the exact GELU, this program GPT-2's: logits differ by up to 1e-3"
+        )
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
 """
 Sample from a trained model.
 
-    python sample.py --out_dir=out/gpt124m                             ten samples from a run's newest checkpoint
-    python sample.py --out_dir=out/gpt124m --start="The moon is"       go on from a prompt; FILE:prompt.txt reads it
-    python sample.py --init_from=gpt2-xl --num_samples=1               OpenAI's weights
-    python sample.py --init_from=out/gpt124m/best.pt --temperature=0   any file or folder that convert.py reads; greedy
+    python sample.py --out_dir=out/gpt124m                 the newest checkpoint of a run
+    python sample.py config/gpt124m_4070.py --start="The"  the run of a training config; a prompt
+    python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
+    python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
+    python sample.py --help                                every key
 
-All samples are one batch; the first is printed as it comes, the others after it. A sample stops at
-the end of text.
+Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
+ignored. All samples are one batch: the first is printed as it grows, the others after it. A sample
+ends at the end of text.
 """
 
-import argparse
-import math
 import os
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from common.console import Parser, RunError, UserError, run_main, warn
-from configurator import BOOLEANS, DTYPES, Config
+from common.console import RunError, UserError, complain, printable, run_main, warn
+from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, generate_stream
 from model_fast import FastGPT
@@ -29,172 +29,124 @@ from training.pretrained import read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
-USUAL_TOP_K = 200
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description="Sample from a trained model.")
-    flag = parser.add_argument
-    flag(
-        "--init_from",
-        default="resume",
-        help="resume: the run in out_dir; gpt2 .. gpt2-xl; or a checkpoint or folder",
-    )
-    flag("--out_dir", default="out", help="a run's folder, for init_from=resume")
-    flag(
-        "--start",
-        default="\n",
-        help=f"the prompt; may hold {END_OF_TEXT}; FILE:prompt.txt reads it from a file",
-    )
-    flag("--num_samples", type=int, default=10, help="samples in the batch")
-    flag("--max_new_tokens", type=int, default=500, help="longest sample, in tokens")
-    flag(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0: always the likeliest token; 1: as the model predicts",
-    )
-    flag(
-        "--top_k",
-        type=int,
-        help=f"draw from the k likeliest tokens; 0: from all (default: {USUAL_TOP_K})",
-    )
-    flag(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="draw from the fewest tokens that have this probability together",
-    )
-    flag("--seed", type=int, default=1337)
-    flag("--device", default="auto", help="auto | cuda | cuda:1 | mps | cpu")
-    flag("--dtype", default="auto", choices=DTYPES, help="of the weights")
-    flag(
-        "--compile",
-        default="false",
-        nargs="?",
-        const="true",
-        help="torch.compile the model: slower at first",
-    )
-    args = parser.parse_args(argv)
-    args.compile = BOOLEANS.get(args.compile.lower())
-    return args
-
-
-def find_problems(args: argparse.Namespace) -> list[str]:
-    problems = [
-        f"{name}: {getattr(args, name)} is outside {low} to {high}; --{name}={default}"
-        for name, low, high, default in (
-            ("num_samples", 1, 2**16, 1),
-            ("max_new_tokens", 1, 2**40, 500),
-            ("temperature", 0, math.inf, 0.8),
-            ("top_k", 0, math.inf, USUAL_TOP_K),
-            ("seed", 0, 2**63 - 1, 1337),
-        )
-        if getattr(args, name) is not None and not low <= getattr(args, name) <= high
-    ]
-    if not 0 < args.top_p <= 1:
-        problems.append(f"top_p: {args.top_p} is no probability above 0; --top_p=0.95")
-    if args.compile is None:
-        problems.append("compile: needs true or false")
-    return problems + hardware.check_device(Config(device=args.device))
+@dataclass
+class SampleConfig:
+    init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
+    out_dir: str = key("out", "a run's folder, for init_from=resume")
+    start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", free_text=True)
+    num_samples: int = key(10, "samples in the batch", low=1, high=2**16)
+    max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
+    temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
+    top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)
+    top_p: float = key(1.0, "draw from the likeliest, up to this sum", low=1e-9, high=1.0)
+    seed: int = key(1337, "another seed, other samples", low=0, high=2**63 - 1)
+    device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu")
+    dtype: str = key("auto", "of the weights", DTYPES)
+    compile: bool = key(False, "torch.compile the model: slower at first")
+    # Not a key: the names of the keys that a file or flag has set
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def read_prompt(start: str) -> str:
+    """The prompt, from its file if `start` names one. Raises UserError."""
     if not start.startswith("FILE:"):
-        return start.encode(
-            errors="replace"
-        ).decode()  # a command line may hold bytes that are no text
+        # a command line may hold bytes that are not text
+        return start.encode(errors="replace").decode()
+    path = os.path.expanduser(start.removeprefix("FILE:"))
     try:
-        return Path(os.path.expanduser(start.removeprefix("FILE:"))).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"start: {start.removeprefix('FILE:')} cannot be read as text ({error}); give another file"
-        ) from None
+        raise UserError(f"start: {path} cannot be read as text ({error})") from None
 
 
 def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
-    """The prompt's tokens. Raises UserError where there are none, or one that the model has not."""
-    if text.kind == "char" and (
-        unknown := sorted(set(prompt) - set(text.decode(range(text.vocab))))
-    ):
-        warn(f"start: the model has no {''.join(unknown)!r}; left out")
-    ids = []
-    for i, part in enumerate(prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]):
-        ids += [text.eot] * (i > 0) + [int(token) for token in text.encode(part)]
+    """
+    The prompt's tokens. Raises UserError if there are none, or one that the model does not know.
+    """
+    if text.kind == "char":
+        unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
+        if unknown:
+            warn(f"start: the model does not know {''.join(unknown)!r}; left out")
+    parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
+    ids = [int(token) for token in text.encode(parts[0])]
+    for part in parts[1:]:
+        ids += [text.eot, *(int(token) for token in text.encode(part))]
     if not ids:
         raise UserError(f"start: {prompt!r} encodes to no token; --start=$'\\n' or any other text")
     if max(ids) >= vocab:
-        raise UserError(
-            f"start: {prompt!r} holds token {max(ids)}; the model's vocabulary is {vocab}; use other words"
-        )
+        raise UserError(f"start: holds token {max(ids)}, but the model's vocabulary is {vocab}")
     return ids
 
 
+def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
+    """The model on its device. Raises UserError where the run had diverged."""
+    hw = hardware.set_up(Config(device=config.device, dtype=config.dtype))
+    model = build_model(GPTConfig(**state["model_config"]))
+    model.load_state_dict(state["model"])
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise UserError("init_from: its weights are not finite; give an older checkpoint")
+    model.to(hw.device, hw.dtype).eval()
+    if config.compile:
+        model.next_logits = torch.compile(model.next_logits, dynamic=True)
+    return model
+
+
 def stream_samples(
-    model: GPT | FastGPT, idx: torch.Tensor, text: Tokenizer, vocab: int, args: argparse.Namespace
+    model: GPT | FastGPT, idx: torch.Tensor, text: Tokenizer, vocab: int, config: SampleConfig
 ) -> list[list[int]]:
     """
-    Print the first sample while the batch grows; returns all samples' ids, the prompt's included,
-    up to their end.
+    Continue idx (B, T), printing the first sample as it grows. Returns the ids of all samples,
+    from the prompt to their end.
     """
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
-    generator = torch.Generator(idx.device).manual_seed(args.seed)
-    for new in generate_stream(
-        model, idx, args.max_new_tokens, vocab, args.temperature, args.top_k, generator, args.top_p
-    ):
+    options = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    options["generator"] = torch.Generator(idx.device).manual_seed(config.seed)
+    for new in generate_stream(model, idx, config.max_new_tokens, vocab, **options):
         for row, token in enumerate(new[:, 0].tolist()):
             if token == text.eot:
                 growing.discard(row)
             elif row in growing:
                 samples[row].append(token)
-        whole = text.decode(samples[0]).rstrip(
-            "\N{REPLACEMENT CHARACTER}"
-        )  # the rest of a character may follow
-        print(whole[len(printed) :], end="", flush=True)
+        # without the bytes of a character whose other bytes may follow
+        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+        print(printable(whole[len(printed) :]), end="", flush=True)
         printed = max(printed, whole, key=len)
         if not growing:
             break
-    print(text.decode(samples[0])[len(printed) :])
+    print(printable(text.decode(samples[0])[len(printed) :]))
     return samples
 
 
 def main(argv: list[str]) -> int:
-    args = parse_args(argv)
-    if problems := find_problems(args):
+    config, problems = read_config(argv, SampleConfig)
+    if not problems:
+        problems = hardware.check_device(config)
+    if problems:
         raise UserError(*problems)
-    prompt = read_prompt(args.start)
-    state = read_weights(args.out_dir if args.init_from == "resume" else args.init_from)
-    if state["tokenizer"]["kind"] not in ("gpt2", "byte", "char"):
-        raise UserError(
-            "init_from: the model's tokenizer is not known, so its tokens cannot be read as text"
-        )
+    prompt = read_prompt(config.start)
+    # a training config may say auto or scratch
+    from_run = config.init_from in ("resume", "auto", "scratch")
+    state = read_weights(config.out_dir if from_run else config.init_from)
+    if state["tokenizer"]["kind"] == "unknown":
+        raise UserError("init_from: the model's tokenizer is not known, so it cannot print text")
     text, vocab = Tokenizer(state["tokenizer"]), state["vocab"]
     ids = encode(prompt, text, vocab)
-    if args.top_k is None:
-        args.top_k = min(USUAL_TOP_K, vocab)
-    elif args.top_k > vocab:
+    if config.top_k > vocab and "top_k" in config.given:
         raise UserError(
-            f"top_k: {args.top_k} is more than the vocabulary of {vocab}; --top_k=0 draws from all of it"
+            f"top_k: {config.top_k} is above the vocabulary of {vocab}; --top_k=0: no limit"
         )
-    hw = hardware.set_up(Config(device=args.device, dtype=args.dtype))
-    model = build_model(GPTConfig(**state["model_config"]))
-    model.load_state_dict(state["model"])
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise UserError(
-            "init_from: its weights are not finite, the run has diverged; give an older checkpoint"
-        )
-    model.to(hw.device, hw.dtype).eval()
-    if args.compile:
-        model.next_logits = torch.compile(model.next_logits, dynamic=True)
-    if len(ids) > model.config.block_size:
-        print(
-            f"start: {len(ids):,} tokens, of which the model sees the last {model.config.block_size:,}",
-            file=sys.stderr,
-        )
-    idx = torch.tensor([ids] * args.num_samples, device=hw.device)
+    config.top_k = min(config.top_k, vocab)
+    model = load_model(state, config)
+    complain(f"model: {state['source']}")
+    window = model.config.block_size
+    if len(ids) > window:
+        complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
+    idx = torch.tensor([ids] * config.num_samples, device=model.lm_head.weight.device)
     try:
-        samples = stream_samples(model, idx, text, vocab, args)
+        samples = stream_samples(model, idx, text, vocab, config)
     except KeyboardInterrupt:
         print()
         return 130
@@ -203,7 +155,7 @@ def main(argv: list[str]) -> int:
             raise
         raise RunError("out of memory; fewer --num_samples") from None
     for sample in samples[1:]:
-        print(f"{RULER}\n{text.decode(sample)}")
+        print(f"{RULER}\n{printable(text.decode(sample))}")
     print(RULER)
     return 0
 

@@ -1,11 +1,10 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB), 1.70B tokens instead of 10B.
-# Nothing here was measured on
-# that card: its FLOPs per token are the classic's, so at the classic's 56,134 tokens/s it is 8.4
-# hours instead of 49.5.
+# Not measured on that card. A token costs as many FLOPs as in the classic recipe, so at the
+# classic's 56,134 tokens/s it takes 8.4 hours instead of 49.5.
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_4070.py
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and goes on after a stop
+init_from = "auto"  # the same command starts the run and continues it after a stop
 
 # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
 model = "fast"
@@ -16,7 +15,7 @@ bias = False
 tie_weights = False
 block_size = 1024
 batch_size = 8  # modelled: 7.8 GB; 16 would need 12.5 GB
-gradient_accumulation_steps = 64  # 8 * 1024 * 64 = 524,288 tokens per iteration
+tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
 muon_lr = 0.025
@@ -28,12 +27,12 @@ vector_lr = 0.015
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
-grad_clip = 0.0  # Muon's moves have one size whatever the gradient's
+grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
 
-max_iters = 3250  # 1.70B tokens; fewer iterations make a whole, shorter schedule: --max_iters=1600
+max_iters = 3250  # 1.70B tokens; --max_iters=1600 is a complete, shorter schedule
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30 %, then down to nothing
+decay_fraction = 0.7  # constant for 30 %, then down to zero
 min_lr = 0.0
 
 eval_interval = 125

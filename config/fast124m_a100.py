@@ -1,9 +1,9 @@
-# The fast recipe: GPT-124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour. Nothing
-# here was measured on that
-# card: at the classic's published 115,000 to 180,000 tokens/s, 1.70B tokens take 2.6 to 4.1 hours.
+# The fast recipe: GPT-124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour.
+# Not measured on that card. At the 115,000 to 180,000 tokens/s published for the classic recipe,
+# 1.70B tokens take 2.6 to 4.1 hours.
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and goes on after a stop
+init_from = "auto"  # the same command starts the run and continues it after a stop
 
 # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
 model = "fast"
@@ -14,7 +14,7 @@ bias = False
 tie_weights = False
 block_size = 1024
 batch_size = 32  # modelled: 21.7 GB
-gradient_accumulation_steps = 16  # 32 * 1024 * 16 = 524,288 tokens per iteration
+tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
 muon_lr = 0.025
@@ -26,17 +26,17 @@ vector_lr = 0.015
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
-grad_clip = 0.0  # Muon's moves have one size whatever the gradient's
+grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
 
-max_iters = 3250  # 1.70B tokens; fewer iterations make a whole, shorter schedule: --max_iters=1600
+max_iters = 3250  # 1.70B tokens; --max_iters=1600 is a complete, shorter schedule
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30 %, then down to nothing
+decay_fraction = 0.7  # constant for 30 %, then down to zero
 min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 125  # a rented machine can vanish: at most 10 minutes are lost
+checkpoint_interval = 125  # a rented machine may vanish: at most 10 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

@@ -1,9 +1,9 @@
-# The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB). Nothing here was measured on that
-# card yet.
-# Modelled: 400,000 to 580,000 tokens/s, so 1.70B tokens take 50 to 71 minutes.
+# The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB).
+# Not measured on that card yet. Modelled: 400,000 to 580,000 tokens/s, so 1.70B tokens take 50 to
+# 71 minutes.
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and goes on after a stop
+init_from = "auto"  # the same command starts the run and continues it after a stop
 
 # rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
 model = "fast"
@@ -14,7 +14,7 @@ bias = False
 tie_weights = False
 block_size = 1024
 batch_size = 64  # modelled: 40.3 GB
-gradient_accumulation_steps = 8  # 64 * 1024 * 8 = 524,288 tokens per iteration
+tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
 muon_lr = 0.025
@@ -26,12 +26,12 @@ vector_lr = 0.015
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
-grad_clip = 0.0  # Muon's moves have one size whatever the gradient's
+grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
 
-max_iters = 3250  # 1.70B tokens; fewer iterations make a whole, shorter schedule: --max_iters=1600
+max_iters = 3250  # 1.70B tokens; --max_iters=1600 is a complete, shorter schedule
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30 %, then down to nothing
+decay_fraction = 0.7  # constant for 30 %, then down to zero
 min_lr = 0.0
 
 eval_interval = 125

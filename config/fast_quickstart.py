@@ -1,11 +1,11 @@
-# The fast recipe on the quickstart's data: two minutes on two CPU cores, and a lower loss than
-# config/quickstart.py's.
+# The fast recipe on the quickstart's data: two minutes on two CPU cores, to a lower loss than
+# config/quickstart.py reaches.
 # python train.py config/fast_quickstart.py
 out_dir = "out/fast_quickstart"
 dataset = "python_stdlib"  # made in seconds on the first run, no download
 
 model = "fast"
-n_layer = 3  # more steps in the same time than with the quickstart's 4
+n_layer = 3  # more iterations in the same time than with the quickstart's 4
 n_head = 4
 n_embd = 128
 bias = False
@@ -14,7 +14,7 @@ block_size = 128
 batch_size = 16
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # the rates are those of config/fast124m_4070.py
+optimizer = "muon"  # with the rates of config/fast124m_4070.py
 muon_lr = 0.025
 muon_momentum = 0.95
 muon_weight_decay = 0.05
@@ -38,5 +38,4 @@ log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1
 
-flash = False  # with so short a context plain products are faster on a CPU, in bfloat16 twice
-compile = False  # compiling takes longer than it would save here
+compile = False  # compiling would take longer than it saves

@@ -1,15 +1,15 @@
-# GPT-124M on FineWeb-Edu with an RTX 3060 (12 GB). Nothing here was measured on that card.
-# Modelled: 25.5 TFLOP/s bf16 at the 4070's 82 % gives 24,600 tokens/s, so 21 s per iteration and
-# 113 hours for 10B tokens.
+# GPT-124M on FineWeb-Edu with an RTX 3060 (12 GB). Not measured on that card.
+# Modelled: the 4070's 82 % of 25.5 TFLOP/s in bf16 gives 24,600 tokens/s, which is 21 s per
+# iteration and 113 hours for 10B tokens.
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and goes on after a stop
+init_from = "auto"  # the same command starts the run and continues it after a stop
 
 batch_size = 8  # modelled: 6.5 GB
-gradient_accumulation_steps = 64  # 8 * 1024 * 64 = 524,288 tokens per iteration
+tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 warmup_iters = 715
-# 10.0B tokens, one epoch of sample-10BT; the classic GPT-2 recipe: config/gpt124m_4070.py says why
+# 10.0B tokens, one epoch of sample-10BT. For the reasons see config/gpt124m_4070.py
 max_iters = 19073
 
 eval_interval = 250  # every 90 minutes

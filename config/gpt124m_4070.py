@@ -1,31 +1,30 @@
 # GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens, about 50 hours.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
-# Users measured 9,340 ms per iteration with this batch: 56,134 tokens/s, 82 % of the card's 58.3
-# TFLOP/s.
+# Users measured 9,340 ms per iteration with this batch: 56,134 tokens/s, 82 % of the card's
+# 58.3 TFLOP/s.
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and goes on after a stop
+init_from = "auto"  # the same command starts the run and continues it after a stop
 
-# 8 * 1024 tokens at once, 64 times: 524,288 per iteration, GPT-3's for this size
-batch_size = 8  # modelled: 6.5 GB; 12 would need 8.3 GB, 16 would need 10.1 GB
+# 64 micro-batches of 8 * 1024 tokens: 524,288 per iteration, as GPT-3 of this size
+batch_size = 8  # modelled: 6.5 GB; 16 would need 10.1 GB
 block_size = 1024
-gradient_accumulation_steps = 64  # 8 * 1024 * 64 = 524,288 tokens per iteration
+tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
-# GPT-2 small; widths, head size 64 and the vocabulary padded to 50,304 fill whole tensor-core tiles
+# GPT-2 small. The widths, heads of 64 and the vocabulary padded to 50,304 fill tensor-core tiles
 n_layer = 12
 n_head = 12
 n_embd = 768
 bias = False
 
-# GPT-3's rate for 125M parameters. The users' 3e-4 learns more slowly; their 1e-3 was for a model
-# of a third the size
+# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a model of a third the size
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
 max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
 eval_interval = 500  # every 80 minutes
-eval_tokens = 2097152  # 25 seconds, 0.5 % of the time between two
+eval_tokens = 2097152  # takes 25 seconds, 0.5 % of the time between two evaluations
 checkpoint_interval = 100  # at most 16 minutes are lost; 1.5 GB each
 log_interval = 10
 sample_tokens = 100

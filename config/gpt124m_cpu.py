@@ -14,6 +14,5 @@ eval_tokens = 8192
 log_interval = 1
 
 device = "cpu"
-dtype = "auto"  # bfloat16 where the processor computes in it, else float32
-flash = False  # at 256 tokens plain products are faster on a CPU, backward most of all
-compile = True  # takes a minute at first, then 3.3 GiB in place of 3.7 at much the same speed
+dtype = "auto"  # bfloat16 where the processor supports it, else float32
+compile = True  # takes a minute; then 3.3 GiB instead of 3.7, at about the same speed

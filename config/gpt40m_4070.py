@@ -1,22 +1,22 @@
-# A GPT of 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens, about 22 hours.
-# Users measured 3,900 ms per iteration with this batch: 134,433 tokens/s, 69 % of the card's 58.3
-# TFLOP/s.
+# A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens, about 22 hours.
+# Users measured 3,900 ms per iteration with this batch: 134,433 tokens/s, 69 % of the card's
+# 58.3 TFLOP/s.
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
 
-# 16 * 1024 tokens at once, 32 times
+# 32 micro-batches of 16 * 1024 tokens
 batch_size = 16  # modelled: 5.8 GB
 block_size = 1024
-gradient_accumulation_steps = 32  # 16 * 1024 * 32 = 524,288 tokens per iteration
+tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 n_layer = 12
 n_head = 6  # heads of 64
 n_embd = 384
 bias = False
 
-# narrower models stand higher rates: GPT-3's table goes from 6e-4 at 125M upwards in size to 6e-5,
-# so 1e-3 at a third of it
+# Narrower models tolerate higher rates: in GPT-3's table the rate falls from 6e-4 at 125M to 6e-5
+# for the largest, so 1e-3 at a third of 125M
 learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 715

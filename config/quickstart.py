@@ -1,4 +1,4 @@
-# A small GPT on the Python standard library's own source code, byte by byte: two minutes on two CPU
+# A small GPT on the source code of Python's standard library, byte by byte: two minutes on two CPU
 # cores with bfloat16.
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
@@ -7,13 +7,13 @@ dataset = "python_stdlib"  # made in seconds on the first run, no download
 n_layer = 4
 n_head = 4
 n_embd = 128
-block_size = 64  # bytes; twice the context in half the sequences learnt more slowly
+block_size = 64  # bytes; 128 with half the batch_size learned more slowly
 batch_size = 32
 gradient_accumulation_steps = 1
 
-learning_rate = 6e-3  # small models stand a high one: 3e-3 and 1e-2 were both worse
+learning_rate = 6e-3  # small models tolerate a high rate; 3e-3 and 1e-2 were both worse
 min_lr = 1e-4
-beta2 = 0.99  # few tokens per iteration: average the squared gradient over more of them
+beta2 = 0.99  # with few tokens per iteration, average the squared gradient over more of them
 warmup_iters = 100
 max_iters = 1500  # 3.1M bytes, three quarters of what there is
 
@@ -23,5 +23,4 @@ log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1
 
-flash = False  # with so short a context plain products are faster on a CPU, in bfloat16 twice
-compile = False  # compiling takes longer than it would save here
+compile = False  # compiling would take longer than it saves

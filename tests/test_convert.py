@@ -6,6 +6,7 @@ never run.
 import json
 import os
 import pickle
+import resource
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 import torch
 from helpers import load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from weights import TRANSPOSED, as_transformers, assert_refused, random_gpt2
 
 import convert
 import sample
@@ -24,6 +26,7 @@ from data.tokenizer import gpt2_bpe
 from model import GPT, GPTConfig
 from training import checkpoint
 from training.build import build_model
+from training.pretrained import load_pretrained
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -36,34 +39,34 @@ def random_gpt(**changes) -> GPT:
     return model
 
 
-def random_gpt2(folder: Path, **changes) -> GPT2LMHeadModel:
-    """transformers' GPT-2 with weights far from their initial ones, saved to `folder`."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        **dict(n_positions=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128) | changes
+def state_of(model: GPT, vocab: int, tokenizer: str = "byte") -> dict:
+    return dict(
+        model=model.state_dict(),
+        model_config=asdict(model.config),
+        vocab=vocab,
+        tokenizer=dict(kind=tokenizer),
     )
-    reference = GPT2LMHeadModel(config).eval()
-    for parameter in reference.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    reference.save_pretrained(folder)
-    return reference
 
 
 def save(model: GPT, path: Path, vocab: int, tokenizer: str = "byte") -> Path:
-    checkpoint.save(
-        dict(
-            model=model.state_dict(),
-            model_config=asdict(model.config),
-            vocab=vocab,
-            tokenizer=dict(kind=tokenizer),
-        ),
-        path,
-    )
+    checkpoint.save(state_of(model, vocab, tokenizer), path)
     return path
 
 
+def export(script, source: Path, folder: Path) -> str:
+    """What ckpt-to-hf prints."""
+    code, out, err = script(convert.main, "ckpt-to-hf", source, folder)
+    assert (code, err) == (0, [])
+    return out
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def loaded(path: Path, block_size: int | None = None) -> GPT:
-    state = convert.load_pretrained(str(path), block_size)
+    state = load_pretrained(str(path), block_size)
     model = GPT(GPTConfig(**state["model_config"])).eval()
     model.load_state_dict(state["model"])
     return model
@@ -72,9 +75,8 @@ def loaded(path: Path, block_size: int | None = None) -> GPT:
 @torch.no_grad()
 def assert_same_logits(ours: GPT, reference, vocab: int, tolerance: float = 1e-4) -> None:
     """1e-4: fp32 rounding of logits of size 10 over a few layers, with room."""
-    idx = torch.randint(
-        vocab, (2, ours.config.block_size), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(vocab, (2, ours.config.block_size), generator=generator)
     difference = ours(idx)[..., :vocab] - reference(idx).logits
     assert difference.abs().max() < tolerance
 
@@ -88,15 +90,12 @@ def assert_same_logits(ours: GPT, reference, vocab: int, tolerance: float = 1e-4
 @pytest.mark.parametrize("vocab", [128, 100])  # 100: 28 padded rows
 def test_an_exported_model_gives_the_same_logits(tmp_path, script, tie_weights, bias, vocab):
     model = random_gpt(tie_weights=tie_weights, bias=bias)
-    code, _, err = script(
-        convert.main, "ckpt-to-hf", save(model, tmp_path / "x.pt", vocab), tmp_path / "hf"
-    )
-    assert (code, err) == (0, [])
+    export(script, save(model, tmp_path / "x.pt", vocab), tmp_path / "hf")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    assert (
-        exported.config.vocab_size == vocab and exported.config.tie_word_embeddings == tie_weights
-    )
+    assert exported.config.vocab_size == vocab
+    assert exported.config.tie_word_embeddings == tie_weights
     assert_same_logits(model, exported, vocab)
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode & 0o044  # for colleagues too
     assert_same_logits(loaded(tmp_path / "hf"), exported, vocab)  # and back
 
 
@@ -116,24 +115,14 @@ def test_a_run_becomes_a_folder_that_transformers_loads(dataset, tmp_path):
 
 
 def test_the_fast_model_is_sampled_and_cropped_but_not_exported(tmp_path, script):
-    model = build_model(
-        GPTConfig(**SIZES, vocab_size=128, bias=False, tie_weights=False, model="fast")
-    )
-    path = save(model, tmp_path / "fast.pt", 128)
-    code, out, err = script(convert.main, "ckpt-to-hf", path, tmp_path / "hf")
-    assert (code, out, len(err)) == (2, "", 1) and "Hugging Face has no architecture" in err[0]
+    config = GPTConfig(**SIZES, vocab_size=128, bias=False, tie_weights=False, model="fast")
+    path = save(build_model(config), tmp_path / "fast.pt", 128)
+    words = ("Hugging Face has no architecture",)
+    assert_refused(script, convert.main, "ckpt-to-hf", path, tmp_path / "hf", words=words)
     assert not (tmp_path / "hf").exists()
-    assert (
-        script(
-            sample.main,
-            f"--init_from={path}",
-            "--max_new_tokens=20",
-            "--num_samples=2",
-            "--device=cpu",
-        )[0]
-        == 0
-    )
-    assert convert.load_pretrained(str(path), block_size=7)["model_config"]["block_size"] == 7
+    short = ("--max_new_tokens=20", "--num_samples=2", "--device=cpu")
+    assert script(sample.main, f"--init_from={path}", *short)[0] == 0
+    assert load_pretrained(str(path), block_size=7)["model_config"]["block_size"] == 7
 
 
 def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path, script):
@@ -142,27 +131,14 @@ def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path, script):
     except UserError as error:
         pytest.skip(str(error))
     model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
-    assert (
-        script(
-            convert.main,
-            "ckpt-to-hf",
-            save(model, tmp_path / "x.pt", 50257, "gpt2"),
-            tmp_path / "hf",
-        )[0]
-        == 0
-    )
+    export(script, save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "It's naïve:  a café — 12345 tokens,\n\n\tand ✓ <tags>."
     assert tokenizer(text).input_ids == bpe.encode_ordinary(text)
     assert tokenizer.decode(bpe.encode_ordinary(text)) == text
     assert tokenizer.eos_token_id == bpe.eot_token and tokenizer.model_max_length == 16
     # another model in the same place must not keep it
-    assert (
-        script(
-            convert.main, "ckpt-to-hf", save(random_gpt(), tmp_path / "y.pt", 128), tmp_path / "hf"
-        )[0]
-        == 0
-    )
+    export(script, save(random_gpt(), tmp_path / "y.pt", 128), tmp_path / "hf")
     assert not (tmp_path / "hf" / "vocab.json").exists()
 
 
@@ -171,11 +147,66 @@ def test_without_gpt2s_files_the_weights_are_written_and_the_rest_said(
 ):
     monkeypatch.setattr("tiktoken.load.read_file_cached", lambda url: 1 / 0)
     model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
-    code, out, _ = script(
-        convert.main, "ckpt-to-hf", save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf"
-    )
-    assert code == 0 and "tokenizer: GPT-2's files are not here" in out
+    out = export(script, save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf")
+    assert "tokenizer: cannot get GPT-2's files" in out
     assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
+
+
+def test_an_export_over_a_run_or_a_strangers_model_is_refused(dataset, tmp_path, script):
+    """The run would be read from its export from then on, and a fine-tuned model would be lost."""
+    path = save(random_gpt(), tmp_path / "x.pt", 128)
+    run = tmp_path / "run"
+    assert run_here(dataset, run, max_iters=4, eval_interval=4) == 0
+    before = sorted(os.listdir(run))
+    assert_refused(script, convert.main, "ckpt-to-hf", run, run, words=("holds a run",))
+    assert sorted(os.listdir(run)) == before
+
+    random_gpt2(tmp_path / "theirs")
+    random_gpt2(tmp_path / "configless")
+    (tmp_path / "configless" / "config.json").unlink()
+    for folder in (tmp_path / "theirs", tmp_path / "configless"):
+        before = (folder / "model.safetensors").read_bytes()
+        words = ("did not write",)
+        assert_refused(script, convert.main, "ckpt-to-hf", path, folder, words=words)
+        assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_an_export_over_an_older_one_leaves_none_of_it(tmp_path, script):
+    folder = tmp_path / "hf"
+    export(script, save(random_gpt(bias=False), tmp_path / "old.pt", 128), folder)
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    names = ["tokenizer.json", "generation_config.json", "vocab.json"]
+    for name in (*names, "model.safetensors.index.json"):
+        (folder / name).write_text("{}")
+    new = random_gpt()
+    export(script, save(new, tmp_path / "new.pt", 128), folder)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+    assert_same_logits(loaded(folder), as_transformers(new), 128)
+
+
+def test_one_whole_file_of_weights_is_preferred_to_an_index(tmp_path):
+    """As transformers prefers it: the index may be left over from another model."""
+    reference = random_gpt2(tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map={"wte.weight": "model-00001-of-00001.safetensors"}))
+    )
+    assert_same_logits(loaded(tmp_path / "hf"), reference, 128)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_older_export(tmp_path, script):
+    folder = tmp_path / "hf"
+    export(script, save(random_gpt(), tmp_path / "old.pt", 128), folder)
+    (folder / "vocab.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    larger = save(random_gpt(n_embd=64), tmp_path / "new.pt", 128)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        words = ("cannot be written",)
+        assert_refused(script, convert.main, "ckpt-to-hf", larger, folder, words=words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 # -----------------------------------------------------------------------------
@@ -224,7 +255,7 @@ def test_block_size_is_cropped_and_never_stretched(tmp_path):
 
 def test_a_padded_or_plain_gpt2_vocabulary_is_recognised(tmp_path):
     random_gpt2(tmp_path / "hf", vocab_size=50257, n_embd=8, n_layer=1)
-    state = convert.load_pretrained(str(tmp_path / "hf"))
+    state = load_pretrained(str(tmp_path / "hf"))
     assert (state["model_config"]["vocab_size"], state["vocab"]) == (50257, 50257)
 
 
@@ -250,7 +281,7 @@ def nanogpt_checkpoint(path: Path, **changes) -> GPT2LMHeadModel:
     weights = {}
     for name, tensor in reference.state_dict().items():
         weights[f"_orig_mod.{name}"] = (
-            tensor.t().contiguous() if name.endswith(convert.TRANSPOSED) else tensor
+            tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
         )
     weights |= {
         f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)
@@ -314,8 +345,7 @@ class Payload:
 )
 def test_a_tokenizer_that_is_none_counts_as_unknown(tmp_path, script, spec):
     random_gpt2(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | dict(tokenizer_spec=spec)))
+    edit_config(tmp_path / "hf", tokenizer_spec=spec)
     code, out, err = script(convert.main, "hf-to-ckpt", tmp_path / "hf", tmp_path / "x.pt")
     assert (code, err) == (0, []) and "tokenizer: not known" in out
 
@@ -333,8 +363,7 @@ def test_nothing_in_a_file_is_executed(tmp_path, monkeypatch, script, name):
         )
     if name == "ours.pt":
         checkpoint.save(dict(model_config=Payload()), tmp_path / "ckpt.pt")
-    code, _, err = script(convert.main, "nanogpt-to-ckpt", "ckpt.pt", "x.pt")
-    assert code == 2 and len(err) == 1
+    assert_refused(script, convert.main, "nanogpt-to-ckpt", "ckpt.pt", "x.pt")
     assert not Path("executed").exists() and not Path("x.pt").exists()
 
 
@@ -343,20 +372,17 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
 
     def folder(name: str, **config) -> Path:
         shutil.copytree(tmp_path / "good", tmp_path / name)
-        path = tmp_path / name / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        edit_config(tmp_path / name, **config)
         return tmp_path / name
 
     cut, missing, torn = folder("cut"), folder("missing"), folder("torn")
-    (cut / "model.safetensors").write_bytes(
-        (tmp_path / "good" / "model.safetensors").read_bytes()[:-100]
-    )
+    weights = (tmp_path / "good" / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[:-100])
     (missing / "model.safetensors").unlink()
     (torn / "config.json").write_text('{"model_type": "gp')
-    for name, content in (("text.pt", b"hello"), ("empty.pt", b""), ("other.pt", None)):
-        torch.save(dict(a=1), tmp_path / name) if content is None else (
-            tmp_path / name
-        ).write_bytes(content)
+    (tmp_path / "text.pt").write_bytes(b"hello")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save(dict(a=1), tmp_path / "other.pt")
     flipped = save(random_gpt(), tmp_path / "flipped.pt", 128)
     content = bytearray(flipped.read_bytes())
     content[len(content) // 2] ^= 1
@@ -365,10 +391,9 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
 
     shardless = folder("shardless")
     (shardless / "model.safetensors.index.json").write_text("{}")
-    nanogpt_checkpoint(
-        tmp_path / "typed.pt",
-        model_args=dict(n_layer="2", n_head=2, n_embd=32, block_size=16, vocab_size=128),
-    )
+    (shardless / "model.safetensors").unlink()
+    typed = dict(n_layer="2", n_head=2, n_embd=32, block_size=16, vocab_size=128)
+    nanogpt_checkpoint(tmp_path / "typed.pt", model_args=typed)
     nanogpt_checkpoint(tmp_path / "listed.pt", model=[1, 2])
     model = random_gpt()
     for name, changes in (
@@ -378,15 +403,9 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("vocabulary", dict(vocab=129)),
         ("weights", dict(model=dict(a="b"))),
     ):
-        state = dict(
-            model=model.state_dict(),
-            model_config=asdict(model.config),
-            vocab=128,
-            tokenizer=dict(kind="byte"),
-        )
-        checkpoint.save(state | changes, tmp_path / f"{name}.pt")
+        checkpoint.save(state_of(model, 128) | changes, tmp_path / f"{name}.pt")
 
-    out = tmp_path / "out.pt"
+    out, exported, good = tmp_path / "out.pt", tmp_path / "exported", tmp_path / "good"
     for mode, source, word, target in (
         ("hf-to-ckpt", folder("llama", model_type="llama"), "'llama'", out),
         ("hf-to-ckpt", folder("relu", activation_function="relu"), "activation_function", out),
@@ -394,20 +413,16 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("hf-to-ckpt", folder("cross", add_cross_attention=True), "add_cross_attention", out),
         ("hf-to-ckpt", folder("sizeless", n_layer="two"), "n_layer", out),
         ("hf-to-ckpt", folder("deeper", n_layer=3), "has no transformer.h.2", out),
-        ("hf-to-ckpt", folder("shallower", n_layer=1), "which the model has not", out),
+        ("hf-to-ckpt", folder("shallower", n_layer=1), "which the model does not have", out),
         ("hf-to-ckpt", folder("longer", n_positions=32), "wpe.weight is (16, 32)", out),
         ("hf-to-ckpt", cut, "cut short", out),
-        ("hf-to-ckpt", missing, "has no model.safetensors", out),
+        ("hf-to-ckpt", missing, "model.safetensors: missing", out),
         ("hf-to-ckpt", torn, "JSON", out),
         ("hf-to-ckpt", tmp_path / "nowhere", "no such file", out),
-        ("hf-to-ckpt", tmp_path / "good", "exists", taken),
-        ("hf-to-ckpt", tmp_path / "good", "end with .pt", tmp_path / "name"),
-        (
-            "hf-to-ckpt",
-            tmp_path / "good",
-            "name of a run's",
-            tmp_path / "ckpt-00000001.pt",
-        ),  # nothing to resume from
+        ("hf-to-ckpt", good, "exists", taken),
+        ("hf-to-ckpt", good, "end with .pt", tmp_path / "name"),
+        # there would be no run in it to resume
+        ("hf-to-ckpt", good, "name of a run's", tmp_path / "ckpt-00000001.pt"),
         ("nanogpt-to-ckpt", tmp_path / "text.pt", "text.pt", out),
         ("nanogpt-to-ckpt", tmp_path / "empty.pt", "empty.pt", out),
         ("nanogpt-to-ckpt", tmp_path / "other.pt", "neither", out),
@@ -415,29 +430,20 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("hf-to-ckpt", folder("headless", n_head=3), "does not divide", out),
         ("nanogpt-to-ckpt", tmp_path / "typed.pt", "not a model", out),
         ("nanogpt-to-ckpt", tmp_path / "listed.pt", "not a model", out),
-        (
-            "ckpt-to-hf",
-            tmp_path / "heads.pt",
-            "n_head 3 does not divide n_embd 32",
-            tmp_path / "exported",
-        ),
-        ("ckpt-to-hf", tmp_path / "layers.pt", "fewer than n_layer", tmp_path / "exported"),
-        ("ckpt-to-hf", tmp_path / "config.pt", "not a model", tmp_path / "exported"),
-        ("ckpt-to-hf", tmp_path / "vocabulary.pt", "its vocabulary is 129", tmp_path / "exported"),
-        ("ckpt-to-hf", tmp_path / "weights.pt", "fewer than n_layer", tmp_path / "exported"),
-        ("ckpt-to-hf", flipped, "checksum", tmp_path / "exported"),
-        ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", tmp_path / "exported"),
-        ("ckpt-to-hf", tmp_path, "holds neither", tmp_path / "exported"),
+        ("ckpt-to-hf", tmp_path / "heads.pt", "n_head 3 does not divide n_embd 32", exported),
+        ("ckpt-to-hf", tmp_path / "layers.pt", "fewer weights than n_layer", exported),
+        ("ckpt-to-hf", tmp_path / "config.pt", "not a model", exported),
+        ("ckpt-to-hf", tmp_path / "vocabulary.pt", "its vocabulary is 129", exported),
+        ("ckpt-to-hf", tmp_path / "weights.pt", "fewer weights than n_layer", exported),
+        ("ckpt-to-hf", flipped, "checksum", exported),
+        ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", exported),
+        ("ckpt-to-hf", tmp_path, "holds neither", exported),
         ("ckpt-to-hf", taken, "cannot be written", tmp_path / "text.pt"),
     ):
-        code, _, err = script(convert.main, mode, source, target)
-        assert code == 2 and len(err) == 1 and err[0].startswith("error: ") and word in err[0], (
-            source,
-            err,
-        )
-    assert not out.exists() and not (tmp_path / "exported").exists()
-    assert script(convert.main, "hf-to-gguf", "a", "b")[0] == 2
-    assert script(convert.main)[0] == 2
+        assert_refused(script, convert.main, mode, source, target, words=(word,))
+    assert not out.exists() and not exported.exists()
+    assert_refused(script, convert.main, "hf-to-gguf", "a", "b")
+    assert_refused(script, convert.main)
 
 
 # -----------------------------------------------------------------------------

@@ -3,16 +3,20 @@ sample.py and GPT.generate: the text is what the model says, whole, and never fr
 """
 
 import json
-from dataclasses import asdict, replace
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import run_here, run_process
+from weights import as_transformers, assert_refused
 
+import convert
 import sample
-from common.console import UserError
+from common.console import UserError, printable
+from configurator import read_config
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
 from model import GPT, GPTConfig, draw, generate
@@ -28,43 +32,15 @@ def run(tmp_path_factory) -> Path:
     for split in ("train", "val"):
         write_shard(folder / f"{split}_000000.bin", np.frombuffer(TEXT, dtype=np.uint8))
     (folder / "manifest.json").write_text(json.dumps(dict(tokenizer="byte", vocab=256, eot=0)))
-    assert (
-        run_here(
-            folder, folder / "run", max_iters=60, eval_interval=60, log_interval=20, batch_size=16
-        )
-        == 0
-    )
+    sizes = dict(max_iters=60, eval_interval=60, log_interval=20, batch_size=16)
+    assert run_here(folder, folder / "run", **sizes) == 0
     return folder / "run"
-
-
-def reference_gpt2(model: GPT):
-    """transformers' GPT-2 with the same weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    c = model.config
-    sizes = dict(
-        vocab_size=c.vocab_size,
-        n_positions=c.block_size,
-        n_embd=c.n_embd,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-    )
-    reference = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-    weights = {
-        name: tensor.t()
-        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        else tensor
-        for name, tensor in model.state_dict().items()
-    }
-    reference.load_state_dict(weights)
-    return reference.eval()
 
 
 def small_model(**changes) -> GPT:
     torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(**dict(block_size=24, vocab_size=128, n_layer=3, n_head=2, n_embd=32) | changes)
-    ).eval()
+    sizes = dict(block_size=24, vocab_size=128, n_layer=3, n_head=2, n_embd=32)
+    model = GPT(GPTConfig(**sizes | changes)).eval()
     for parameter in model.parameters():
         parameter.data.mul_(4)  # far from uniform, so that argmax is clear
     return model
@@ -76,7 +52,7 @@ def small_model(**changes) -> GPT:
 
 def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
     model = small_model()
-    reference = reference_gpt2(model)
+    reference = as_transformers(model)
     idx = torch.randint(128, (3, 5))
     expected = reference.generate(
         idx,
@@ -92,7 +68,7 @@ def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
 @pytest.mark.parametrize("prompt", [1, 5, 23, 24, 31])
 def test_past_the_context_each_token_follows_from_the_last_window(flash, prompt):
     model = small_model(flash=flash)
-    reference = reference_gpt2(model)
+    reference = as_transformers(model)
     idx = torch.randint(128, (2, prompt))
     expected = idx
     with torch.no_grad():
@@ -104,14 +80,12 @@ def test_past_the_context_each_token_follows_from_the_last_window(flash, prompt)
 
 def test_padded_ids_are_never_drawn_not_even_when_the_model_wants_them():
     model = small_model(tie_weights=False, bias=True)
-    model.lm_head.weight.data[100:] = (
-        50 * model.transformer.ln_f.bias.data.normal_()
-    )  # the padding is by far the likeliest
+    # the padding is by far the likeliest
+    model.lm_head.weight.data[100:] = 50 * model.transformer.ln_f.bias.data.normal_()
     assert model(torch.zeros(1, 4, dtype=torch.int64))[0, -1].argmax() >= 100
     for temperature in (0.0, 1.0, 5.0):
-        assert (
-            generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature).max() < 100
-        )
+        ids = generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature)
+        assert ids.max() < 100
 
 
 @pytest.mark.parametrize(
@@ -129,9 +103,8 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature)
     drawn = draw(logits.expand(20_000, -1), temperature, top_k, top_p, generator).flatten()
     found = torch.bincount(drawn, minlength=12) / 20_000
     assert torch.equal(found > 0, expected > 0)
-    assert (
-        found - expected
-    ).abs().max() < 0.02  # five standard deviations of a share of 20,000 draws
+    # five standard deviations of a share of 20,000 draws
+    assert (found - expected).abs().max() < 0.02
 
 
 # -----------------------------------------------------------------------------
@@ -147,13 +120,13 @@ def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
         "--device=cpu",
     ]
     code, out, err = run_process("sample.py", *arguments)
-    assert (code, err) == (0, "")
+    val_loss = checkpoint.load_newest(run)["progress"]["best_val_loss"]
+    assert code == 0
+    assert err == f"model: {run}/ckpt-00000060.pt, iteration 60, val loss {val_loss:.4f}\n"
     samples = out.split(f"\n{sample.RULER}\n")
     assert len(samples) == 4 and samples.pop() == ""
-    assert (
-        all(text.startswith("import ") and len(text) > 20 for text in samples)
-        and len(set(samples)) == 3
-    )
+    assert all(text.startswith("import ") and len(text) > 20 for text in samples)
+    assert len(set(samples)) == 3
     assert script(sample.main, *arguments)[1] == out
     assert script(sample.main, *arguments, "--seed=1")[1] != out
 
@@ -172,24 +145,17 @@ def test_greedy_samples_are_those_of_an_uncached_model(run, script):
     state = checkpoint.load_newest(run)
     model = GPT(GPTConfig(**state["model_config"])).eval()
     model.load_state_dict(state["model"])
-    reference, idx = reference_gpt2_biasless(model), torch.tensor([list(b"def test")])
+    reference, idx = as_transformers(model), torch.tensor([list(b"def test")])
     with torch.no_grad():
         for _ in range(30):
-            idx = torch.cat(
-                (idx, reference(idx[:, -16:]).logits[:, -1:, :256].argmax(dim=-1)), dim=1
-            )
-    expected = bytes(idx[0].tolist()).decode(errors="replace")
+            logits = reference(idx[:, -16:]).logits[:, -1:, :256]
+            idx = torch.cat((idx, logits.argmax(dim=-1)), dim=1)
+    expected = printable(bytes(idx[0].tolist()).decode(errors="replace"))
     assert code == 0 and out == f"{expected}\n{sample.RULER}\n{expected}\n{sample.RULER}\n"
 
 
-def reference_gpt2_biasless(model: GPT):
-    """reference_gpt2 of a model without biases: the same with biases of zero."""
-    with_biases = GPT(replace(model.config, bias=True))
-    with_biases.load_state_dict(model.state_dict(), strict=False)
-    return reference_gpt2(with_biases)
-
-
-def test_a_sample_stops_at_the_end_of_text(tmp_path, script):
+def always_draws(token: int, path: Path) -> Path:
+    """A checkpoint of a byte model after which this token follows, whatever came before."""
     config = GPTConfig(
         block_size=16, vocab_size=256, n_layer=1, n_head=1, n_embd=8, tie_weights=False
     )
@@ -197,37 +163,100 @@ def test_a_sample_stops_at_the_end_of_text(tmp_path, script):
     for parameter in model.parameters():
         parameter.data.zero_()
     model.transformer.ln_f.bias.data[0] = 1.0
-    model.lm_head.weight.data[0, 0] = 100.0  # whatever comes before, id 0 follows
+    model.lm_head.weight.data[token, 0] = 100.0
     state = dict(
         model=model.state_dict(),
         model_config=asdict(config),
         vocab=256,
         tokenizer=dict(kind="byte"),
     )
-    checkpoint.save(state, tmp_path / "x.pt")
-    code, out, _ = script(
-        sample.main,
-        f"--init_from={tmp_path / 'x.pt'}",
-        "--start=The end",
-        "--num_samples=2",
-        "--device=cpu",
+    checkpoint.save(state, path)
+    return path
+
+
+def test_a_sample_stops_at_the_end_of_text(tmp_path, script):
+    path = always_draws(0, tmp_path / "x.pt")
+    code, out, err = script(
+        sample.main, f"--init_from={path}", "--start=The end", "--num_samples=2", "--device=cpu"
     )
     assert code == 0 and out == f"The end\n{sample.RULER}\nThe end\n{sample.RULER}\n"
+    assert err == [f"model: {path}"]
+
+
+def test_control_characters_reach_no_terminal_not_even_through_a_pipe(tmp_path):
+    """An ESC could recolour, retitle or reprogram the terminal that shows a sample."""
+    path = always_draws(27, tmp_path / "x.pt")
+    code, out, _ = run_process(
+        "sample.py",
+        f"--init_from={path}",
+        "--start=a\tb\r",
+        "--num_samples=2",
+        "--max_new_tokens=2",
+        "--device=cpu",
+    )
+    text = r"a	b\x0d\x1b\x1b"
+    assert code == 0 and out == f"{text}\n{sample.RULER}\n{text}\n{sample.RULER}\n"
+
+
+def test_nanogpts_habits_work(run, tmp_path, script, monkeypatch):
+    """Its sample.py takes config files, also those of a training run, and has these keys."""
+    defaults = dict(
+        init_from="resume",
+        out_dir="out",
+        start="\n",
+        num_samples=10,
+        max_new_tokens=500,
+        temperature=0.8,
+        top_k=200,
+        seed=1337,
+        device="cuda",
+        dtype="bfloat16",
+        compile=False,
+    )
+    file = tmp_path / "all.py"
+    file.write_text("\n".join(f"{name} = {value!r}" for name, value in defaults.items()))
+    for argv in ([str(file)], [f"--{name}={value}" for name, value in defaults.items()]):
+        config, problems = read_config(argv, sample.SampleConfig)
+        assert problems == []
+        assert {name: getattr(config, name) for name in defaults} == defaults
+    assert sample.SampleConfig().top_k == 200 and sample.SampleConfig().temperature == 0.8
+
+    training = tmp_path / "training.py"
+    training.write_text(
+        f"out_dir = {str(run)!r}\ninit_from = 'auto'\nbatch_size = 4\ndtype = 'float32'\n"
+        "lr_decay_iters = max_iters\ntokens_per_iter = 524288\n"
+    )
+    short = ("--start=~/x", "--num_samples=1", "--max_new_tokens=3", "--device=cpu")
+    code, out, _ = script(sample.main, training, *short)
+    assert code == 0 and out.startswith("~/x")
+    training.write_text("temprature = 1")
+    assert_refused(script, sample.main, training, *short, words=("did you mean temperature?",))
+    assert_refused(script, sample.main, "--batch_size=4", words=("batch_size: unknown key",))
+
+
+def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(run, tmp_path, script):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    assert script(convert.main, "ckpt-to-hf", run, tmp_path / "hf")[0] == 0
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "hf" / name, folder)
+    short = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu")
+    code, _, err = script(sample.main, f"--out_dir={folder}", *short)
+    assert code == 0 and err[0].startswith(f"model: {folder}/ckpt-00000060.pt, iteration 60")
 
 
 def test_text_appears_while_it_grows_and_never_half_a_character(capsys, monkeypatch):
     seen = []
 
-    def stream(model, idx, *_):
+    def generate_stream(model, idx, *_, **options):
         for token in "aé✓b".encode():  # one, two, three and one bytes
             yield torch.tensor([[token]])
             seen.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(sample, "stream", stream)
-
-    args = sample.parse_args([])
+    monkeypatch.setattr(sample, "generate_stream", generate_stream)
     text = Tokenizer(dict(kind="byte"))
-    samples = sample.stream_samples(None, torch.tensor([list(b"> ")]), text, 256, args)
+    config = sample.SampleConfig()
+    samples = sample.stream_samples(None, torch.tensor([list(b"> ")]), text, 256, config)
     assert seen == ["> a", "", "é", "", "", "✓", "b"]
     assert capsys.readouterr().out == "\n"
     assert text.decode(samples[0]) == "> aé✓b"
@@ -244,7 +273,7 @@ def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, t
         "--device=cpu",
     )
     assert code == 0 and out.startswith("import os\n" * 10)
-    assert err == ["start: 100 tokens, of which the model sees the last 16"]
+    assert err[1:] == ["start: 100 tokens, but the model sees only the last 16"]
 
 
 def test_end_of_text_in_a_prompt_is_one_token():
@@ -254,9 +283,8 @@ def test_end_of_text_in_a_prompt_is_one_token():
 
 
 def test_bytes_in_a_prompt_that_are_no_text_become_question_marks():
-    assert (
-        sample.read_prompt("a\udcff\udcfeb") == "a??b"
-    )  # what Python makes of the bytes ff fe in a command line
+    # what Python makes of the bytes ff fe in a command line
+    assert sample.read_prompt("a\udcff\udcfeb") == "a??b"
 
 
 def test_a_character_model_leaves_out_what_it_does_not_know(capsys):
@@ -321,12 +349,8 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
         ([f"--out_dir={tmp_path / 'none'}"], "none"),
         (["--device=tpu"], "tpu"),
     ):
-        code, out, err = script(sample.main, f"--out_dir={run}", "--device=cpu", *arguments)
-        assert (code, out) == (2, "") and len(err) == 1 and err[0].startswith("error: "), (
-            arguments,
-            err,
-        )
-        assert all(word in err[0] for word in words), err
+        common = (f"--out_dir={run}", "--device=cpu")
+        assert_refused(script, sample.main, *common, *arguments, words=tuple(words))
     code, _, err = script(
         sample.main,
         f"--out_dir={run}",
@@ -338,8 +362,8 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
         "--compile=perhaps",
     )
     assert code == 2 and len(err) == 6
-    for arguments in (["--temprature=1"], ["--seed=x"], ["--dtype=int8"]):
-        assert script(sample.main, *arguments)[0] == 2
+    for argument in ("--temprature=1", "--seed=x", "--dtype=int8"):
+        assert_refused(script, sample.main, argument)
 
 
 def test_a_missing_vocabulary_is_one_line(run, tmp_path):

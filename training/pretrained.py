@@ -1,6 +1,5 @@
 """
-Weights that were trained elsewhere, read: Hugging Face's GPT-2, nanoGPT's checkpoints, and this
-program's own.
+Reads weights trained elsewhere: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
 
 Nothing in a file that is read here is ever executed.
 """
@@ -22,9 +21,9 @@ from training.build import build_model
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# config.json's sizes with GPT-2's values, which may be left out there, and what else it may say of
-# a model.py model.
+# The sizes in config.json, with GPT-2's values, which stand for sizes that are left out there
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
+# What else config.json may say of a GPT-2 that model.py can compute
 GPT2_ONLY = dict(
     n_inner=(None,),
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
@@ -33,27 +32,36 @@ GPT2_ONLY = dict(
     scale_attn_by_inverse_layer_idx=(False,),
     add_cross_attention=(False,),
 )
+UNKNOWN = dict(kind="unknown")  # a tokenizer
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
     What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face
     folder, a checkpoint of this program or of nanoGPT, or a run's out_dir. Returns `model` (float32
-    weights under the names of model.py), `model_config`, and `vocab` before padding; cropped to
-    `block_size` where that is given. The vocabulary is not padded further: new rows would take part
-    in every softmax. Raises UserError.
+    weights under the names of model.py), `model_config` and `vocab` before padding, cropped to
+    `block_size` if given. The vocabulary is not padded further: new rows would take part in every
+    softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
     if block_size is not None:
-        config, weights = crop_block_size(config, weights, block_size)
+        if block_size > config.block_size:
+            raise UserError(
+                f"block_size: {block_size}, but the pretrained model has {config.block_size} "
+                f"positions; --block_size={config.block_size} or less"
+            )
+        if config.model == "gpt2":  # the fast model has no position embeddings
+            wpe = weights["transformer.wpe.weight"][:block_size].clone()
+            weights = weights | {"transformer.wpe.weight": wpe}
+        config = replace(config, block_size=block_size)
     return dict(model=weights, model_config=asdict(config), vocab=state["vocab"])
 
 
 def read_weights(name_or_path: str) -> dict:
     """
-    As load_pretrained, but in a checkpoint's terms: a dict of `model`, `model_config`, `vocab` and
-    `tokenizer`.
+    The same in a checkpoint's terms: `model`, `model_config`, `vocab` and `tokenizer`. `source`
+    says in words what was read.
     """
     path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
     if name_or_path in HUB_NAMES and not path.exists():
@@ -61,9 +69,10 @@ def read_weights(name_or_path: str) -> dict:
     try:
         state = read_any(path)
         state["vocab"], state["tokenizer"] = check_state(state, path)
+        state["source"] = describe(state, path)
     except UserError:
         raise
-    except Exception as error:  # a stranger's file may hold anything, under any name
+    except Exception as error:  # a file from a stranger may raise anything
         raise UserError(
             f"{path}: not a model ({type(error).__name__}: {error}); give another"
         ) from None
@@ -73,192 +82,173 @@ def read_weights(name_or_path: str) -> dict:
 def read_any(path: Path) -> dict:
     if path.is_file():
         return read_checkpoint(path)
+    if state := checkpoint.load_newest(path):  # before config.json: a run may have an export inside
+        return state
     if (path / "config.json").is_file():
         return read_hf(path)
     if (path / "ckpt.pt").is_file():
         return read_checkpoint(path / "ckpt.pt")
-    if path.is_dir() and (state := checkpoint.load_newest(path)):
-        return state
-    what = (
-        "holds neither config.json nor a checkpoint" if path.is_dir() else "no such file or folder"
-    )
-    raise UserError(
-        f"{path}: {what}; give one of {', '.join(HUB_NAMES)}, a Hugging Face folder, a checkpoint or an out_dir"
-    )
+    what = "no such file or folder"
+    if path.is_dir():
+        what = "holds neither config.json nor a checkpoint"
+    raise UserError(f"{path}: {what}; give a checkpoint, an out_dir, a Hugging Face folder or gpt2")
+
+
+def describe(state: dict, path: Path) -> str:
+    """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
+    progress = state.get("progress")
+    if not progress:
+        return f"{path}"
+    iter_num = progress["iter_num"]
+    if path.is_dir():
+        path = path / f"ckpt-{iter_num:08}.pt"
+    if progress["best_iter"] != iter_num:
+        return f"{path}, iteration {iter_num:,}"
+    return f"{path}, iteration {iter_num:,}, val loss {progress['best_val_loss']:.4f}"
+
+
+# -----------------------------------------------------------------------------
+# Checking
 
 
 def check_state(state: dict, path: Path) -> tuple[int, dict]:
     """
-    Raise UserError where the weights are not those that model_config asks for; returns vocabulary
-    and tokenizer.
+    The vocabulary and the tokenizer of a checkpoint's state. Raises UserError if its weights are
+    not those that its model_config asks for; other exceptions if it is no such state at all.
     """
-    config, weights, vocab, tokenizer = (
-        GPTConfig(**state["model_config"]),
-        state["model"],
-        state["vocab"],
-        state["tokenizer"],
-    )
+    config, weights, vocab = GPTConfig(**state["model_config"]), state["model"], state["vocab"]
     if config.n_head < 1 or config.n_embd % config.n_head:
-        raise UserError(
-            f"{path}: n_head {config.n_head} does not divide n_embd {config.n_embd}; give another"
-        )
-    if config.n_layer > len(weights):  # and building so many may take for ever
-        raise UserError(
-            f"{path}: holds the weights of fewer than n_layer {config.n_layer} layers; give another"
-        )
+        raise UserError(f"{path}: n_head {config.n_head} does not divide n_embd {config.n_embd}")
+    if config.n_layer > len(weights):  # building so many layers could take forever
+        raise UserError(f"{path}: has fewer weights than n_layer {config.n_layer}; give another")
+    check_shapes(weights, config, path)
+    if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
+        raise UserError(f"{path}: its vocabulary is {vocab}, its table {config.vocab_size} rows")
+    tokenizer = state["tokenizer"]
+    return vocab, tokenizer if is_tokenizer(tokenizer, vocab) else UNKNOWN
+
+
+def check_shapes(weights: dict[str, Tensor], config: GPTConfig, path: Path) -> None:
+    """Raise UserError unless these are the names and shapes of the model's weights."""
     with torch.device("meta"):  # shapes without memory
         expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
-    problems = [f"{path}: has no {name}" for name in expected.keys() - weights.keys()]
-    problems += [
-        f"{path}: has {name}, which the model has not" for name in weights.keys() - expected.keys()
-    ]
-    problems += [
-        f"{path}: {name} is {tuple(weights[name].shape)}, its configuration asks for {tuple(expected[name])}"
-        for name in expected.keys() & weights.keys()
-        if weights[name].shape != expected[name]
-    ]
+    problems = []
+    for name in sorted(expected.keys() | weights.keys()):
+        if name not in weights:
+            problems.append(f"{path}: has no {name}")
+        elif name not in expected:
+            problems.append(f"{path}: has {name}, which the model does not have")
+        elif weights[name].shape != expected[name]:
+            found, asked = tuple(weights[name].shape), tuple(expected[name])
+            problems.append(f"{path}: {name} is {found}, its configuration asks for {asked}")
     if problems:
-        raise UserError(
-            sorted(problems)[0]
-            + (f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else "")
-        )
-    if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
-        raise UserError(
-            f"{path}: its vocabulary is {vocab}, its table has {config.vocab_size} rows; give another"
-        )
-    return vocab, tokenizer if is_tokenizer(tokenizer, vocab) else dict(kind="unknown")
+        more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        raise UserError(problems[0] + more)
 
 
 def is_tokenizer(spec, vocab: int) -> bool:
     """Whether `spec`, as tokenizer.Tokenizer takes it, has a text for each id below `vocab`."""
-    kind, itos = (spec.get("kind"), spec.get("itos")) if isinstance(spec, dict) else (None, None)
+    if not isinstance(spec, dict):
+        return False
+    kind, itos = spec.get("kind"), spec.get("itos")
     if kind == "char":
-        return (
-            isinstance(itos, list)
-            and len(itos) >= vocab
-            and all(isinstance(char, str) for char in itos)
-        )
+        if not isinstance(itos, list) or len(itos) < vocab:
+            return False
+        return all(isinstance(char, str) for char in itos)
     return vocab <= dict(gpt2=GPT2_VOCAB, byte=256).get(kind, 0)
 
 
-def crop_block_size(
-    config: GPTConfig, weights: dict[str, Tensor], block_size: int
-) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """
-    The same model for a shorter context: the first block_size positions. Raises UserError for a
-    longer one.
-    """
-    if block_size > config.block_size:
-        raise UserError(
-            f"block_size: {block_size}, but the pretrained model has {config.block_size} positions; "
-            f"--block_size={config.block_size} or less"
-        )
-    if config.model == "gpt2":  # the fast model has no weights that belong to a position
-        weights = weights | {
-            "transformer.wpe.weight": weights["transformer.wpe.weight"][:block_size].clone()
-        }
-    return replace(config, block_size=block_size), weights
+# -----------------------------------------------------------------------------
+# Hugging Face
 
 
 def fetch(name: str) -> Path:
-    """
-    The local folder of one of OpenAI's models, downloaded from the hub where it is not there yet.
-    """
+    """The folder of one of OpenAI's models, downloaded from the hub unless it is here already."""
     try:
         from huggingface_hub import hf_hub_download
 
-        paths = [
-            hf_hub_download(f"openai-community/{name}", file)
-            for file in ("config.json", "model.safetensors")
-        ]
+        hf_hub_download(f"openai-community/{name}", "model.safetensors")
+        return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
     except Exception as error:  # whatever the network throws
         raise UserError(
-            f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); go online once, "
-            "or give a folder that holds its config.json and model.safetensors"
+            f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); go "
+            "online once, or give a folder with its config.json and model.safetensors"
         ) from None
-    return Path(paths[0]).parent
 
 
 def read_hf(folder: Path) -> dict:
     """A Hugging Face GPT-2: config.json and model.safetensors, whole or in shards."""
     hf = read_json(folder / "config.json", mend="get it again")
-    if hf.get("model_type") != "gpt2":
-        raise UserError(
-            f"{folder}: its model_type is {hf.get('model_type')!r}; only gpt2 can be converted"
-        )
-    sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
-    if hf.get("n_inner") == 4 * sizes["n_embd"]:
-        del hf["n_inner"]
-    problems = [
-        f"{folder / 'config.json'}: {key} is {hf[key]!r}; only GPT-2's {allowed[0]!r} can be converted"
-        for key, allowed in GPT2_ONLY.items()
-        if hf.get(key, allowed[0]) not in allowed
-    ]
-    problems += [
-        f"{folder / 'config.json'}: {key} is {value!r}, not a size"
-        for key, value in sizes.items()
-        if type(value) is not int or value < 1
-    ]
-    if problems:
-        raise UserError(*problems)
-    config = GPTConfig(
-        block_size=sizes.pop("n_positions"),
-        tie_weights=hf.get("tie_word_embeddings", True),
-        **sizes,
-    )
+    config = read_hf_config(hf, folder)
     weights = {}
     for name, tensor in read_safetensors(folder).items():
         name = name.removeprefix("transformer.")
-        if name.endswith(
-            (".attn.bias", ".attn.masked_bias")
-        ):  # causal masks that older versions stored
-            continue
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # causal masks, which older versions stored
+        if name != "lm_head.weight":
+            name = f"transformer.{name}"
         tensor = tensor.float()
-        name = name if name == "lm_head.weight" else f"transformer.{name}"
-        weights[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+        if name.endswith(TRANSPOSED):
+            tensor = tensor.t().contiguous()
+        weights[name] = tensor
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    vocab, tokenizer = gpt2_vocabulary(config.vocab_size) or (
-        config.vocab_size,
-        hf.get("tokenizer_spec", dict(kind="unknown")),
-    )
+    vocab, tokenizer = guess_vocabulary(config.vocab_size)
+    if tokenizer == UNKNOWN:
+        tokenizer = hf.get("tokenizer_spec", UNKNOWN)
     return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+
+
+def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
+    """config.json's model. Raises UserError if it is not a GPT-2 as model.py computes it."""
+    if hf.get("model_type") != "gpt2":
+        raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
+    path, problems = folder / "config.json", []
+    sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
+    for key, value in sizes.items():
+        if type(value) is not int or value < 1:
+            problems.append(f"{path}: {key} is {value!r}, not a size")
+    for key, allowed in GPT2_ONLY.items():
+        value = hf.get(key, allowed[0])
+        if key == "n_inner" and value == 4 * sizes["n_embd"]:
+            continue
+        if value not in allowed:
+            problems.append(f"{path}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
+    if problems:
+        raise UserError(*problems)
+    block_size, tie_weights = sizes.pop("n_positions"), hf.get("tie_word_embeddings", True)
+    return GPTConfig(block_size=block_size, tie_weights=tie_weights, **sizes)
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
-    if index.is_file():
-        files = sorted(
-            {
-                Path(file).name
-                for file in read_json(index, mend="get it again").get("weight_map", {}).values()
-            }
-        )
-        if not files:
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
+    # as transformers does, prefer the one file: an index beside it may be another model's
+    if index.is_file() and not (folder / names[0]).is_file():
+        weight_map = read_json(index, mend="get it again").get("weight_map", {})
+        names = sorted({Path(name).name for name in weight_map.values()})
+        if not names:
             raise UserError(f"{index}: names no files; get it again")
     weights = {}
-    for file in files:
+    for name in names:
         try:
-            weights |= load_file(folder / file)
-        except FileNotFoundError:
-            raise UserError(
-                f"{folder}: has no {file}; save the model again with transformers' save_pretrained"
-            ) from None
+            weights |= load_file(folder / name)
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{folder / file}: damaged or cut short ({error}); get it again"
-            ) from None
+            raise UserError(f"{folder / name}: missing or cut short ({error})") from None
     return weights
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
 
 
 def read_checkpoint(path: Path) -> dict:
     """A checkpoint file of this program or of nanoGPT."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # damaged files raise anything
+    except Exception:  # a damaged file may raise anything
         raise UserError(
             f"{path}: damaged, cut short, or more than tensors and plain values in it; give another"
         ) from None
@@ -272,33 +262,28 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def convert_nanogpt(state: dict) -> dict:
-    """
-    nanoGPT's state in this program's terms. Compiled models have a prefix, old ones carry their
-    causal masks.
-    """
+    """nanoGPT's state in this program's terms."""
     names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-    config = GPTConfig(
-        **{name: value for name, value in state["model_args"].items() if name in names}
-    )
-    weights = {
-        name.removeprefix("_orig_mod."): tensor.float() for name, tensor in state["model"].items()
-    }
-    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(".attn.bias")}
-    vocab, tokenizer = gpt2_vocabulary(config.vocab_size) or (
-        config.vocab_size,
-        dict(kind="unknown"),
-    )
+    args = state["model_args"]
+    config = GPTConfig(**{name: args[name] for name in names if name in args})
+    weights = {}
+    for name, tensor in state["model"].items():
+        if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
+            weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
+    vocab, tokenizer = guess_vocabulary(config.vocab_size)
     meta_path = dataset_folder(state.get("config", {}).get("dataset", "")) / "meta.pkl"
-    if tokenizer["kind"] == "unknown" and meta_path.is_file():
+    if tokenizer == UNKNOWN and meta_path.is_file():
         itos = read_meta(meta_path).get("itos", {})
         if len(itos) == vocab:
             tokenizer = dict(kind="char", itos=[itos[i] for i in range(vocab)])
     return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
 
 
-def gpt2_vocabulary(vocab_size: int) -> tuple[int, dict] | None:
+def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
     """
-    GPT-2's vocabulary and tokenizer, where a table of this size means them: 50257, or that padded
-    to 50304.
+    The vocabulary and tokenizer behind a table of this size: GPT-2's for 50257 rows, or those
+    padded to 50304; else all rows, and an unknown tokenizer.
     """
-    return (GPT2_VOCAB, dict(kind="gpt2")) if vocab_size in (GPT2_VOCAB, 50304) else None
+    if vocab_size in (GPT2_VOCAB, 50304):
+        return GPT2_VOCAB, dict(kind="gpt2")
+    return vocab_size, UNKNOWN

@@ -1,0 +1,57 @@
+"""
+What the tests of weights share: transformers' GPT-2 as the reference, and how a script refuses.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from model import GPT
+
+# transformers keeps these as (in, out)
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def as_transformers(model: GPT) -> GPT2LMHeadModel:
+    """transformers' GPT-2 with this model's weights; biases that it does not have are zeros."""
+    c = model.config
+    config = GPT2Config(
+        vocab_size=c.vocab_size,
+        n_positions=c.block_size,
+        n_embd=c.n_embd,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        tie_word_embeddings=c.tie_weights,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    reference = GPT2LMHeadModel(config).eval()
+    weights = {}
+    for name, tensor in reference.state_dict().items():
+        weights[name] = model.state_dict().get(name, torch.zeros_like(tensor))
+        if name.endswith(TRANSPOSED):
+            weights[name] = weights[name].t()
+    reference.load_state_dict(weights)
+    return reference
+
+
+def random_gpt2(folder: Path, **changes) -> GPT2LMHeadModel:
+    """transformers' GPT-2 with weights far from their initial ones, saved to `folder`."""
+    torch.manual_seed(0)
+    sizes = dict(n_positions=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
+    reference = GPT2LMHeadModel(GPT2Config(**sizes | changes)).eval()
+    for parameter in reference.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    reference.save_pretrained(folder)
+    return reference
+
+
+def assert_refused(script, main, *arguments, words: tuple[str, ...] = ()) -> None:
+    """The script exits with 2, and all it prints is one line of error with these words in it."""
+    code, out, err = script(main, *arguments)
+    assert (code, out) == (2, "") and len(err) == 1 and err[0].startswith("error: "), (
+        arguments,
+        err,
+    )
+    assert all(word in err[0] for word in words), (arguments, err)
