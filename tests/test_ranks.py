@@ -397,7 +397,8 @@ def test_a_save_that_fails_for_good_ends_all_ranks_with_one_line(dataset, tmp_pa
     full = """
 def save(state, path):
     raise OSError(28, "No space left on device")
-train.checkpoint.save = save
+from training import checkpoint
+checkpoint.save = save
 """
     arguments = flags(dataset, tmp_path / "run", **OPTIONS)
     codes, _, err = run_ranks(2, *patched(full), *arguments)
