@@ -159,11 +159,6 @@ def set_lr(optimizer, it: int, config: Config, horizon: int) -> float:
 # Around the iterations
 
 
-NO_ROOM = (
-    "device: out of memory before the first iteration; is another process using it? nvidia-smi"
-)
-
-
 def due(it: int, interval: int) -> bool:
     return interval > 0 and it % interval == 0
 
@@ -282,7 +277,7 @@ def main(argv: list[str]) -> int:
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer, as they were where the run goes on
-    with on_out_of_memory(lambda: NO_ROOM):
+    with on_out_of_memory(lambda: hardware.NO_ROOM):
         torch.manual_seed(c.seed)  # the same weights on every rank
         raw_model = build_model(model_config(c, data.vocab, start.weights, hw.flash(c)))
         raw_model.to(hw.device)
@@ -295,7 +290,7 @@ def main(argv: list[str]) -> int:
 
     # From here on out_dir is this run's alone
     checkpoints = Checkpoints(c, ranks, start.resumed, start.known)
-    log = RunLog(c, hw, ranks, began, start.resumed)
+    log = RunLog(c, hw, ranks, began, start.resumed, draw_run)
     say_what_changed(c, start, ranks)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
     log.start(data, raw_model.config, p, batches.windows)
@@ -359,7 +354,6 @@ def main(argv: list[str]) -> int:
                         if text and p.iter_num > 0 and math.isfinite(val_loss):
                             sample = sample_text(raw_model, text, data.vocab, c, hw, signals)
                             log.sample(p.iter_num, sample)
-                        log.draw(draw_run, now=True)
                     if checkpoints.improved(p, val_loss) or c.always_save_checkpoint:
                         if p.iter_num > 0:
                             save()
@@ -382,7 +376,6 @@ def main(argv: list[str]) -> int:
                 # every log_interval, and the last one: the only wait for the device
                 if due(p.iter_num - 1, c.log_interval) or p.iter_num == c.max_iters:
                     log.line()
-                    log.draw(draw_run)
         except Interrupted:  # a signal, raised on all ranks together
             rewind()
             save(last=True)

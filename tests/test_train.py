@@ -616,7 +616,7 @@ def test_a_gpu_that_another_process_fills_is_one_line(dataset, tmp_path, monkeyp
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(train, "build_model", full)
-    with pytest.raises(UserError, match="device: out of memory before the first iteration"):
+    with pytest.raises(UserError, match="device: no room for the model"):
         run_here(dataset, tmp_path)
 
 

@@ -155,7 +155,7 @@ class Checkpoints:
                 raise RunError(f"checkpoint {it}: {error}; and there is no older one") from None
             if last:
                 raise RunError(f"checkpoint {it}: {error}; {older[-1]} stands") from None
-            log.warn(it, f"checkpoint {it} failed: {error}; {older[-1]} stands")
+            log.warn(it, f"checkpoint failed: {error}; {older[-1]} stands")
             return 0
         try:
             if progress.best_iter == it:

@@ -46,6 +46,7 @@ GIB = 2**30
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
+NO_ROOM = "device: no room for the model; is another process using the GPU? nvidia-smi"
 # What torch, cuBLAS, Triton and the system say when memory runs out
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 

@@ -20,15 +20,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
-from common.console import (
-    RunError,
-    UserError,
-    count,
-    duration,
-    keep_transcript,
-    say,
-    warn,
-)
+from common.console import RunError, count, duration, keep_transcript, say, warn
 from common.files import replacing
 from configurator import Config, config_values
 from data.loader import ShuffledWindows, TrainBatches
@@ -40,10 +32,7 @@ from training.hardware import Hardware
 from training.ranks import Ranks
 from training.tracker import Tracker
 
-CATEGORIES = (
-    *("start-up", "compile", "steps", "data wait"),
-    *("evaluation", "checkpoints", "other"),
-)
+CATEGORIES = "start-up, compile, steps, data wait, evaluation, checkpoints, other".split(", ")
 MOST_ITERATIONS = 1000  # whose tensors are kept until a log line
 SPIKE = 1.25  # a loss this many times its running mean gets a warning
 LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
@@ -120,9 +109,19 @@ class RunLog:
     """
 
     def __init__(
-        self, config: Config, hw: Hardware, ranks: Ranks, began: float, resumed: dict | None = None
+        self,
+        config: Config,
+        hw: Hardware,
+        ranks: Ranks,
+        began: float,
+        resumed: dict | None = None,
+        draw_run: Callable[[Path], None] = lambda out_dir: None,
     ):
-        """`began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state."""
+        """
+        `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state.
+        `draw_run` draws out_dir/loss.png.
+        """
+        self.draw_run = draw_run
         self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
         self.began, self.ledger = began, Ledger(began)
         progress = Progress(**resumed["progress"]) if resumed else None
@@ -180,10 +179,7 @@ class RunLog:
             self.wait_for_device()
             seconds = self.ledger.seconds["steps"] - seconds_before
             self.ledger.move(seconds, "steps", "compile")
-            self.warn(
-                it.iter_num,
-                f"iter {it.iter_num}: compiled again, {seconds:.1f}s booked as compile",
-            )
+            self.warn(it.iter_num, f"compiled again, {seconds:.1f}s booked as compile")
             it.timed = False
         self.iterations.append(it)
         if len(self.iterations) >= MOST_ITERATIONS:  # log_interval is long: look at them meanwhile
@@ -222,9 +218,7 @@ class RunLog:
         # nobody has counted a stream's tokens
         self.train_tokens = None if data.stream else len(data.train)
         train = count(self.train_tokens) if self.train_tokens else "streamed"
-        peak = "peak unknown, so mfu n/a (--peak_tflops sets it)"
-        if hw.peak_tflops:
-            peak = f"{hw.peak_tflops} TFLOP/s dense peak"
+        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         dtype = str(hw.dtype).removeprefix("torch.")
         say(
             f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> "
@@ -292,6 +286,7 @@ class RunLog:
         self.mark_spike(last.iter_num, values["loss"])
         self.timed = 0
         self.logged = dict(seconds)
+        self.draw()
 
     def format_step(self, v: dict) -> str:
         """nanoGPT's grammar first, then everything else."""
@@ -322,11 +317,8 @@ class RunLog:
         does not enter the mean.
         """
         if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
-            self.warn(
-                iter_num,
-                f"iter {iter_num}: loss spike, {loss:.4f} after a running mean of "
-                f"{self.mean_loss:.4f}",
-            )
+            mean = self.mean_loss
+            self.warn(iter_num, f"loss spike, {loss:.4f} after a running mean of {mean:.4f}")
         if math.isfinite(loss):
             before = loss if self.mean_loss is None else self.mean_loss
             self.mean_loss = 0.9 * before + 0.1 * loss
@@ -352,15 +344,12 @@ class RunLog:
                 self.record("event", iter=it.iter_num, message=message)
                 continue
             self.skips_in_a_row += 1
-            sequence = it.sequences + (micro_batch or 0) * self.config.batch_size
-            what = "all losses are finite; the iteration begins at"
+            where = f"all losses are finite; it begins at {self.windows.locate(it.sequences)}"
             if micro_batch is not None:
-                what = f"micro-batch {micro_batch} reads"
-            self.warn(
-                it.iter_num,
-                f"iter {it.iter_num}: update skipped, its gradient is not finite; {what} "
-                f"{self.windows.locate(sequence)}",
-            )
+                sequence = it.sequences + micro_batch * self.config.batch_size
+                where = f"micro-batch {micro_batch} reads {self.windows.locate(sequence)}"
+            message = f"update skipped, its gradient is not finite; {where}"
+            self.warn(it.iter_num, message)
             if self.skips_in_a_row >= self.config.max_skips:
                 error = RunError(
                     f"{self.skips_in_a_row} updates in a row skipped, their gradients are not "
@@ -387,6 +376,7 @@ class RunLog:
         self.record(
             "eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds
         )
+        self.draw(now=True)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
@@ -397,17 +387,17 @@ class RunLog:
         say(f"sample {iter_num}:\n{text}\n")
         self.record("sample", iter=iter_num, text=text)
 
-    def draw(self, draw_run: Callable[[Path], None], now: bool = False) -> None:
+    def draw(self, now: bool = False) -> None:
         """Draw loss.png, at most once a minute unless it is wanted `now`."""
         if not self.file or not (now or time.monotonic() - self.drawn_at > 60):
             return
         with self.ledger.book("evaluation"):
-            draw_run(self.out_dir)
+            self.draw_run(self.out_dir)
         self.drawn_at = time.monotonic()
 
     def warn(self, iter_num: int, message: str) -> None:
         if self.ranks.first:
-            warn(message)
+            warn(f"iter {iter_num}: {message}")
         self.record("event", iter=iter_num, message=message)
 
     def end(self, reason: str, progress: Progress) -> None:
@@ -488,10 +478,5 @@ def drop_records(path: Path, progress: Progress) -> None:
         if isinstance(record.get("iter"), int)
         and record["iter"] <= last.get(record.get("kind"), math.inf)
     ]
-    try:
-        with replacing(path) as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
-    except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; make room, then the same command goes on"
-        ) from None
+    with replacing(path) as file:
+        file.writelines(json.dumps(record).encode() + b"\n" for record in kept)

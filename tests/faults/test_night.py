@@ -315,7 +315,7 @@ def test_a_console_that_was_closed_costs_nothing_but_its_lines(dataset, tmp_path
 
 def test_what_the_system_refuses_is_one_line(script, tmp_path, dataset):
     code, _, err = script(train.main, *flags("a" * 300, tmp_path))
-    assert code == 2 and err == [f"error: data/{'a' * 300}: File name too long"]
+    assert code == 2 and err == [f"error: {'a' * 300}: File name too long"]
 
 
 def test_control_characters_never_reach_a_console():

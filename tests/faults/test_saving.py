@@ -112,7 +112,7 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(
 ):
     full_disk_at(monkeypatch, 4)
     assert run_here(dataset, tmp_path, checkpoint_interval=2, keep_checkpoints=10, max_iters=8) == 0
-    assert "checkpoint 4 failed" in capsys.readouterr().err
+    assert "iter 4: checkpoint failed" in capsys.readouterr().err
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 6, 8]
     assert not list(tmp_path.glob("*.tmp"))
 
