@@ -46,7 +46,7 @@ def above_zero(text: str) -> float:
 # name: (type, what --help shows for the value, meaning)
 FLAGS = {
     "trials": (parse_count, "N", "timed windows; the median counts (step and peer 5, others 3)"),
-    "profile": (str, "TRACE.json", "list the top kernels, write a trace for chrome://tracing"),
+    "profile": (str, "TRACE.json", "list what takes most time, write a trace for chrome://tracing"),
     "png": (str, "PATH", "draw the result"),
     "write": (str, "CONFIG.py", "write the fastest micro-batch as a config file"),
     "batch_sizes": (str, "4,8,16", "micro-batches to try; else a quarter to four times batch_size"),
@@ -54,7 +54,7 @@ FLAGS = {
     "gpu": (str, "NAME", "a card of training/gpus.csv such as 4070, or all; else this machine's"),
     "gpus": (parse_count, "N", "how many of them share the work; 1 if not given"),
     "iter_seconds": (above_zero, "S", "seconds that an iteration takes on one GPU"),
-    "from_run": (str, "OUT_DIR", "take that from the log of a run"),
+    "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
     "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's own"),
     "watts": (above_zero, "W", "draw of one GPU, for the energy"),
     "price_kwh": (above_zero, "P", "price of a kWh, for the cost"),
@@ -88,10 +88,7 @@ def make_folder(name: str, path: Path) -> None:
     """Make the folder of an output file before the measurement, not after it."""
     if path.is_dir():
         raise UserError(f"{name}: {path} is a folder; give a file in it")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{name}: {path}: {error.strerror}; choose another path") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def main(argv: list[str]) -> int:

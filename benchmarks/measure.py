@@ -1,5 +1,5 @@
 """
-Time a few seconds of the training that train.py does. bench.py's modes measure with it.
+Time a few seconds of the training that train.py does. The modes of bench.py measure with this.
 """
 
 import contextlib
@@ -14,8 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +29,7 @@ from data.tokenizer import GPT2_VOCAB
 from data.writer import write_shard
 from training import hardware
 from training.build import build_model, build_optimizer, flops_per_token, model_config
-from training.gpus import memory_bytes
+from training.gpus import memory_needed
 
 # a timed window holds as many whole iterations as fit into this time: at least one, at most 100
 WINDOW_SECONDS = 1.0
@@ -39,26 +37,38 @@ MAX_WINDOW_ITERS = 100
 RANDOM_TOKENS = 2**22
 
 
-class OutOfMemory(UserError):
-    """The micro-batch does not fit into memory."""
-
-
 # -----------------------------------------------------------------------------
 # A model in training
 
 
-@dataclass
 class Trainee:
-    """A model in training, set up as train.py does it; `step` is one iteration."""
+    """
+    A model in training, set up as train.py does it, with random weights. It can also train in two
+    slower ways, which the ladder compares with: without `read_ahead` each batch is loaded only when
+    it is needed, and with `host_sync` the host waits for the device after each micro-step.
+    """
 
-    config: Config
-    hw: hardware.Hardware
-    model: torch.nn.Module
-    step_model: torch.nn.Module  # what train_step calls: the model, compiled or wrapped
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    batches: Iterator
-    between_micro_steps: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        config: Config,
+        hw: hardware.Hardware,
+        data: Dataset,
+        read_ahead: bool = True,
+        host_sync: bool = False,
+    ):
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.hw = hw
+        gpt_config = model_config(config, data.vocab, flash=hw.flash(config))
+        self.model = build_model(gpt_config).to(hw.device)
+        # what train_step calls
+        self.step_model = torch.compile(self.model) if config.compile else self.model
+        self.optimizer = build_optimizer(self.model, config, hw.dtype)
+        self.scaler = hw.grad_scaler()
+        self.batches = TrainBatches(data, config, hw.device)
+        if not read_ahead:
+            self.batches = load_when_needed(self.batches)
+        self.between_micro_steps = hw.synchronize if host_sync else lambda: None
 
     def step(self) -> Tensor:
         """One iteration. Returns the losses of its micro-batches, nats per token."""
@@ -84,57 +94,18 @@ class Trainee:
         return (time.perf_counter() - began) / iters
 
 
-class HostSync(torch.nn.Module):
-    """A model whose last loss can be fetched to the host, as a loop does that prints each loss."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.model = model
-        self.last_loss = torch.zeros(())
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.model(x, y)
-        self.last_loss = loss.detach()
-        return loss
-
-    def fetch(self) -> None:
-        self.last_loss.item()  # waits for the device
-
-
-def build(
-    config: Config, hw: hardware.Hardware, data: Dataset, read_ahead=True, host_sync=False
-) -> Trainee:
-    """
-    A trainee with random weights. read_ahead: a thread loads the next batches meanwhile, as in
-    train.py. host_sync: each loss is fetched to the host before the next micro-step begins.
-    """
-    torch.manual_seed(config.seed)
-    gpt_config = model_config(config, data.vocab, flash=hw.flash(config))
-    model = build_model(gpt_config).to(hw.device)
-    batches = TrainBatches(data, config, hw.device)
-    optimizer = build_optimizer(model, config, hw.dtype)
-    step_model = torch.compile(model) if config.compile else model
-    trainee = Trainee(config, hw, model, step_model, optimizer, hw.grad_scaler(), batches)
-    if not read_ahead:
-        trainee.batches = load_when_needed(batches, hw.device)
-    if host_sync:
-        trainee.step_model = HostSync(step_model)
-        trainee.between_micro_steps = trainee.step_model.fetch
-    return trainee
-
-
-def load_when_needed(batches: TrainBatches, device: torch.device) -> Iterator:
+def load_when_needed(batches: TrainBatches) -> Iterator:
     """The same batches, each loaded only when it is asked for."""
-    n = 0
+    first = 0
     while True:
-        yield move(batches.load(n), device)
-        n += batches.batch_size
+        yield move(batches.load(first), batches.device)
+        first += batches.batch_size
 
 
 def real_or_random_data(config: Config, folder: Path) -> Dataset:
     """
-    The config's dataset, or random tokens written to `folder` where there is none. Raises UserError
-    where the dataset does not suit the config.
+    The config's dataset. Where there is none, random tokens, which are written to `folder`. Raises
+    UserError if the dataset does not suit the config.
     """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         if problems := check_dataset(config):
@@ -148,22 +119,18 @@ def real_or_random_data(config: Config, folder: Path) -> Dataset:
 
 
 @contextlib.contextmanager
-def readable_errors(config: Config) -> Iterator[None]:
+def readable_errors() -> Iterator[None]:
     """
-    Turns out of memory in any of its forms, a killed process included, into OutOfMemory, and a
-    torch.compile that does not work into RunError: one line each.
+    One line when memory runs out (OutOfMemory) or torch.compile does not work here (RunError).
+    torch's own errors can also be lost on their way from one process to another.
     """
     try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, BrokenProcessPool) or hardware.is_out_of_memory(error):
-            message = f"out of memory with batch_size={config.batch_size}; a smaller --batch_size"
-            raise OutOfMemory(message) from None
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-            reason = str(error).strip().partition("\n")[0]
-            message = f"torch.compile does not work here ({reason}); --compile=False"
-            raise RunError(message) from None
-        raise
+        with hardware.on_out_of_memory(lambda: "out of memory; a smaller --batch_size"):
+            yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().partition("\n")[0]
+        message = f"torch.compile does not work here ({reason}); --compile=False"
+        raise RunError(message) from None
 
 
 # -----------------------------------------------------------------------------
@@ -175,26 +142,34 @@ def measure(
 ) -> dict:
     """
     Train with random weights for a few seconds: compile first, then time `trials` windows.
-    `examine` may look at the trainee afterwards; what it returns is added. `how`: host_sync and
-    read_ahead, for build(). Raises OutOfMemory.
+    `examine` may look at the trainee afterwards; what it returns is added to the result. `how` may
+    hold read_ahead and host_sync, for the trainee. Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
     memory_before = hw.peak_memory_gib() or 0
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors(config):
-        data = real_or_random_data(config, Path(folder))
-        trainee = build(config, hw, data, **how)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors():
+        trainee = Trainee(config, hw, real_or_random_data(config, Path(folder)), **how)
         first = trainee.timed(1)
         iters = window_iters(trainee.timed(1))
         windows = [trainee.timed(iters) for _ in range(trials)]
         seconds = statistics.median(windows)
-        rate = config.iter_tokens / seconds
-        flops = flops_per_token(trainee.model.config)
-        result = micro_batch(config) | dict(trials=trials, iters_per_trial=iters)
+        model = trainee.model.config
+        result = micro_batch(config)
+        result["trials"] = trials
+        result["iters_per_trial"] = iters
         result["step_ms"] = 1000 * seconds
         result["step_ms_range"] = [1000 * min(windows), 1000 * max(windows)]
-        result |= dict(tokens_per_iter=config.iter_tokens, tokens_per_sec=rate)
-        result |= dict(mfu=hw.mfu(flops, rate), flops_per_token=flops)
-        result |= memory_figures(trainee, memory_before)
+        result["tokens_per_iter"] = config.iter_tokens
+        result["tokens_per_sec"] = config.iter_tokens / seconds
+        result["mfu"] = hw.mfu(flops_per_token(model), result["tokens_per_sec"])
+        # what the whole process has, what training added to it, and what the memory model says
+        peak = hw.peak_memory_gib()
+        result["mem_gib"] = peak
+        result["mem_training_gib"] = (peak or 0) - memory_before
+        if hw.device.type == "cuda":
+            result["mem_training_gib"] = torch.cuda.max_memory_reserved() / hardware.GIB
+        needed = memory_needed(config, model, hw.dtype, config.batch_size)
+        result["mem_model_gib"] = needed / hardware.GIB
         result["compile_seconds"] = max(first - seconds, 0.0) if config.compile else 0.0
         result["machine"] = machine(hw)
         if examine:
@@ -207,19 +182,6 @@ def micro_batch(config: Config) -> dict[str, int]:
     return dict(batch_size=config.batch_size, gradient_accumulation_steps=accumulation)
 
 
-def memory_figures(trainee: Trainee, before_gib: float) -> dict[str, float | None]:
-    """The peak of this process, what training added to it, and what the memory model says, GiB."""
-    c, hw = trainee.config, trainee.hw
-    parts = memory_bytes(trainee.model.config, c.batch_size, hw.dtype, c.compile, c.optimizer)
-    peak = hw.peak_memory_gib()
-    if hw.device.type == "cuda":
-        training = torch.cuda.max_memory_reserved() / hardware.GIB
-    else:
-        training = (peak or 0) - before_gib
-    modelled = sum(parts.values()) / hardware.GIB
-    return dict(mem_gib=peak, mem_training_gib=training, mem_model_gib=modelled)
-
-
 def window_iters(seconds: float) -> int:
     """How many iterations of so many seconds a timed window holds."""
     return min(math.ceil(WINDOW_SECONDS / seconds), MAX_WINDOW_ITERS)
@@ -227,15 +189,15 @@ def window_iters(seconds: float) -> int:
 
 def attempt(config: Config, **arguments) -> dict:
     """
-    measure() in a new process, so that neither memory nor compiled code is left from what ran
-    before. Out of memory gives a result with out_of_memory and no rate.
+    measure() in a new process, so that neither memory nor compiled code is left over from the
+    measurement before. If memory runs out, the result holds only the micro-batch, and None as its
+    tokens_per_sec.
     """
-    with new_process() as pool:
-        try:
+    try:
+        with readable_errors(), new_process() as pool:
             return pool.submit(measure, config, **arguments).result()
-        # a broken pool: the system killed the process, most likely for its memory
-        except (OutOfMemory, BrokenProcessPool):
-            return micro_batch(config) | dict(tokens_per_sec=None, out_of_memory=True)
+    except hardware.OutOfMemory:
+        return micro_batch(config) | dict(tokens_per_sec=None)
 
 
 def new_process() -> ProcessPoolExecutor:
@@ -249,14 +211,11 @@ def machine(hw: hardware.Hardware) -> dict:
     cpu_name = re.search(r"model name\s*: *(.+)", cpu)
     return dict(
         device=hw.name,
-        device_type=hw.device.type,
         dtype=str(hw.dtype).removeprefix("torch."),
         peak_tflops=hw.peak_tflops,
         cpu=cpu_name[1] if cpu_name else platform.processor(),
         cpu_cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        python=platform.python_version(),
-        system=platform.system(),
         date=time.strftime("%Y-%m-%d"),
     )

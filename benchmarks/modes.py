@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +32,9 @@ def step(config: Config, options: Namespace) -> dict:
     trials = options.trials or 5
 
     def examine(trainee: Trainee) -> dict:
-        found = compare_with_matmul(trainee, trials)
         if options.profile:
-            found["top_kernels"] = profile_step(trainee, Path(options.profile))
-        return found
+            profile_step(trainee, options.profile)
+        return compare_with_matmul(trainee, trials)
 
     r = measure(config, trials, examine=examine)
     m = r["machine"]
@@ -47,12 +47,12 @@ def step(config: Config, options: Namespace) -> dict:
     low, high = r["mfu_of_matmul_range"]
     share = f"{r['mfu_of_matmul']:.1%} of that ({low:.1%} to {high:.1%}, measured in turn)"
     say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; the step reaches {share}")
-    for kernel in r.get("top_kernels", []):
-        say(f"         {kernel['ms']:9.2f} ms  {kernel['calls']:>6} x  {kernel['kernel'][:80]}")
     return r
 
 
 def describe(r: dict) -> str:
+    if r["tokens_per_sec"] is None:
+        return "out of memory"
     return (
         f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, "
         f"mfu {percent(r['mfu'])}, mem {r['mem_gib'] or math.nan:.1f} GiB"
@@ -65,8 +65,8 @@ def percent(fraction: float | None) -> str:
 
 def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
     """
-    The step's rate as a share of what a large matrix product reaches here. Both are measured in
-    turn, so that a busy machine slows both.
+    The rate of the step as a share of what a large matrix product reaches on this machine. The two
+    are timed in turn, so that other work on the machine slows both.
     """
     flops = flops_per_token(trainee.model.config) * trainee.config.iter_tokens
     rates, shares = [], []
@@ -84,7 +84,7 @@ def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
 def matmul_tflops(hw: hardware.Hardware) -> float:
     """The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten."""
     n = MATMUL_SIZE[hw.device.type]
-    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype).unbind()
+    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
     fastest = math.inf
     for _ in range(10):
         hw.synchronize()
@@ -95,20 +95,15 @@ def matmul_tflops(hw: hardware.Hardware) -> float:
     return 2 * n**3 / fastest / 1e12
 
 
-def profile_step(trainee: Trainee, trace: Path) -> list[dict]:
-    """The ten kernels that take most of an iteration; writes a trace for chrome://tracing."""
-    with torch.profiler.profile() as profiler:  # of the CPU, and of CUDA where there is one
+def profile_step(trainee: Trainee, trace: str) -> None:
+    """Print what takes most of an iteration, and write a trace for chrome://tracing."""
+    with torch.profiler.profile() as profiler:
         trainee.step()
         trainee.hw.synchronize()
-    profiler.export_chrome_trace(str(trace))
-    events = list(profiler.key_averages())
-    spent = "self_cpu_time_total"
-    if trainee.hw.device.type == "cuda":
-        # operators on the CPU would count the kernels that they start once more
-        events = [event for event in events if event.device_type.name == "CUDA"]
-        spent = "self_device_time_total"
-    events.sort(key=lambda event: getattr(event, spent), reverse=True)
-    return [dict(kernel=e.key, ms=getattr(e, spent) / 1000, calls=e.count) for e in events[:10]]
+    profiler.export_chrome_trace(trace)
+    on_gpu = trainee.hw.device.type == "cuda"
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    say(profiler.key_averages().table(sort_by=order, row_limit=20))
 
 
 # -----------------------------------------------------------------------------
@@ -131,7 +126,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     machine = best["machine"]
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
-        what = describe(row) if row["tokens_per_sec"] else "out of memory"
+        what = describe(row)
         if row is best:
             what += "  <- fastest"
         if row is largest:
@@ -140,9 +135,9 @@ def sweep(config: Config, options: Namespace) -> dict:
     if options.write:
         write_config(Path(options.write), config, best)
     if options.png:
-        names = [f"{row['batch_size']} x {row['gradient_accumulation_steps']}" for row in rows]
-        bars = {machine["device"]: [row["tokens_per_sec"] for row in rows]}
-        draw(Path(options.png), "micro-batch x accumulation", names, bars)
+        for row in rows:
+            row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
+        draw(options.png, {"micro-batch x accumulation": rows})
     return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=largest["batch_size"])
 
 
@@ -154,8 +149,8 @@ def with_batch(config: Config, batch_size: int) -> Config:
 
 def sweep_sizes(config: Config, given: str | None) -> list[int]:
     """
-    Micro-batches that divide an iteration's sequences, ascending: those given, else a quarter to
-    four times the config's.
+    The micro-batches to try, ascending: those given, or a quarter to four times the config's. Each
+    divides the sequences of an iteration.
     """
     allowed = divisors(config.iter_sequences)
     if given is None:
@@ -175,12 +170,12 @@ def sweep_sizes(config: Config, given: str | None) -> list[int]:
 
 
 def write_config(path: Path, config: Config, best: dict) -> None:
-    """A config file for train.py: what was given, with the fastest micro-batch."""
+    """A config file for train.py: the keys that the user gave, and the fastest micro-batch."""
     values = {name: getattr(config, name) for name in FIELDS if name in config.given}
     values.pop("tokens_per_iter", None)  # batch_size and accumulation below give the same
     values["batch_size"] = best["batch_size"]
     values["gradient_accumulation_steps"] = best["gradient_accumulation_steps"]
-    # not the out_dir of the config that was measured: a run may be there
+    # a folder of its own, because the config that was measured may have a run in its own
     values["out_dir"] = f"out/{path.stem}"
     machine = best["machine"]
     lines = [
@@ -198,13 +193,13 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # where the ladder begins: everything off
 LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
 LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
-# Each row: its name, the config keys it changes, the arguments of measure() it changes. The rows
-# below keep what a row has changed.
+# Each row: its name, the config keys that it changes, and the arguments of measure() that it
+# changes. The changes stay for the rows below.
 LADDER = [
     ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
     ("TF32", dict(tf32=True), {}),
     ("no host sync", {}, dict(host_sync=False)),
-    ("AMP", {}, {}),  # ladder() sets the dtype: the config's, or this machine's best
+    ("AMP", {}, {}),  # climb() sets the dtype: the config's, or this machine's best
     ("compile", dict(compile=True), {}),
     ("flash attention", dict(flash=True), {}),
     ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
@@ -214,48 +209,64 @@ LADDER = [
 
 
 def ladder(config: Config, options: Namespace) -> dict:
-    """
-    Each row adds one thing to those above it. All run at the config's micro-batch, and on CUDA once
-    more at the largest that fits.
-    """
+    """All rows at the config's micro-batch; on CUDA once more, each at the largest that fits."""
     device = hardware.set_up(config).device
-    columns = {"first": f"micro-batch {config.batch_size}"}
+    trials = options.trials or 3
+    title = f"micro-batch {config.batch_size}"
+    tables = {title: climb(title, config, device, trials, attempt)}
     if device.type == "cuda":
-        columns["largest"] = "the largest micro-batch that fits"
+        title = "the largest micro-batch that fits"
+        tables[title] = climb(title, config, device, trials, attempt_largest)
+    say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
+    if options.png:
+        draw(options.png, tables)
+    return dict(tables=tables)
+
+
+def climb(
+    title: str, config: Config, device: torch.device, trials: int, run: Callable[..., dict]
+) -> list[dict]:
+    """
+    Measure and print one table, in which each row adds one thing to those above it. `run` is
+    attempt or attempt_largest. `gain` is over the row measured before, `total_gain` over the first.
+    """
+    say(title)
+    say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
     amp_dtype = "auto" if config.dtype == "float32" else config.dtype
-    arguments = dict(trials=options.trials or 3)
-    header = f"{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}"
-    say(" " * 18 + "  ".join(header for _ in columns))
+    arguments = dict(trials=trials)
     rows = []
+    first_rate = last_rate = None
     for name, changes, more_arguments in LADDER:
-        row = dict(name=name, why=missing(name, device, config))
-        rows.append(row)
-        if row["why"]:
-            say(f"{name:<18}   n/a: {row['why']}")
+        why = missing(name, device, config)
+        if why:
+            rows.append(dict(name=name, tokens_per_sec=None, why=why))
+            say(f"{name:<18}   n/a: {why}")
             continue
         config = replace(config, **changes)
         if name == "AMP":
             config = replace(config, dtype=amp_dtype)
         arguments |= more_arguments
-        row["first"] = attempt(config, **arguments)
-        if "largest" in columns:
-            row["largest"] = attempt_largest(config, arguments, device)
-        for column in columns:
-            add_gains([r[column] for r in rows if column in r])
-        say(f"{name:<18}" + "  ".join(cell(row[column]) for column in columns))
-    for column, title in columns.items():
-        say_total_gain(rows, column, title)
-    say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
-    if options.png:
-        bars = {}
-        for column, title in columns.items():
-            bars[title] = [row.get(column, {}).get("tokens_per_sec") for row in rows]
-        draw(Path(options.png), "each row on top of those above", [r["name"] for r in rows], bars)
-    return dict(rows=rows)
+        row = dict(name=name) | run(config, **arguments)
+        rows.append(row)
+        rate = row["tokens_per_sec"]
+        if rate is None:
+            say(f"{name:<18}{row['batch_size']:>6} out of memory")
+            continue
+        row["gain"] = rate / (last_rate or rate)
+        row["total_gain"] = rate / (first_rate or rate)
+        first_rate = first_rate or rate
+        last_rate = rate
+        gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
+        memory = f"{row['mem_gib'] or math.nan:>6.1f}"
+        say(
+            f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {memory} "
+            f"{percent(row['mfu']):>6}"
+        )
+    return rows
 
 
 def missing(name: str, device: torch.device, config: Config) -> str | None:
-    """Why this machine or model does not have the row, None where it has."""
+    """Why this machine or model cannot have the row. None where it can."""
     if name == "tied weights" and config.model == "fast":
         return "the fast model has a head of its own"
     if name == "TF32":
@@ -266,68 +277,40 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
     return None
 
 
-def attempt_largest(config: Config, arguments: dict, device: torch.device) -> dict:
+def attempt_largest(config: Config, **arguments) -> dict:
     """
-    At the largest micro-batch that should fit by the memory model; where it does not fit, at the
-    next smaller ones.
+    Measure at the largest micro-batch that fits by the memory model. If it does not fit after all,
+    try the next smaller ones.
     """
-    c, dtype = config, hardware.choose_dtype(config, device)
+    device = hardware.choose_device(config)
+    dtype = hardware.choose_dtype(config, device)
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
-    model = model_config(c, GPT2_VOCAB)
-    fits = fitting_batch(model, c.iter_sequences, capacity, dtype, c.compile, c.optimizer) or 1
-    sizes = [size for size in divisors(c.iter_sequences) if size <= fits]
-    result = attempt(with_batch(c, sizes.pop()), **arguments)
-    while sizes and not result["tokens_per_sec"]:
-        result = attempt(with_batch(c, sizes.pop()), **arguments)
+    model = model_config(config, GPT2_VOCAB)
+    fits = fitting_batch(config, model, dtype, config.iter_sequences, capacity) or 1
+    for size in reversed(divisors(config.iter_sequences)):
+        if size <= fits:
+            result = attempt(with_batch(config, size), **arguments)
+            if result["tokens_per_sec"]:
+                break
     return result
-
-
-def add_gains(results: list[dict]) -> None:
-    """Adds gain, over the row measured before, and total_gain, over the first measured one."""
-    measured = [r for r in results if r["tokens_per_sec"]]
-    for i, r in enumerate(measured):
-        r["gain"] = r["tokens_per_sec"] / measured[max(i - 1, 0)]["tokens_per_sec"]
-        r["total_gain"] = r["tokens_per_sec"] / measured[0]["tokens_per_sec"]
-
-
-def cell(r: dict) -> str:
-    if r["tokens_per_sec"] is None:
-        return f"{r['batch_size']:>6} {'out of memory':>36}"
-    return (
-        f"{r['batch_size']:>6} {r['tokens_per_sec']:>9,.0f} {r['gain']:>5.2f}x "
-        f"{r['total_gain']:>5.2f}x {r['mem_gib'] or math.nan:>6.1f} {percent(r['mfu']):>6}"
-    )
-
-
-def say_total_gain(rows: list[dict], column: str, title: str) -> None:
-    measured = [row for row in rows if "gain" in row.get(column, {})]
-    if not measured:
-        raise UserError(f"batch_size: every row ran out of memory at {title}; try a smaller one")
-    gains = {row["name"]: row[column]["total_gain"] for row in measured}
-    last, best = list(gains)[-1], max(gains, key=gains.get)
-    both = f"{gains[last]:.1f}x with the last row, {gains[best]:.1f}x with the best ({best})"
-    say(f"total gain at {title}: {both}")
 
 
 # -----------------------------------------------------------------------------
 # Pictures
 
 
-def draw(path: Path, title: str, names: list[str], bars: dict[str, list[float | None]]) -> None:
-    """Horizontal bars of tokens/s, the first name on top; `bars` holds a list for each label."""
+def draw(path: str, tables: dict[str, list[dict]]) -> None:
+    """For each title horizontal bars of tokens/s, one for each row, the first on top."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 0.45 * len(names) + 1.4), facecolor="white", layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / len(bars)
-    for i, (label, values) in enumerate(bars.items()):
-        places = [n + i * height for n in range(len(names))]
-        drawn = axes.barh(places, [value or 0 for value in values], height, label=label)
-        axes.bar_label(drawn, [f"{value:,.0f}" if value else "n/a" for value in values], padding=3)
-    axes.set_yticks([n + 0.4 - height / 2 for n in range(len(names))], names)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set(xlabel="tokens per second", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower right", ncols=2, frameon=False)
+    bars = sum(len(rows) for rows in tables.values())
+    figure = Figure(figsize=(9, 0.45 * bars + 1.4), layout="constrained")
+    axes = figure.subplots(len(tables), squeeze=False)[:, 0]
+    for ax, (title, rows) in zip(axes, tables.items()):
+        names = [row["name"] for row in rows]
+        drawn = ax.barh(names, [row["tokens_per_sec"] or 0 for row in rows])
+        ax.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        ax.invert_yaxis()
+        ax.margins(x=0.12)
+        ax.set(title=title, xlabel="tokens per second")
     figure.savefig(path, dpi=110)

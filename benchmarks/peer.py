@@ -8,7 +8,6 @@ import io
 import statistics
 import tempfile
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,7 +40,7 @@ def main(config: Config, options: Namespace) -> dict:
             "with anything else the work is not the same"
         )
     hw = hardware.set_up(config)
-    with measure.readable_errors(config):
+    with measure.readable_errors():
         first, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
     ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
     speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
@@ -111,13 +110,11 @@ def start_side(config: Config, tokens: Path, nanogpt: Path | None = None) -> dic
     """
     global started
     hw = hardware.set_up(config, keep_memory=not nanogpt)
-    before = 0
-    if hw.device.type != "cuda":
-        before = hw.peak_memory_gib() or 0
-    with measure.readable_errors(config):
-        side = measure.build(config, hw, measure.real_or_random_data(config, tokens))
+    before = hw.peak_memory_gib() or 0
+    with measure.readable_errors():
+        side = measure.Trainee(config, hw, measure.real_or_random_data(config, tokens))
         if nanogpt:
-            side = nanogpt_trainee(side, nanogpt)
+            use_nanogpt(side, nanogpt)
         started = side, before
         parameters = sum(p.numel() for p in side.model.parameters())
         first_loss = side.step()[0].item()
@@ -131,7 +128,7 @@ def time_side(iters: int) -> tuple[float, float | None]:
     where unknown.
     """
     side, before = started
-    with measure.readable_errors(side.config):
+    with measure.readable_errors():
         if side.hw.device.type == "cuda":
             side.timed(1)  # takes back the memory that the last call released
         seconds = side.timed(iters)
@@ -151,22 +148,22 @@ class LossOnly(torch.nn.Module):
         return self.model(x, y)[1]
 
 
-def nanogpt_trainee(ours: measure.Trainee, folder: Path) -> measure.Trainee:
+def use_nanogpt(side: measure.Trainee, folder: Path) -> None:
     """
-    The same trainee with nanoGPT's model in place of ours; it takes over our weights. Raises
-    UserError where that is not possible.
+    Put nanoGPT's model in place of ours, with our weights. Raises UserError where that is not
+    possible.
     """
-    c = ours.config
+    c = side.config
     betas = (c.beta1, c.beta2)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints as it builds
             spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
             theirs = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(theirs)
-            sizes = {name: getattr(ours.model.config, name) for name in SIZES}
-            model = theirs.GPT(theirs.GPTConfig(**sizes)).to(ours.hw.device)
-            model.load_state_dict(ours.model.state_dict())
-            settings = (c.weight_decay, c.learning_rate, betas, ours.hw.device.type)
+            sizes = {name: getattr(side.model.config, name) for name in SIZES}
+            model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
+            model.load_state_dict(side.model.state_dict())
+            settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
             their_groups = model.configure_optimizers(*settings).param_groups
     except (AttributeError, ImportError, TypeError, RuntimeError) as error:
         if hardware.is_out_of_memory(error):
@@ -175,6 +172,6 @@ def nanogpt_trainee(ours: measure.Trainee, folder: Path) -> measure.Trainee:
         raise UserError(f"nanogpt: {folder} holds other work: {reason}") from None
     # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
     groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
-    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
-    compiled = torch.compile(model) if c.compile else model
-    return replace(ours, model=model, step_model=LossOnly(compiled), optimizer=optimizer)
+    side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
+    side.model = model
+    side.step_model = LossOnly(torch.compile(model) if c.compile else model)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, count, say, warn
-from configurator import FIELDS, Config
+from configurator import Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
@@ -38,9 +38,6 @@ from training.runlog import read_records
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 OTHER_MFU = (0.30, 0.40, 0.60)
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
-# the figures of a plan that are None without an iteration time
-NEED_A_PACE = ("hours", "hours_range", "hours_total", "tokens_per_sec", "mfu", "link_gb_per_sec")
-NEED_A_PACE += ("kwh", "kwh_total", "cost")
 # repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
 MOST_EPOCHS = 4
 
@@ -50,7 +47,17 @@ class Card:
     name: str
     dtype: torch.dtype
     peak_tflops: float | None  # dense, for `dtype`; None: unknown
-    memory_bytes: float | None
+    memory_gib: float | None
+
+
+@dataclass
+class Pace:
+    """How long an iteration takes on all GPUs together, in seconds, and how that is known."""
+
+    source: str
+    seconds: float | None  # None: unknown
+    fastest: float | None
+    slowest: float | None
 
 
 # -----------------------------------------------------------------------------
@@ -63,7 +70,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
     dtype = getattr(torch, dtype)
     peak = config.peak_tflops or row_peak(row, dtype, config.tf32)
-    return Card(short_name(row), dtype, peak, float(row["memory_gib"]) * hardware.GIB)
+    return Card(short_name(row), dtype, peak, float(row["memory_gib"]))
 
 
 def card_here(config: Config) -> Card:
@@ -73,49 +80,41 @@ def card_here(config: Config) -> Card:
     dtype = hardware.choose_dtype(config, device)
     memory = None
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+        memory = torch.cuda.get_device_properties(device).total_memory / hardware.GIB
     peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
     return Card(hardware.device_name(device), dtype, peak, memory)
 
 
 # -----------------------------------------------------------------------------
-# The pace: how long an iteration, an evaluation and a checkpoint take, under the keys of the plan
+# The pace
 
 
-def given_pace(config: Config, model: GPTConfig, iter_seconds: float | None, source: str) -> dict:
-    """
-    An evaluation is the forward pass alone, a third of training's work per token, on two splits. A
-    checkpoint is the weights and Adam's two moments.
-    """
-    params, _ = count_parameters(model)
-    pace = dict(pace=source, iter_seconds=iter_seconds, eval_seconds=None)
-    pace["checkpoint_seconds"] = 12 * params / CHECKPOINT_BYTES_PER_SEC
-    if iter_seconds:
-        pace["iter_seconds_range"] = [iter_seconds, iter_seconds]
-        pace["eval_seconds"] = iter_seconds / config.iter_tokens * 2 * config.eval_size / 3
-    return pace
-
-
-def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> dict:
+def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> Pace:
     if not card.peak_tflops:
         unknown = "unknown peak: name a card with --gpu, or give --iter_seconds or --from_run"
-        return given_pace(config, model, None, unknown)
+        return Pace(unknown, None, None, None)
     low, likely, high = GEFORCE_MFU if "GeForce" in card.name else OTHER_MFU
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}"
     flops = flops_per_token(model)
-    if config.recompute:
-        # the blocks' forward pass once more, a third of their work
-        flops += (flops - 6 * model.n_embd * model.vocab_size) / 3
-        source += ", recomputation on top"
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12 * gpus)
-    pace = given_pace(config, model, at_peak / likely, source)
-    return pace | dict(iter_seconds_range=[at_peak / high, at_peak / low])
+    if config.recompute:
+        # the blocks' forward pass, a third of their work, runs a second time
+        head = 6 * model.n_embd * model.vocab_size
+        at_peak *= 1 + (flops - head) / flops / 3
+    return Pace(source, at_peak / likely, at_peak / high, at_peak / low)
 
 
-def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tuple[dict, Card]:
+def known_pace(source: str, seconds_on_one_gpu: float, gpus: int) -> Pace:
+    if gpus > 1:
+        source += f", {seconds_on_one_gpu:.3g} s on one GPU"
+    seconds = seconds_on_one_gpu / gpus
+    return Pace(source, seconds, seconds, seconds)
+
+
+def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, Card]:
     """
-    The pace of a run, from the medians in its log, scaled by tokens and GPUs; and the card it ran
-    on. Raises UserError where the log holds no iteration or another model.
+    What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
+    and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
     file = run / "metrics.jsonl"
     lines = []
@@ -124,8 +123,6 @@ def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tup
     records = read_records(lines)
     starts = [r for r in records if r.get("kind") == "start"]
     seconds = [r["step_ms"] / 1000 for r in records if r.get("kind") == "step"]
-    evaluations = [r["seconds"] for r in records if r.get("kind") == "eval"]
-    checkpoints = [r["seconds"] for r in records if r.get("kind") == "checkpoint"]
     if not starts or not seconds:
         raise UserError(f"from_run: {file} holds no iteration; give the out_dir of a run")
     start = starts[-1]
@@ -134,16 +131,13 @@ def measured_pace(config: Config, model: GPTConfig, run: Path, gpus: int) -> tup
             f"from_run: {run} trained {start['flops_per_token'] / 1e6:.1f} MFLOP/token, this "
             f"configuration is {flops_per_token(model) / 1e6:.1f}; give the run's own config file"
         )
-    share = start.get("world_size", 1) / gpus
-    per_token = share * statistics.median(seconds) / start["tokens_per_iter"]
-    pace = given_pace(config, model, per_token * config.iter_tokens, f"measured in {run}")
-    if evaluations:
-        ran = Config(**{name: start["config"][name] for name in FIELDS if name in start["config"]})
-        per_token = share * statistics.median(evaluations) / ran.eval_size
-        pace["eval_seconds"] = per_token * config.eval_size
-    if checkpoints:
-        pace["checkpoint_seconds"] = statistics.median(checkpoints)
-    return pace, Card(start["device"], getattr(torch, start["dtype"]), start["peak_tflops"], None)
+    per_token = statistics.median(seconds) / start["tokens_per_iter"] * start.get("world_size", 1)
+    dtype = getattr(torch, start["dtype"])
+    return per_token * config.iter_tokens, Card(start["device"], dtype, start["peak_tflops"], None)
+
+
+# -----------------------------------------------------------------------------
+# The plan
 
 
 def count_pauses(config: Config) -> tuple[int, int]:
@@ -158,74 +152,84 @@ def count_pauses(config: Config) -> tuple[int, int]:
     return evaluations, checkpoints
 
 
-# -----------------------------------------------------------------------------
-# The plan
-
-
-def make_plan(config: Config, model: GPTConfig, card: Card, pace: dict, options: Namespace) -> dict:
+def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options: Namespace) -> dict:
     """
-    All figures of a run as a flat dict, None where unknown. hours and kwh are the iterations alone;
-    hours_total, kwh_total and cost include the evaluations and checkpoints. watts is one GPU's
-    draw, without the rest of the machine. Several GPUs share the work evenly; what averaging their
-    gradients takes is apart, as exchange_gb and link_gb_per_sec.
+    All figures of a run as a flat dict, None where unknown. hours and kwh are the iterations alone.
+    hours_total, kwh_total and cost include the evaluations and checkpoints. watts is what one GPU
+    draws, without the rest of the machine. Several GPUs share the work evenly. What averaging their
+    gradients takes is not in the hours, but in exchange_gb and link_gb_per_sec.
     """
-    gpus, iters = options.gpus, config.max_iters
-    p = dict(gpu=card.name, gpus=gpus, dtype=str(card.dtype).removeprefix("torch."))
-    p |= dict(peak_tflops=card.peak_tflops, max_iters=iters, batch_size=config.batch_size)
-    p |= dict(block_size=config.block_size, tokens_per_iter=config.iter_tokens)
-    p["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    tokens = config.iter_tokens * config.max_iters
+    params, params_in_products = count_parameters(model)
+    evaluations, checkpoints = count_pauses(config)
+    p = dict(
+        gpu=card.name,
+        gpus=options.gpus,
+        dtype=str(card.dtype).removeprefix("torch."),
+        peak_tflops=card.peak_tflops,
+        max_iters=config.max_iters,
+        batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        tokens_per_iter=config.iter_tokens,
+        total_tokens=tokens,
+        dataset_tokens=options.dataset_tokens,
+        epochs=tokens / options.dataset_tokens if options.dataset_tokens else None,
+        vocab_size=model.vocab_size,
+        params=params,
+        params_in_products=params_in_products,
+        flops_per_token=flops_per_token(model),
+        total_flops=flops_per_token(model) * tokens,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        watts=options.watts,
+        # what each GPU sends in a ring all-reduce of float32 gradients
+        exchange_gb=2 * (options.gpus - 1) / options.gpus * 4 * params / 1e9,
+        pace=pace.source,
+        iter_seconds=pace.seconds,
+    )
+    return p | time_figures(config, p, pace, options) | memory_figures(config, model, card, p)
 
-    # the work
-    tokens = config.iter_tokens * iters
-    p |= dict(total_tokens=tokens, dataset_tokens=options.dataset_tokens, epochs=None)
-    if options.dataset_tokens:
-        p["epochs"] = tokens / options.dataset_tokens
-    p["params"], p["params_in_products"] = count_parameters(model)
-    flops = flops_per_token(model)
-    p |= dict(vocab_size=model.vocab_size, flops_per_token=flops, total_flops=flops * tokens)
-    p["flops_6nd"] = 6 * p["params_in_products"] * tokens
 
-    # the time
-    p["evaluations"], p["checkpoints"] = count_pauses(config)
-    p |= pace | dict.fromkeys(NEED_A_PACE)
-    if p["iter_seconds"]:
-        p["hours"] = iters * p["iter_seconds"] / 3600
-        p["hours_range"] = [iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
-        pauses = p["evaluations"] * p["eval_seconds"] + p["checkpoints"] * p["checkpoint_seconds"]
-        p["hours_total"] = p["hours"] + pauses / 3600
-        p["tokens_per_sec"] = config.iter_tokens / p["iter_seconds"]
-        if card.peak_tflops:
-            p["mfu"] = flops * p["tokens_per_sec"] / (card.peak_tflops * 1e12 * gpus)
-
-    # the link: what each GPU sends in a ring all-reduce of float32 gradients
-    p["exchange_gb"] = 2 * (gpus - 1) / gpus * 4 * p["params"] / 1e9
-    if p["iter_seconds"]:
-        # 90 % efficiency: not overlapped, the exchange may take a ninth of the iteration
-        p["link_gb_per_sec"] = 9 * p["exchange_gb"] / p["iter_seconds"]
-
-    # energy and cost
-    p |= dict(watts=options.watts, price_kwh=options.price_kwh)
-    if options.watts and p["iter_seconds"]:
-        kilowatts = options.watts * gpus / 1000
-        p["kwh"], p["kwh_total"] = p["hours"] * kilowatts, p["hours_total"] * kilowatts
+def time_figures(config: Config, p: dict, pace: Pace, options: Namespace) -> dict:
+    """The figures that need the time of an iteration, all None without it."""
+    names = "hours hours_range hours_total eval_seconds checkpoint_seconds tokens_per_sec mfu"
+    figures = dict.fromkeys(f"{names} link_gb_per_sec kwh kwh_total cost".split())
+    if not pace.seconds:
+        return figures
+    hours = config.max_iters * pace.seconds / 3600
+    spread = [config.max_iters * seconds / 3600 for seconds in (pace.fastest, pace.slowest)]
+    rate = config.iter_tokens / pace.seconds
+    # the forward pass alone, a third of training's work per token, on two splits
+    eval_seconds = 2 * config.eval_size / rate / 3
+    # the weights and Adam's two moments
+    checkpoint_seconds = 12 * p["params"] / CHECKPOINT_BYTES_PER_SEC
+    pauses = p["evaluations"] * eval_seconds + p["checkpoints"] * checkpoint_seconds
+    figures |= dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
+    figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
+    figures["tokens_per_sec"] = rate
+    if p["peak_tflops"]:
+        figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
+    # 90 % efficiency: not overlapped, the exchange may take a ninth of the iteration
+    figures["link_gb_per_sec"] = 9 * p["exchange_gb"] / pace.seconds
+    if options.watts:
+        kilowatts = options.watts * p["gpus"] / 1000
+        figures["kwh"] = hours * kilowatts
+        figures["kwh_total"] = figures["hours_total"] * kilowatts
         if options.price_kwh:
-            p["cost"] = p["kwh_total"] * options.price_kwh
-    return p | memory_figures(config, model, card, gpus)
+            figures["cost"] = figures["kwh_total"] * options.price_kwh
+    return figures
 
 
-def memory_figures(config: Config, model: GPTConfig, card: Card, gpus: int) -> dict:
-    settings = (card.dtype, config.compile, config.optimizer)
-    parts = memory_bytes(model, config.batch_size, *settings)
-    needed = sum(parts.values())
-    figures = dict(gpu_memory_gib=None, fits=None, batch_size_that_fits=None)
-    figures["vram_gib"] = needed / hardware.GIB
-    figures["vram_parts_gib"] = {part: size / hardware.GIB for part, size in parts.items()}
-    if card.memory_bytes:
-        usable = USABLE_MEMORY * card.memory_bytes
-        sequences = config.iter_sequences // gpus
-        figures["gpu_memory_gib"] = card.memory_bytes / hardware.GIB
-        figures["fits"] = needed <= usable
-        figures["batch_size_that_fits"] = fitting_batch(model, sequences, usable, *settings)
+def memory_figures(config: Config, model: GPTConfig, card: Card, p: dict) -> dict:
+    parts = memory_bytes(model, config.batch_size, card.dtype, config.compile, config.optimizer)
+    parts_gib = {part: size / hardware.GIB for part, size in parts.items()}
+    figures = dict(vram_gib=sum(parts_gib.values()), vram_parts_gib=parts_gib)
+    figures |= dict(gpu_memory_gib=card.memory_gib, fits=None, batch_size_that_fits=None)
+    if card.memory_gib:
+        usable = USABLE_MEMORY * card.memory_gib
+        sequences = config.iter_sequences // p["gpus"]
+        best = fitting_batch(config, model, card.dtype, sequences, usable * hardware.GIB)
+        figures |= dict(fits=figures["vram_gib"] <= usable, batch_size_that_fits=best)
     return figures
 
 
@@ -249,14 +253,16 @@ def plan_lines(p: dict) -> list[str]:
         f"vocabulary {p['vocab_size']}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}, {epochs}",
-        f"compute  {p['total_flops']:.2e} FLOPs (6 N D alone {p['flops_6nd']:.2e})",
+        f"compute  {p['total_flops']:.2e} FLOPs",
         f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
     ]
     if p["hours"] is None:
         return [*lines, f"time     n/a, {p['pace']}", *memory_lines(p)]
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
     low, high = p["hours_range"]
-    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
+    span = ""
+    if low < high:
+        span = f" ({hours_text(low)} to {hours_text(high)})"
     lines += [
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
         f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",
@@ -332,27 +338,32 @@ def main(config: Config, options: Namespace) -> dict:
     warn_of_epochs(config, options.dataset_tokens)
     model = model_config(config, vocab)
     if options.gpu == "all":
-        cards = [card_of_row(row, config) for row in read_gpu_table()]
-        paces = [estimated_pace(config, model, card, options.gpus) for card in cards]
-        plans = [make_plan(config, model, *pair, options) for pair in zip(cards, paces)]
+        plans = []
+        for row in read_gpu_table():
+            card = card_of_row(row, config)
+            pace = estimated_pace(config, model, card, options.gpus)
+            plans.append(make_plan(config, model, card, pace, options))
         say("\n".join(table_lines(plans)))
         return dict(plans=plans)
-    card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
-    if options.from_run:
-        pace, ran_on = measured_pace(config, model, Path(options.from_run), options.gpus)
-        card = card or ran_on
-    else:
-        card = card or card_here(config)
-        if options.iter_seconds:
-            source = "given"
-            if options.gpus > 1:
-                source = f"given as {options.iter_seconds:g} s on one GPU"
-            pace = given_pace(config, model, options.iter_seconds / options.gpus, source)
-        else:
-            pace = estimated_pace(config, model, card, options.gpus)
+    card, pace = card_and_pace(config, model, options)
     plan = make_plan(config, model, card, pace, options)
     say("\n".join(plan_lines(plan)))
     return plan
+
+
+def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[Card, Pace]:
+    """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
+    card = None
+    if options.gpu:
+        card = card_of_row(resolve_gpu(options.gpu), config)
+    if options.from_run:
+        seconds, card_of_run = read_run(config, model, Path(options.from_run))
+        pace = known_pace(f"measured in {options.from_run}", seconds, options.gpus)
+        return card or card_of_run, pace
+    card = card or card_here(config)
+    if options.iter_seconds:
+        return card, known_pace("given", options.iter_seconds, options.gpus)
+    return card, estimated_pace(config, model, card, options.gpus)
 
 
 def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:

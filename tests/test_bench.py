@@ -59,9 +59,7 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     assert p["epochs"] == pytest.approx(2.849, abs=1e-3) and p["dataset_tokens"] == 3.68e9
     assert (p["params_in_products"], p["params"]) == (40_560_000, 40_560_000 + 1024 * 384)
     assert p["flops_per_token"] == 299_983_104
-    assert p["flops_6nd"] == pytest.approx(2.55e18, rel=2e-3) and p["total_flops"] == pytest.approx(
-        3.15e18, rel=2e-3
-    )
+    assert p["total_flops"] == pytest.approx(3.15e18, rel=2e-3)
     assert p["hours"] == pytest.approx(21.667, abs=1e-3)
     assert p["tokens_per_sec"] == pytest.approx(134_433, abs=1)
     assert p["mfu"] == pytest.approx(0.692, abs=5e-4)
@@ -166,15 +164,6 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
     low, high = p["hours_range"]
     assert low / p["hours"] == pytest.approx(40 / 60) and high / p["hours"] == pytest.approx(
         40 / 30
-    )
-    again = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8", "--recompute=True")
-    blocks = (
-        1 - 6 * 768 * 50304 / p["flops_per_token"]
-    )  # of the FLOPs, a third of which are those of the forward pass
-    assert (
-        again["hours"] / p["hours"]
-        == pytest.approx(1 + blocks / 3)
-        == pytest.approx(1.243, abs=0.001)
     )
     one = run(tmp_path, "plan", GPT124M, "--gpu=a100")
     assert one["hours"] == pytest.approx(8 * p["hours"])
@@ -389,7 +378,7 @@ def warm_processes(monkeypatch):
     monkeypatch.setattr(measure, "new_process", lambda: ProcessPoolExecutor(1, mp_context=context))
 
 
-def test_step_measures_and_explains_itself(tmp_path, monkeypatch):
+def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
     """Without a dataset: random tokens. 4 * 32 * 2 = 256 tokens an iteration."""
     calls, train_step = [], train.train_step
     monkeypatch.setattr(train, "train_step", lambda *args: calls.append(1) or train_step(*args))
@@ -410,8 +399,8 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch):
     assert r["step_ms_range"][0] <= r["step_ms"] <= r["step_ms_range"][1]
     low, high = r["mfu_of_matmul_range"]
     assert 0 < low <= r["mfu_of_matmul"] <= high and r["matmul_tflops"] > 0
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert r["top_kernels"][0]["ms"] > 0 and "traceEvents" in trace
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+    assert "aten::mm" in capsys.readouterr().out  # what most of the time goes to
     assert calls  # the very step of train.py
 
 
@@ -424,9 +413,8 @@ def paired_step_ms(tmp_path, monkeypatch, iters: int, **shape) -> list[tuple[flo
     argv = small(dataset=data, out_dir=tmp_path / "run", eval_interval=1, max_iters=iters, **shape)
     argv += ["--eval_tokens=64", "--log_interval=1", "--always_save_checkpoint=False"]
     config = load_config(argv)
-    trainee = measure.build(
-        config, hardware.set_up(config), measure.real_or_random_data(config, tmp_path)
-    )
+    data = measure.real_or_random_data(config, tmp_path)
+    trainee = measure.Trainee(config, hardware.set_up(config), data)
     trainee.step()
     benched = []
 
@@ -571,24 +559,32 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
     monkeypatch.setattr(modes, "attempt", fake_attempt(rate))
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), f"--png={tmp_path}/ladder.png")
-    rows = {row["name"]: row for row in r["rows"]}
-    assert "first" not in rows["TF32"] and "Ampere" in rows["TF32"]["why"]
-    assert [row["first"]["tokens_per_sec"] for row in r["rows"] if "first" in row] == [
-        100,
-        100,
-        200,
-        300,
-        600,
-        630,
-        600,
-        600,
-    ]
-    assert rows["AMP"]["first"]["gain"] == 2 and rows["flash attention"]["first"]["total_gain"] == 6
-    assert rows["padded vocabulary"]["first"]["gain"] == pytest.approx(1.05)
+    rows = {row["name"]: row for row in r["tables"]["micro-batch 4"]}
+    tf32 = rows.pop("TF32")
+    assert tf32["tokens_per_sec"] is None and "Ampere" in tf32["why"]
+    rates = [row["tokens_per_sec"] for row in rows.values()]
+    assert rates == [100, 100, 200, 300, 600, 630, 600, 600]
+    assert rows["AMP"]["gain"] == 2 and rows["flash attention"]["total_gain"] == 6
+    assert rows["padded vocabulary"]["gain"] == pytest.approx(1.05)
     assert all(sum(a != b for a, b in zip(*pair)) <= 1 for pair in zip(seen, seen[1:]))
     out = capsys.readouterr().out
-    assert "6.0x with the last row, 6.3x with the best (padded vocabulary)" in out
+    assert re.search(r"^loader thread +4 +600 +1.00x +6.00x +1.0 +n/a$", out, re.MULTILINE)
     assert (tmp_path / "ladder.png").stat().st_size > 5000
+
+
+def test_a_ladder_row_out_of_memory_is_marked_and_gains_skip_it(tmp_path, monkeypatch, capsys):
+    """float32 does not fit; the rows from AMP on run at 200 and 300, so the total gain is 1.5x."""
+
+    def attempt(config, **arguments):
+        rate = 300 if config.compile else 200
+        most = 0 if config.dtype == "float32" else math.inf
+        return fake_attempt(lambda config: rate, most)(config, **arguments)
+
+    monkeypatch.setattr(modes, "attempt", attempt)
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
+    rows = run(tmp_path, "ladder", *small(dtype="bfloat16"))["tables"]["micro-batch 4"]
+    assert "gain" not in rows[0] and rows[-1]["total_gain"] == 1.5
+    assert "float32                4 out of memory" in capsys.readouterr().out
 
 
 def test_ladder_goes_down_to_a_micro_batch_that_really_fits(monkeypatch):
@@ -597,24 +593,24 @@ def test_ladder_goes_down_to_a_micro_batch_that_really_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(modes, "attempt", fake_attempt(lambda config: 1, most=3))
     config = Config(batch_size=4, gradient_accumulation_steps=2, dtype="float32")
-    r = modes.attempt_largest(config, dict(trials=1), torch.device("cuda"))
+    r = modes.attempt_largest(config, trials=1)
     assert (r["batch_size"], r["gradient_accumulation_steps"]) == (2, 4)
 
 
 def test_ladder_measures_for_real(tmp_path, monkeypatch, warm_processes):
     monkeypatch.setattr(modes, "LADDER", modes.LADDER[:1])
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), "--trials=1")
-    (row,) = r["rows"]
-    assert row["name"] == "float32" and row["first"]["machine"]["dtype"] == "float32"
-    assert row["first"]["tokens_per_sec"] > 0 and row["first"]["total_gain"] == 1
+    (row,) = r["tables"]["micro-batch 4"]
+    assert row["name"] == "float32" and row["machine"]["dtype"] == "float32"
+    assert row["tokens_per_sec"] > 0 and row["total_gain"] == 1
 
 
 def test_host_sync_and_late_reading_change_no_number(dataset, tmp_path):
     """What the ladder's lower rows leave out costs time, not results."""
     config = load_config(small(dataset=dataset, block_size=16))
     hw, data = hardware.set_up(config), measure.real_or_random_data(config, tmp_path)
-    plain = measure.build(config, hw, data)
-    late = measure.build(config, hw, data, read_ahead=False, host_sync=True)
+    plain = measure.Trainee(config, hw, data)
+    late = measure.Trainee(config, hw, data, read_ahead=False, host_sync=True)
     assert all(torch.equal(plain.step(), late.step()) for _ in range(3))
 
 
@@ -683,7 +679,7 @@ def test_peer_refuses_another_model(change, message, dataset, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT.replace(*change).replace("SCALE", "1"))
     config = load_config(small(dataset=dataset))
     data = measure.real_or_random_data(config, tmp_path)
-    trainee = measure.build(config, hardware.set_up(config), data)
+    trainee = measure.Trainee(config, hardware.set_up(config), data)
     with pytest.raises(UserError, match=message) as error:
-        peer.nanogpt_trainee(trainee, tmp_path)
+        peer.use_nanogpt(trainee, tmp_path)
     assert len(error.value.problems) == 1 and error.value.exit_code == 2

@@ -16,6 +16,7 @@ from training.gpus import (
     WORKSPACE_BYTES,
     fitting_batch,
     memory_bytes,
+    memory_needed,
     out_of_memory_advice,
     resolve_gpu,
     short_name,
@@ -103,9 +104,9 @@ def test_plain_attention_keeps_its_square_of_weights():
 
 def test_largest_micro_batch_that_fits_divides_the_sequences():
     """512 sequences an iteration; 12 would fit into 9 GB, but does not divide 512."""
-    assert fitting_batch(GPT124M, 512, 9e9, BF16, compiled=True) == 8
-    assert fitting_batch(GPT124M, 480, 9e9, BF16, compiled=True) == 12
-    assert fitting_batch(GPT124M, 512, 2e9, BF16, compiled=True) is None
+    assert fitting_batch(Config(), GPT124M, BF16, 512, 9e9) == 8
+    assert fitting_batch(Config(), GPT124M, BF16, 480, 9e9) == 12
+    assert fitting_batch(Config(), GPT124M, BF16, 512, 2e9) is None
 
 
 def test_out_of_memory_names_the_pair_that_fits():
@@ -171,9 +172,8 @@ def trainee(folder, **changes) -> measure.Trainee:
         | changes
     )
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
-    return measure.build(
-        config, hardware.set_up(config), measure.real_or_random_data(config, folder)
-    )
+    data = measure.real_or_random_data(config, folder)
+    return measure.Trainee(config, hardware.set_up(config), data)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,7 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path):
     """
     t = trainee(tmp_path, **changes | (dict(dataset=dataset) if "dataset" in changes else {}))
     measured = peak_bytes(t)
-    modelled = (
-        sum(
-            memory_bytes(
-                t.model.config, 4, t.hw.dtype, t.config.compile, t.config.optimizer
-            ).values()
-        )
-        - WORKSPACE_BYTES
-    )
+    modelled = memory_needed(t.config, t.model.config, t.hw.dtype, 4) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 

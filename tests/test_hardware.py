@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,98 @@ def test_out_of_memory_is_known_in_any_form():
         None,
     ):
         assert not hardware.is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), BrokenProcessPool("killed")],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory_becomes_one_line_of_advice(error):
+    with pytest.raises(hardware.OutOfMemory, match="^try less$") as caught:
+        with hardware.on_out_of_memory(lambda: "try less"):
+            raise error
+    assert caught.value.exit_code == 1
+
+
+def test_other_errors_are_not_taken_for_out_of_memory():
+    with pytest.raises(RuntimeError, match="shapes"):
+        with hardware.on_out_of_memory(lambda: "try less"):
+            raise RuntimeError("shapes cannot be multiplied")
+
+
+@pytest.mark.parametrize(
+    "device, dtype, tokens, flash, fused",
+    [
+        ("cpu", BF16, 512, True, False),
+        ("cpu", BF16, 513, True, True),
+        ("cpu", FP32, 64, True, False),
+        ("cpu", FP32, 65, True, True),
+        ("cpu", FP16, 16, True, True),  # not measured: as configured
+        ("cpu", FP32, 1024, False, False),
+        ("cuda", BF16, 64, True, True),
+        ("cuda", BF16, 64, False, False),
+    ],
+)
+def test_plain_attention_only_where_it_is_faster_on_a_cpu(device, dtype, tokens, flash, fused):
+    machine = Hardware(torch.device(device), dtype, "test", None)
+    assert machine.flash(Config(block_size=tokens, flash=flash)) is fused
+
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def fresh_linux(monkeypatch):
+    """A Linux whose user has set none of the allocator's variables."""
+    monkeypatch.setattr(os, "environ", {"HOME": "/home/user"})
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(hardware, "IN_WSL", False)
+
+
+@pytest.mark.parametrize(
+    "version, name", [((2, 9), ALLOCATOR_NAMES[1]), ((2, 10), ALLOCATOR_NAMES[0])]
+)
+def test_the_allocator_is_set_by_the_name_that_this_torch_reads(
+    version, name, fresh_linux, monkeypatch
+):
+    """pytorch #183387: torch 2.9 ignores the new name."""
+    monkeypatch.setattr(hardware, "TORCH_VERSION", version)
+    hardware.set_environment()
+    found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
+    assert found == {name: "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_NAMES)
+def test_the_users_own_allocator_setting_stays(name, fresh_linux):
+    os.environ[name] = "max_split_size_mb:64"
+    hardware.set_environment()
+    found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
+    assert found == {name: "max_split_size_mb:64"}
+
+
+def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
+    """pytorch #192330: expandable segments crash its driver."""
+    monkeypatch.setattr(hardware, "IN_WSL", True)
+    hardware.set_environment()
+    assert not any(name in os.environ for name in ALLOCATOR_NAMES)
+
+
+@pytest.mark.parametrize(
+    "platform_name, in_wsl, limits",
+    [("win32", False, [0.75]), ("linux", True, [0.75]), ("linux", False, [])],
+)
+def test_windows_and_wsl_limit_torch_to_the_free_memory(platform_name, in_wsl, limits, monkeypatch):
+    """6 of 8 GB are free; above them the driver would spill into system memory without a word."""
+    seen = []
+    monkeypatch.setattr(sys, "platform", platform_name)
+    monkeypatch.setattr(hardware, "IN_WSL", in_wsl)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9, 8e9))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: seen.append(share)
+    )
+    hardware.forbid_spilling(torch.device("cuda", 0))
+    assert seen == limits
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():

@@ -1,5 +1,5 @@
 """
-What is known of each GPU (the table gpus.csv beside this file), and how much memory training takes.
+Peak speeds and memory of GPUs, from gpus.csv beside this file, and how much memory training takes.
 """
 
 import csv
@@ -54,9 +54,9 @@ def short_name(row: dict[str, str]) -> str:
 
 def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
     """
-    The row of gpus.csv for a device name as torch reports it, None where there is none. Whole names
-    are compared, because names contain each other (A10 in A100, 4070 in 4070 Ti). The number of
-    SMs tells apart cards that share a name; any other number means a cut-down or partitioned card,
+    The row of gpus.csv for a device name as torch reports it, or None. Whole names are compared,
+    because names contain each other (A10 in A100, 4070 in 4070 Ti). The number of SMs tells apart
+    cards that share a name. A number that the table lacks means a cut-down or partitioned card,
     whose peak is unknown.
     """
     for row in read_gpu_table():
@@ -69,9 +69,9 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
 
 def resolve_gpu(typed: str) -> dict[str, str]:
     """
-    The row of gpus.csv that a person means by "4070", "RTX4070", "a100 sxm4" or "3080 12GB": the
-    one whose name contains every typed word and the fewest others. Raises UserError where no row
-    does, or where several do whose peaks differ.
+    The row of gpus.csv that a person means by "4070", "RTX4070", "a100 sxm4" or "3080 12GB". Its
+    name contains every typed word and the fewest others. Raises UserError if there is none, or if
+    there are several whose peaks differ.
     """
     rows = read_gpu_table()
     known_words = set().union(*map(row_words, rows))
@@ -121,10 +121,10 @@ def similar_name(typed: str) -> str:
 
 def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
     """
-    A row's dense peak for `dtype`, TFLOP/s; None where it is missing or marked UNVERIFIED. Products
-    in float32 run at the TF32 rate where that is switched on and the card has it.
+    A row's dense peak for `dtype` in TFLOP/s. None where it is missing or marked UNVERIFIED. With
+    `tf32`, float32 products run at the TF32 rate on cards that have it.
     """
-    # a doubt about the spelling of a name is no doubt about the peak
+    # "spelling UNVERIFIED" doubts the card's name, not its peak
     if "UNVERIFIED" in row["note"].replace("spelling UNVERIFIED", ""):
         return None
     if dtype == torch.bfloat16:
@@ -207,22 +207,22 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def memory_needed(config: Config, model: GPTConfig, dtype: torch.dtype, batch_size: int) -> float:
+    """All parts of memory_bytes() together, in bytes."""
+    parts = memory_bytes(model, batch_size, dtype, config.compile, config.optimizer)
+    return sum(parts.values())
+
+
 def fitting_batch(
-    model: GPTConfig,
-    sequences: int,
-    capacity: float,
-    dtype: torch.dtype,
-    compiled: bool,
-    optimizer: str = "adamw",
+    config: Config, model: GPTConfig, dtype: torch.dtype, sequences: int, capacity: float
 ) -> int | None:
     """
-    The largest micro-batch that divides `sequences` and fits into `capacity` bytes; None where not
+    The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None where not
     even one sequence fits.
     """
     best = None
     for batch_size in divisors(sequences):
-        parts = memory_bytes(model, batch_size, dtype, compiled, optimizer)
-        if sum(parts.values()) <= capacity:
+        if memory_needed(config, model, dtype, batch_size) <= capacity:
             best = batch_size
     return best
 
@@ -240,10 +240,9 @@ def out_of_memory_advice(
         recompute = "" if model.recompute else "--recompute=True, "
         smaller_run = f"{recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
         return f"out of memory with batch_size=1; {smaller_run}"
-    fits = fitting_batch(model, sequences, capacity, dtype, config.compile, config.optimizer)
+    fits = fitting_batch(config, model, dtype, sequences, capacity)
     batch_size = min(fits or 1, smaller[-1])
-    parts = memory_bytes(model, batch_size, dtype, config.compile, config.optimizer)
-    gigabytes = f"{sum(parts.values()) / 1e9:.1f} GB"
+    gigabytes = f"{memory_needed(config, model, dtype, batch_size) / 1e9:.1f} GB"
     accumulation = sequences // batch_size * world_size
     return (
         f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in "

@@ -7,11 +7,13 @@ use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +34,12 @@ def set_environment() -> None:
         cache = Path.home() / ".cache" / "torchinductor"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
-    # on it (pytorch #192330), and not where the user has set either name of the variable.
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if sys.platform == "linux" and not IN_WSL and not any(name in os.environ for name in names):
+    # on it (pytorch #192330).
+    old_name, new_name = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    set_by_user = old_name in os.environ or new_name in os.environ
+    if sys.platform == "linux" and not IN_WSL and not set_by_user:
         # torch 2.9 ignores the new name on CUDA (pytorch #183387)
-        name = names[TORCH_VERSION < (2, 10)]
+        name = old_name if TORCH_VERSION < (2, 10) else new_name
         os.environ[name] = "expandable_segments:True"
 
 
@@ -73,13 +76,13 @@ class Hardware:
 
     def flash(self, config: Config) -> bool:
         """
-        Whether attention uses the fused kernel: as configured, but not on a CPU with a context so
-        short that plain products are faster.
+        Whether attention uses the fused kernel. On a CPU with a short context plain attention is
+        faster, so there the configuration's `flash` is not followed.
         """
-        plain = self.device.type == "cpu" and (
-            config.block_size <= PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
-        )
-        return config.flash and not plain
+        longest_plain = PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
+        if self.device.type == "cpu" and config.block_size <= longest_plain:
+            return False
+        return config.flash
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything it was given."""
@@ -88,8 +91,8 @@ class Hardware:
 
     def peak_memory_gib(self) -> float | None:
         """
-        The most memory in use so far, in GiB: the allocator's on CUDA, the process's on a CPU,
-        None where unknown. On MPS the memory in use now.
+        The most memory in use so far, in GiB. On CUDA this is the allocator's, on a CPU the whole
+        process's. On MPS it is the memory in use now. None where unknown.
         """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
@@ -108,11 +111,11 @@ class Hardware:
 
     def usable_bytes(self) -> float:
         """
-        Device memory that this process has or could still get, in bytes. Infinite where the device
-        is not a GPU.
+        Memory that this process has on its GPU or could still get there, in bytes. Infinite on
+        other devices.
         """
         if self.device.type != "cuda":
-            return float("inf")
+            return math.inf
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
@@ -146,17 +149,15 @@ def check_device(config: Config) -> list[str]:
 
 
 def choose_device(config: Config) -> torch.device:
-    return torch.device(config.device if config.device != "auto" else best_device())
-
-
-def best_device() -> str:
+    if config.device != "auto":
+        return torch.device(config.device)
     if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    return getattr(torch, config.dtype) if config.dtype != "auto" else best_dtype(device)
+    return best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
@@ -174,14 +175,15 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
-    Choose device and dtype, set torch's switches for them, and look up the peak. Each local rank
-    has its own GPU. On a CPU freed memory is kept, unless `keep_memory` is off.
+    Choose device and dtype, set torch's switches for them, and look up the peak. Where the device
+    has no number, each local rank takes its own GPU. On a CPU freed memory is kept, unless
+    `keep_memory` is off.
     """
     device = choose_device(config)
     if device.type == "cuda":
-        own = device if device.index is not None else torch.device("cuda", local_rank)
-        torch.cuda.set_device(own)
-        device = torch.device("cuda", torch.cuda.current_device())
+        if device.index is None:
+            device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
         forbid_spilling(device)
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
@@ -206,8 +208,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
 
 def forbid_spilling(device: torch.device) -> None:
     """
-    On Windows and under WSL2 the driver spills into system memory when the GPU's is full: no error,
-    several times slower. With a limit torch raises, as it does on Linux.
+    Limit torch to the GPU's free memory. Without a limit the driver of Windows and WSL2 moves what
+    does not fit into system memory: training gets several times slower, and nothing says so. With
+    it torch runs out of memory, as on Linux.
     """
     if sys.platform == "win32" or IN_WSL:
         free, total = torch.cuda.mem_get_info(device)
@@ -217,7 +220,8 @@ def forbid_spilling(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """
     Make glibc's malloc keep freed memory. By default it returns blocks above 32 MB to the system,
-    and touching new pages takes up to half of a CPU step (mallopt(3), constants of malloc.h).
+    and asking for them again takes up to half of a step on a CPU. See mallopt(3); the numbers are
+    malloc.h's.
     """
     if platform.libc_ver()[0] == "glibc":
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
@@ -262,13 +266,18 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 # Running out of memory
 
 
+class OutOfMemory(RunError):
+    """What did not fit, and what to try instead."""
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """
-    Whether memory ran out, in any of its forms: torch's own error, cuBLAS's or Triton's, the
-    system's, or one wrapped in what torch.compile raises.
+    Whether memory ran out. torch, cuBLAS, Triton and the system each have an error of their own
+    for it, and torch.compile wraps them. A pool breaks when the system kills one of its processes,
+    most likely for its memory.
     """
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError, BrokenProcessPool)):
             return True
         if any(words in str(error) for words in OUT_OF_MEMORY):
             return True
@@ -278,10 +287,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def on_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of memory into a RunError with what advice() says."""
+    """Turn running out of memory into an OutOfMemory that says what advice() returns."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise RunError(advice()) from None
+        raise OutOfMemory(advice()) from None

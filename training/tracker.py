@@ -11,21 +11,24 @@ from configurator import Config, config_values
 
 class Tracker:
     """
-    wandb or tensorboard beside metrics.jsonl. One that is missing or fails warns once and is left
-    out. What tensorboard has in out_dir from iteration `purge_from` on is replaced; wandb shows
-    each resume as a run of its own.
+    Sends the records of metrics.jsonl to wandb or tensorboard. If that is missing or fails, it
+    warns once and does nothing from then on. On resume tensorboard's curves in out_dir are
+    replaced from iteration `purge_from` on; wandb shows each resume as a run of its own.
     """
 
     def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
-        self.kind, self.writer = config.tracker if wanted else "none", None
+        self.kind = config.tracker if wanted else "none"
+        self.writer = None
         with self.forgiving():
             if self.kind == "wandb":
                 import wandb
 
-                settings = dict(
-                    project=config.wandb_project, name=config.wandb_run_name, dir=config.out_dir
+                self.writer = wandb.init(
+                    project=config.wandb_project,
+                    name=config.wandb_run_name,
+                    dir=config.out_dir,
+                    config=config_values(config),
                 )
-                self.writer = wandb.init(**settings, config=config_values(config))
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -44,11 +47,10 @@ class Tracker:
         if self.writer is None or record["kind"] not in ("step", "eval"):
             return
         with self.forgiving():
-            numbers = {
-                f"{record['kind']}/{k}": v
-                for k, v in record.items()
-                if isinstance(v, int | float) and k != "iter"
-            }
+            numbers = {}
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "iter":
+                    numbers[f"{record['kind']}/{name}"] = value
             if self.kind == "wandb":
                 self.writer.log(numbers, step=record["iter"])
             else:
@@ -56,6 +58,10 @@ class Tracker:
                     self.writer.add_scalar(name, value, record["iter"])
 
     def close(self) -> None:
-        if self.writer is not None:
-            with self.forgiving():
-                self.writer.finish() if self.kind == "wandb" else self.writer.close()
+        if self.writer is None:
+            return
+        with self.forgiving():
+            if self.kind == "wandb":
+                self.writer.finish()
+            else:
+                self.writer.close()
