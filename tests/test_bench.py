@@ -167,6 +167,10 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
     )
     one = run(tmp_path, "plan", GPT124M, "--gpu=a100")
     assert one["hours"] == pytest.approx(8 * p["hours"])
+    again = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8", "--recompute=True")
+    # the blocks' share of the FLOPs, a third of which is their forward pass
+    blocks = 1 - 6 * 768 * 50304 / p["flops_per_token"]
+    assert again["hours"] / p["hours"] == pytest.approx(1 + blocks / 3)
 
 
 def test_several_gpus_divide_the_hours_and_state_the_link_they_need(tmp_path, capsys):
