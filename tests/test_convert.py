@@ -437,7 +437,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("ckpt-to-hf", tmp_path / "weights.pt", "fewer weights than n_layer", exported),
         ("ckpt-to-hf", flipped, "checksum", exported),
         ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", exported),
-        ("ckpt-to-hf", tmp_path, "holds neither", exported),
+        ("ckpt-to-hf", tmp_path, "no checkpoint or config.json", exported),
         ("ckpt-to-hf", taken, "cannot be written", tmp_path / "text.pt"),
     ):
         assert_refused(script, convert.main, mode, source, target, words=(word,))

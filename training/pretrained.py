@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.console import UserError
 from data.shards import dataset_folder, read_json
-from data.tokenizer import GPT2_VOCAB, read_meta
+from data.tokenizer import GPT2_VOCAB, fits, read_meta
 from model import GPTConfig
 from training import checkpoint
 from training.build import build_model
@@ -73,9 +73,8 @@ def read_weights(name_or_path: str) -> dict:
     except UserError:
         raise
     except Exception as error:  # a file from a stranger may raise anything
-        raise UserError(
-            f"{path}: not a model ({type(error).__name__}: {error}); give another"
-        ) from None
+        problem = f"{path}: not a model ({type(error).__name__}: {error}); give another"
+        raise UserError(problem) from None
     return state
 
 
@@ -88,10 +87,12 @@ def read_any(path: Path) -> dict:
         return read_hf(path)
     if (path / "ckpt.pt").is_file():
         return read_checkpoint(path / "ckpt.pt")
-    what = "no such file or folder"
-    if path.is_dir():
-        what = "holds neither config.json nor a checkpoint"
-    raise UserError(f"{path}: {what}; give a checkpoint, an out_dir, a Hugging Face folder or gpt2")
+    what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
+    hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
+    runs = [str(run) for run in sorted(Path("out").glob("*")) if checkpoint.list_checkpoints(run)]
+    if runs:
+        hint = f"runs here: {', '.join(runs)}"
+    raise UserError(f"{path}: {what}; {hint}")
 
 
 def describe(state: dict, path: Path) -> str:
@@ -124,38 +125,21 @@ def check_state(state: dict, path: Path) -> tuple[int, dict]:
     check_shapes(weights, config, path)
     if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
         raise UserError(f"{path}: its vocabulary is {vocab}, its table {config.vocab_size} rows")
-    tokenizer = state["tokenizer"]
-    return vocab, tokenizer if is_tokenizer(tokenizer, vocab) else UNKNOWN
+    return vocab, state["tokenizer"] if fits(state["tokenizer"], vocab) else UNKNOWN
 
 
 def check_shapes(weights: dict[str, Tensor], config: GPTConfig, path: Path) -> None:
     """Raise UserError unless these are the names and shapes of the model's weights."""
     with torch.device("meta"):  # shapes without memory
-        expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
-    problems = []
+        expected = build_model(config).state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights:
-            problems.append(f"{path}: has no {name}")
-        elif name not in expected:
-            problems.append(f"{path}: has {name}, which the model does not have")
-        elif weights[name].shape != expected[name]:
-            found, asked = tuple(weights[name].shape), tuple(expected[name])
-            problems.append(f"{path}: {name} is {found}, its configuration asks for {asked}")
-    if problems:
-        more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
-        raise UserError(problems[0] + more)
-
-
-def is_tokenizer(spec, vocab: int) -> bool:
-    """Whether `spec`, as tokenizer.Tokenizer takes it, has a text for each id below `vocab`."""
-    if not isinstance(spec, dict):
-        return False
-    kind, itos = spec.get("kind"), spec.get("itos")
-    if kind == "char":
-        if not isinstance(itos, list) or len(itos) < vocab:
-            return False
-        return all(isinstance(char, str) for char in itos)
-    return vocab <= dict(gpt2=GPT2_VOCAB, byte=256).get(kind, 0)
+            raise UserError(f"{path}: has no {name}")
+        if name not in expected:
+            raise UserError(f"{path}: has {name}, which the model does not have")
+        found, asked = tuple(weights[name].shape), tuple(expected[name].shape)
+        if found != asked:
+            raise UserError(f"{path}: {name} is {found}, its configuration asks for {asked}")
 
 
 # -----------------------------------------------------------------------------
@@ -249,9 +233,8 @@ def read_checkpoint(path: Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # a damaged file may raise anything
-        raise UserError(
-            f"{path}: damaged, cut short, or more than tensors and plain values in it; give another"
-        ) from None
+        problem = "damaged, cut short, or holds more than tensors and plain values"
+        raise UserError(f"{path}: {problem}; give another") from None
     if isinstance(state, dict) and "model_config" in state:
         if damage := checkpoint.find_damage(path):
             raise UserError(f"{path}: {damage}")
