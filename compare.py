@@ -46,9 +46,7 @@ iteration 0 or, for a loss, if the evaluations are further apart than a fifth of
 
 
 def figures_of(run: RunRecords) -> dict[str, float]:
-    """
-    What can be said of a run as a whole. Means are over time, so that tok/s is tokens per time.
-    """
+    """Figures of a run as a whole. Means are over time, so that tok/s is tokens per time."""
     step, evals = run.step, run.eval
     in_steps = float(np.sum(step["seconds"]))
     in_pauses = float(np.nansum(evals["seconds"]) + np.nansum(run.checkpoint["seconds"]))
@@ -131,7 +129,7 @@ class Row:
 
     label: str
     key: str  # its name in the JSON
-    values: list  # one per run, None where not known
+    values: list  # one per run, None if not known
     format: Callable[..., str]
     better: str | None = None  # higher | lower; None: there is no best
     word: str = ""  # of the verdict: "a 2.39x faster"
@@ -140,28 +138,26 @@ class Row:
     note: str = ""  # said in place of a verdict
 
     def __post_init__(self):
-        self.values = [None if unknown(value) else value for value in self.values]
-
-
-def unknown(value) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+        # NaN, the one value that is not equal to itself, means unknown
+        self.values = [value if value == value else None for value in self.values]
 
 
 def verdict(row: Row, names: list[str]) -> str:
     """The best value against the next best, such as "a 2.39x faster"; may be empty."""
-    if row.note:
-        return row.note
     known = [i for i, value in enumerate(row.values) if value is not None]
-    if row.better is None or len(known) < 2:
-        return ""
+    if row.note or len(known) < 2:
+        return row.note
+    if row.better is None:
+        return "differs" if len({row.values[i] for i in known}) > 1 else ""
     known.sort(key=lambda i: row.values[i], reverse=row.better == "higher")
     best, second = known[0], known[1]
     if row.estimates and row.estimates[best].high > row.estimates[second].low:
         return "equal as far as the evaluations tell"
     low, high = sorted((row.values[best], row.values[second]))
+    if row.noise and high - low <= row.noise:
+        return f"equal within {row.noise}"
     if row.noise:
-        different = high - low > row.noise
-        return f"{names[best]} {high - low:.4f} lower" if different else f"equal within {row.noise}"
+        return f"{names[best]} {high - low:.4f} lower"
     if high <= 1.005 * low:
         return "equal"
     return f"{names[best]} {high / low:.2f}x {row.word}" if low > 0 else ""
@@ -170,6 +166,7 @@ def verdict(row: Row, names: list[str]) -> str:
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
     rows = config_rows(runs)
+    figures = [figures_of(run) for run in runs]
     for key, label, form, better, word in (
         ("parameters", "parameters", count4, "higher", "larger"),
         ("iterations", "iterations", whole, "higher", "more"),
@@ -181,8 +178,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("step_ms_p95", "iteration time p95, ms", tenths, "lower", "shorter"),
         ("pause_share", "evaluations and checkpoints", percent, "lower", "less"),
     ):
-        values = [figures_of(run)[key] for run in runs]
-        rows.append(Row(label, key, values, form, better, word))
+        rows.append(Row(label, key, [of_run[key] for of_run in figures], form, better, word))
         if word == "shorter" and len({run.tokens_per_iter for run in runs}) > 1:
             rows[-1].note = "unequal tokens per iteration"
     return rows + loss_rows(runs, target_loss)
@@ -192,15 +188,12 @@ def config_rows(runs: list[RunRecords]) -> list[Row]:
     """The keys in which the runs differ, and the device and dtype that were in use."""
     rows = []
     for key in FIELDS:
-        if key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype"):
-            continue
         values = [run.config.get(key) for run in runs]
-        if len(set(values) - {None}) > 1:
-            rows.append(Row(key, f"config/{key}", values, str, note="differs"))
+        told_elsewhere = key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype")
+        if len(set(values) - {None}) > 1 and not told_elsewhere:
+            rows.append(Row(key, f"config/{key}", values, str))
     for key in ("device", "dtype"):
-        values = [getattr(run, key) for run in runs]
-        note = "differs" if len(set(values) - {None}) > 1 else ""
-        rows.append(Row(key, key, values, str, note=note))
+        rows.append(Row(key, key, [getattr(run, key) for run in runs], str))
     return rows
 
 
@@ -267,16 +260,11 @@ def common_point(runs: list[RunRecords], axis: str) -> float | None:
 
 
 def find_warnings(runs: list[RunRecords]) -> list[str]:
-    """What makes a comparison of these runs unfair."""
+    """The runs' own warnings, and one if their evaluations are of unequal size."""
     warnings = [warning for run in runs for warning in run.warnings]
-    runs = [run for run in runs if run.config]
-    datasets = [run.config.get("dataset") for run in runs]
-    if len(set(datasets)) > 1:
-        unequal = ", ".join(f"{run.name}: {name}" for run, name in zip(runs, datasets))
-        warnings.append(f"unequal datasets ({unequal}), so losses are not comparable")
-    sizes = [Config(**run.config).eval_size for run in runs]
-    if len(set(sizes)) > 1:
-        unequal = ", ".join(f"{run.name}: {size}" for run, size in zip(runs, sizes))
+    sizes = {run.name: Config(**run.config).eval_size for run in runs if run.config}
+    if len(set(sizes.values())) > 1:
+        unequal = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         consequence = "small differences in val loss say little"
         warnings.append(f"unequal evaluation tokens ({unequal}), so {consequence}")
     return warnings

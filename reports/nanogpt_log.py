@@ -23,7 +23,7 @@ LINES = {
     "eval": rf"step (?P<iter>\d+): train loss (?P<train_loss>{N}), val loss (?P<val_loss>{N})",
 }
 TOKENS_LINE = re.compile(r"tokens per iteration will be: ([\d,]+)")
-PARAMETERS_LINE = re.compile(r"number of parameters: ([\d.]+)M")  # position embeddings left out
+PARAMETERS_LINE = re.compile(r"number of parameters: ([\d.]+)M")
 CONFIG_LINE = re.compile(r"(?:Overriding: )?(\w+) = ([^#]+)(?:#.*)?")
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the one kind of formula in nanoGPT's config files
 
@@ -32,9 +32,8 @@ def read_nanogpt_log(path: Path) -> RunRecords:
     """
     Read what nanoGPT printed, or the part of it that was kept.
 
-    Its iteration times hold an evaluation and a checkpoint where there was one: there, the time
-    above the median is booked as evaluation. Its MFU is relative to an A100, so it is not taken
-    over. FLOPs per token come from the configuration that it printed, else from that MFU.
+    Its iteration times include evaluations and checkpoints. Where there was one, the time above the
+    median is booked as evaluation. FLOPs per token come from the configuration that it printed.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if ", tok/s " in text:
@@ -103,19 +102,20 @@ def separate_evaluations(run: RunRecords) -> None:
 
 def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     """
-    Set FLOPs per token, divided by the number of cards: tok/s are those of all cards, MFU is that
-    of one card. The printed MFU tells how many cards there were, if only roughly, since
-    evaluations pull its mean down. It is removed here, as it is not the MFU of the run's card.
+    Set FLOPs per token from the printed configuration and parameters, which leave out position
+    embeddings. They are divided by the number of cards: tok/s are those of all cards, MFU is that
+    of one. Only the printed MFU tells how many cards there were. Evaluations pull it down, so it
+    serves for no more than that, and it is removed here: it is not the MFU of the run's card.
     """
     printed_mfu = median(run.step["mfu"][run.step["mfu"] > 0]) / 100
     run.step["mfu"] = np.full(len(run.step["iter"]), math.nan)
-    run.flops_per_token = printed_mfu * NANOGPT_PEAK_FLOPS / median(run.step["tokens_per_sec"])
-    if not run.config or not math.isfinite(matmul_parameters):
+    if not run.config:
         return
     L, C, T = run.config["n_layer"], run.config["n_embd"], run.config["block_size"]
     run.parameters = matmul_parameters + T * C
-    flops_per_token = 6 * matmul_parameters + 12 * L * C * T
-    cards = 1
-    if math.isfinite(run.flops_per_token):
-        cards = max(1, round(flops_per_token / run.flops_per_token))
-    run.flops_per_token = flops_per_token / cards
+    run.flops_per_token = 6 * matmul_parameters + 12 * L * C * T
+    # FLOP/s of all cards over those of one
+    cards = run.flops_per_token * median(run.step["tokens_per_sec"])
+    cards /= printed_mfu * NANOGPT_PEAK_FLOPS
+    if math.isfinite(cards):
+        run.flops_per_token /= max(1, round(cards))

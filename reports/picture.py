@@ -11,7 +11,6 @@ from common.console import count, warn
 from reports.records import RunRecords, read_metrics
 
 PICTURE_POINTS = 600  # a line in a picture has at most this many points
-DOTTED_EVALUATIONS = 80  # more than these run into one another
 BLUE, RED = "#4c78a8", "#e4572e"
 COLORS = [BLUE, RED, "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"]
 
@@ -97,9 +96,8 @@ def draw_val_loss(axes, run: RunRecords, x: np.ndarray, color: str, label: str) 
     gets a dot alone: a straight line across the steep fall in between would show what never was.
     """
     losses, trained = run.eval["val_loss"], run.eval["iter"] > 0
-    size = 4 if len(x) < DOTTED_EVALUATIONS else 2
-    axes.plot(x[~trained], losses[~trained], "o", color=color, markersize=size)
-    axes.plot(x[trained], losses[trained], "o-", color=color, markersize=size, label=label)
+    axes.plot(x[~trained], losses[~trained], "o", color=color, markersize=3)
+    axes.plot(x[trained], losses[trained], "o-", color=color, markersize=3, label=label)
 
 
 def draw_band(axes, x, mean, low, high, color: str, label: str | None = None) -> None:

@@ -49,11 +49,11 @@ STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
 
 def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     """
-    Read the metrics.jsonl of one run. Lines that are no records are passed over, such as a last
-    line that a killed run left unfinished. With `most_steps`, a file of more lines is read with
-    only about that many step records, evenly spread.
+    Read the metrics.jsonl of one run. Lines that are not records are skipped, such as a last line
+    that a killed run left unfinished. With `most_steps`, a longer file is read with about that many
+    step records, evenly spread.
 
-    Raises OSError, and ValueError or TypeError where a record holds something else than a number.
+    Raises OSError, and ValueError or TypeError if a value is not a number.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
@@ -63,8 +63,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
         lines = others + steps[:: len(steps) // most_steps + 1]
     run = tabulate(path.resolve().parent.name, read_records(lines))
     if text and not text.endswith("\n"):
-        message = "the last line is cut short (the run was killed) and was left out"
-        run.warnings.append(f"{path}: {message}")
+        run.warnings.append(f"{path}: left out the last line, which a killed run left unfinished")
     return run
 
 
@@ -91,9 +90,9 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
 
 
 def known_keys(values: dict) -> dict:
-    """The keys that this program has, where the value is of the key's type."""
-    known = {key: value for key, value in values.items() if key in FIELDS}
-    return {key: value for key, value in known.items() if type(value) is FIELDS[key].type}
+    """The keys that this program has too, with a value of the key's type."""
+    known = values.keys() & FIELDS.keys()
+    return {key: values[key] for key in known if type(values[key]) is FIELDS[key].type}
 
 
 def number(value: float | None) -> float:
@@ -113,7 +112,6 @@ def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     """
     step, evals = run.step, run.eval
     usual_ms = median(step["step_ms"])
-
     # a step record stands for the iterations since the record before it
     step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
     known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
