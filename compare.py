@@ -207,7 +207,8 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     rows = [Row("best val loss", "best_val_loss", best, loss_text, "lower", noise=LOSS_NOISE)]
     if len(runs) > 1:
         rows += equal_rows(runs)
-        target_loss = percentile(np.array(best), 100) if target_loss is None else target_loss
+        if target_loss is None:
+            target_loss = percentile(np.array(best), 100)
     if target_loss is not None and math.isfinite(target_loss):
         for axis, name, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
             reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]

@@ -41,19 +41,18 @@ def read_nanogpt_log(path: Path) -> RunRecords:
     found = {}  # by kind and iteration: after a resume the later line counts
     for line in text.splitlines():
         for kind, pattern in LINES.items():
-            match = re.match(pattern, line)
-            if match:
+            if match := re.match(pattern, line):
                 it = int(match["iter"])
                 found[kind, it] = match.groupdict() | {"kind": kind, "iter": it}
-    tokens, parameters = TOKENS_LINE.search(text), PARAMETERS_LINE.search(text)
     start = {"kind": "start", "iter": 0} | settings(text.splitlines())
-    if tokens:
-        start["tokens_per_iter"] = int(tokens[1].replace(",", ""))
     run = tabulate(path.stem, [start, *found.values()])
-    if not tokens:
+    if tokens := TOKENS_LINE.search(text):
+        run.tokens_per_iter = float(tokens[1].replace(",", ""))
+    else:
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         run.warnings.append(f"{path}: {missing}")
     separate_evaluations(run)
+    parameters = PARAMETERS_LINE.search(text)
     find_flops(run, 1e6 * float(parameters[1]) if parameters else math.nan)
     return run
 
@@ -68,10 +67,10 @@ def settings(lines: list[str]) -> dict:
         match = CONFIG_LINE.fullmatch(line)
         if match and match[1] in FIELDS:
             key, text = match[1], match[2].strip().strip("'\"")
-            product = PRODUCT.fullmatch(text)
-            printed[key] = parse(text, FIELDS[key].type)
-            if product:
+            if product := PRODUCT.fullmatch(text):
                 printed[key] = int(product[1]) * int(product[2])
+            else:
+                printed[key] = parse(text, FIELDS[key].type)
     if not printed:
         return {}
     defaults = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
@@ -85,7 +84,7 @@ def settings(lines: list[str]) -> dict:
 
 
 def separate_evaluations(run: RunRecords) -> None:
-    """Take evaluations and compilation out of the iteration times; work out tokens and tok/s."""
+    """Take evaluations and compilation out of the iteration times. Adds tokens and tok/s."""
     step, evals = run.step, run.eval
     evaluated = np.isin(step["iter"], evals["iter"])
     usual_ms = median(step["step_ms"][~evaluated & (step["iter"] > 0)])

@@ -25,7 +25,6 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
 # What else config.json may say of a GPT-2 that model.py can compute
 GPT2_ONLY = dict(
-    n_inner=(None,),
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
     scale_attn_weights=(True,),
@@ -194,8 +193,6 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
             problems.append(f"{path}: {key} is {value!r}, not a size")
     for key, allowed in GPT2_ONLY.items():
         value = hf.get(key, allowed[0])
-        if key == "n_inner" and value == 4 * sizes["n_embd"]:
-            continue
         if value not in allowed:
             problems.append(f"{path}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
     if problems:
@@ -246,9 +243,7 @@ def read_checkpoint(path: Path) -> dict:
 
 def convert_nanogpt(state: dict) -> dict:
     """nanoGPT's state in this program's terms."""
-    names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-    args = state["model_args"]
-    config = GPTConfig(**{name: args[name] for name in names if name in args})
+    config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():
         if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
