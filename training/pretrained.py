@@ -21,9 +21,9 @@ from training.build import build_model
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# The sizes in config.json, with GPT-2's values, which stand for sizes that are left out there
+# The sizes in config.json, with GPT-2's values, which transformers uses for any left out
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
-# What else config.json may say of a GPT-2 that model.py can compute
+# The other settings that model.py can compute, each with its allowed values, GPT-2's first
 GPT2_ONLY = dict(
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
@@ -36,20 +36,20 @@ UNKNOWN = dict(kind="unknown")  # a tokenizer
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
-    What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face
-    folder, a checkpoint of this program or of nanoGPT, or a run's out_dir. Returns `model` (float32
-    weights under the names of model.py), `model_config` and `vocab` before padding, cropped to
-    `block_size` if given. The vocabulary is not padded further: new rows would take part in every
-    softmax. Raises UserError.
+    The weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
+    Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
+
+    Returns `model` (float32 weights by model.py's names), `model_config`, and `vocab` (the size of
+    the vocabulary before padding). If `block_size` is given, the context is cropped to it. The
+    vocabulary is not padded further: new rows would take part in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
     if block_size is not None:
-        if block_size > config.block_size:
-            raise UserError(
-                f"block_size: {block_size}, but the pretrained model has {config.block_size} "
-                f"positions; --block_size={config.block_size} or less"
-            )
+        most = config.block_size
+        if block_size > most:
+            problem = f"block_size: {block_size}, but the pretrained model has {most} positions"
+            raise UserError(f"{problem}; --block_size={most} or less")
         if config.model == "gpt2":  # the fast model has no position embeddings
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
@@ -59,8 +59,8 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def read_weights(name_or_path: str) -> dict:
     """
-    The same in a checkpoint's terms: `model`, `model_config`, `vocab` and `tokenizer`. `source`
-    says in words what was read.
+    The same weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`.
+    `source` says in words what was read.
     """
     path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
     if name_or_path in HUB_NAMES and not path.exists():
@@ -98,7 +98,7 @@ def describe(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
     progress = state.get("progress")
     if not progress:
-        return f"{path}"
+        return str(path)
     iter_num = progress["iter_num"]
     if path.is_dir():
         path = path / f"ckpt-{iter_num:08}.pt"
@@ -113,8 +113,8 @@ def describe(state: dict, path: Path) -> str:
 
 def check_state(state: dict, path: Path) -> tuple[int, dict]:
     """
-    The vocabulary and the tokenizer of a checkpoint's state. Raises UserError if its weights are
-    not those that its model_config asks for; other exceptions if it is no such state at all.
+    The vocabulary and the tokenizer of a checkpoint's state. Raises UserError if its weights do not
+    fit its model_config. Raises any other exception if it is not a checkpoint's state at all.
     """
     config, weights, vocab = GPTConfig(**state["model_config"]), state["model"], state["vocab"]
     if config.n_head < 1 or config.n_embd % config.n_head:
@@ -160,7 +160,7 @@ def fetch(name: str) -> Path:
 
 
 def read_hf(folder: Path) -> dict:
-    """A Hugging Face GPT-2: config.json and model.safetensors, whole or in shards."""
+    """A Hugging Face GPT-2: config.json, and model.safetensors in one file or several."""
     hf = read_json(folder / "config.json", mend="get it again")
     config = read_hf_config(hf, folder)
     weights = {}
@@ -183,7 +183,7 @@ def read_hf(folder: Path) -> dict:
 
 
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
-    """config.json's model. Raises UserError if it is not a GPT-2 as model.py computes it."""
+    """The model of a config.json. Raises UserError if model.py cannot compute it."""
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
     path, problems = folder / "config.json", []
