@@ -7,11 +7,10 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
 
 Time is that of iterations, evaluations and checkpoints, without start-up and compilation.
 
-A loss is known where a run was evaluated, so losses are compared at the last evaluation that all
-runs share. Where they share none, a loss is read off the straight line between two evaluations. It
-is n/a if they are further apart than a fifth of the way there, or if the first of them is the one
-at iteration 0: no straight line crosses the steep fall after it. Runs whose values could be the
-same, going by the evaluations on both sides, are called equal.
+Losses are compared at the last evaluation that all runs share. If they share none, a loss is read
+off the straight line between two evaluations. It is n/a if the line would be longer than a fifth of
+the way so far, or would begin at iteration 0, because the loss falls steeply there. The true value
+lies between those of the two evaluations. Runs whose ranges overlap are called equal.
 """
 
 import json
@@ -33,16 +32,15 @@ from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 LOSS_NOISE = 0.005
-# The largest distance of two evaluations, as a share of the way there, for a straight line between
-# them. It is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise, for a loss that falls
-# like 1/sqrt(x) and is 1 nat above its floor.
+# A straight line may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
+# 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
 NEAR = 0.2
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
 iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
 
 # -----------------------------------------------------------------------------
-# What is known of one run
+# Figures of one run
 
 
 def figures_of(run: RunRecords) -> dict[str, float]:
@@ -83,7 +81,7 @@ def learning_curve(run: RunRecords, axis: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Estimate:
-    """A value that is known to lie between low and high; all three NaN where it is not known."""
+    """A value that lies between low and high. All three are NaN if it is not known."""
 
     value: float = math.nan
     low: float = math.nan
@@ -112,7 +110,7 @@ def loss_at(run: RunRecords, axis: str, at: float) -> Estimate:
 
 def reach(x: np.ndarray, losses: np.ndarray, target: float) -> Estimate:
     """
-    Where on x a learning curve first comes down to this loss. Not known where it never does, or
+    Where on x a learning curve first comes down to this loss. Unknown if it never does, or if it
     did so before its first evaluation.
     """
     reached = np.flatnonzero(losses <= target)
@@ -244,9 +242,9 @@ def estimated_row(label, key, estimates: list[Estimate], form, word: str = "lowe
 
 def common_point(runs: list[RunRecords], axis: str) -> float | None:
     """
-    Where to compare the losses: at the last evaluation that all runs share; else at the last one
-    of any run at which the losses of all are known; else at the end of the run that ends first.
-    None where a run was not evaluated after iteration 0.
+    Where to compare the losses: at the last evaluation that all runs share. If there is none, at
+    the last evaluation of any run at which all losses are known. Failing that, at the end of the
+    run that ends first. None if some run was not evaluated after iteration 0.
     """
     evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
     if not all(evaluated):
@@ -317,8 +315,8 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
 
 def set_mfu(run: RunRecords, gpu: str) -> None:
     """
-    MFU of each step record, a fraction, on this card. Raises UserError where the card or its peak
-    is not known.
+    Set the MFU of each step record, a fraction, for this card. Raises UserError if the card or its
+    peak is not known.
     """
     row = resolve_gpu(gpu)
     dtype = run.dtype if run.dtype in ("float32", "float16") else "bfloat16"

@@ -9,7 +9,7 @@ Where a key is set more than once, the last one wins. A config file is Python. I
 values so far as its variables, so `lr_decay_iters = max_iters` works. The names are nanoGPT's
 wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.
 
-sample.py reads its own keys with the functions below: they take the dataclass that lists the keys.
+sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
 
 import ast
@@ -149,8 +149,8 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
     The Config of a command line, with everything that follows from its keys filled in.
 
     `checks` are functions from a Config to a list of problems (device, data). Raises UserError with
-    one line per problem. A file or flag that is wrong in itself hides the other problems, because
-    they may only follow from it.
+    one line per problem. If a file or flag is wrong in itself, only such problems are listed: the
+    others may follow from them.
     """
     config, problems = read_config(argv)
     if not problems:
@@ -219,8 +219,9 @@ def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
 
 def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> dict[str, Any]:
     """
-    Run a config file with `values`, those so far, as its variables. Returns the keys that it sets,
-    in order. Keys of Config that are not `known` belong to other scripts. Raises UserError.
+    Run a config file with the `values` so far as its variables. Returns the keys that it sets, in
+    order. It may set keys of train.py that are not `known` to this script: they are skipped. Raises
+    UserError.
     """
     if not os.path.isfile(path):
         folders = (path.parent, Path("config"))
@@ -322,13 +323,10 @@ def resolve(config: Config) -> list[str]:
     micro_batch = config.batch_size * config.block_size
     steps, rest = divmod(config.tokens_per_iter, micro_batch)
     if rest:
-        nearest = f"{(steps + 1) * micro_batch}"
-        if steps:
-            nearest = f"{steps * micro_batch} or {nearest}"
-        problems.append(
-            f"tokens_per_iter: {config.tokens_per_iter:,} is no multiple of "
-            f"batch_size * block_size = {micro_batch:,}; nearest: {nearest}"
-        )
+        below, above = steps * micro_batch, (steps + 1) * micro_batch
+        nearest = f"{below} or {above}" if below else f"{above}"
+        problem = f"tokens_per_iter: {config.tokens_per_iter:,} is not a multiple of"
+        problems.append(f"{problem} batch_size * block_size = {micro_batch:,}; nearest: {nearest}")
     elif steps:
         config.gradient_accumulation_steps = steps
     rates = [config.learning_rate]
@@ -344,14 +342,13 @@ def resolve(config: Config) -> list[str]:
 
 
 def check_model(config: Config) -> list[str]:
-    """Sizes and switches of the model that do not go together."""
+    """The sizes and switches of the model that cannot be combined."""
     problems = []
     head_size, rest = divmod(config.n_embd, config.n_head)
     if rest:
-        problems.append(
-            f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; "
-            f"nearest that does: {nearest_divisor(config.n_embd, config.n_head)}"
-        )
+        nearest = nearest_divisor(config.n_embd, config.n_head)
+        problem = f"n_head: {config.n_head} does not divide n_embd {config.n_embd}"
+        problems.append(f"{problem}; nearest that does: {nearest}")
     chunk = config.loss_chunk
     if chunk not in ("auto", "off") and not (chunk.isdecimal() and int(chunk) > 0):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")

@@ -59,8 +59,8 @@ def read_nanogpt_log(path: Path) -> RunRecords:
 
 def settings(lines: list[str]) -> dict:
     """
-    What the log says of its configuration: config, device and dtype of a start record. Empty where
-    it says nothing: then not even the defaults are certain.
+    The configuration that the log prints, as config, device and dtype of a start record. Empty if
+    it prints none: then not even the defaults are certain.
     """
     printed = {}
     for line in lines:
