@@ -7,11 +7,10 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
 
 Time is that of iterations, evaluations and checkpoints, without start-up and compilation.
 
-A loss is known where a run was evaluated, so losses are compared at the last evaluation that all
-runs share. Where they share none, a loss is read off the straight line between two evaluations. It
-is n/a if they are further apart than a fifth of the way there, or if the first of them is the one
-at iteration 0: no straight line crosses the steep fall after it. Runs whose values could be the
-same, going by the evaluations on both sides, are called equal.
+Losses are compared at the last evaluation that all runs share. If they share none, a loss is read
+off the straight line between two evaluations. It is n/a if the line would be longer than a fifth of
+the way so far, or would begin at iteration 0, because the loss falls steeply there. The true value
+lies between those of the two evaluations. Runs whose ranges overlap are called equal.
 """
 
 import json
@@ -33,22 +32,19 @@ from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 LOSS_NOISE = 0.005
-# The largest distance of two evaluations, as a share of the way there, for a straight line between
-# them. It is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise, for a loss that falls
-# like 1/sqrt(x) and is 1 nat above its floor.
+# A straight line may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
+# 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
 NEAR = 0.2
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
 iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
 
 # -----------------------------------------------------------------------------
-# What is known of one run
+# Figures of one run
 
 
 def figures_of(run: RunRecords) -> dict[str, float]:
-    """
-    What can be said of a run as a whole. Means are over time, so that tok/s is tokens per time.
-    """
+    """Figures of a run as a whole. Means are over time, so that tok/s is tokens per time."""
     step, evals = run.step, run.eval
     in_steps = float(np.sum(step["seconds"]))
     in_pauses = float(np.nansum(evals["seconds"]) + np.nansum(run.checkpoint["seconds"]))
@@ -85,7 +81,7 @@ def learning_curve(run: RunRecords, axis: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Estimate:
-    """A value that is known to lie between low and high; all three NaN where it is not known."""
+    """A value that lies between low and high. All three are NaN if it is not known."""
 
     value: float = math.nan
     low: float = math.nan
@@ -114,7 +110,7 @@ def loss_at(run: RunRecords, axis: str, at: float) -> Estimate:
 
 def reach(x: np.ndarray, losses: np.ndarray, target: float) -> Estimate:
     """
-    Where on x a learning curve first comes down to this loss. Not known where it never does, or
+    Where on x a learning curve first comes down to this loss. Unknown if it never does, or if it
     did so before its first evaluation.
     """
     reached = np.flatnonzero(losses <= target)
@@ -131,7 +127,7 @@ class Row:
 
     label: str
     key: str  # its name in the JSON
-    values: list  # one per run, None where not known
+    values: list  # one per run, None if not known
     format: Callable[..., str]
     better: str | None = None  # higher | lower; None: there is no best
     word: str = ""  # of the verdict: "a 2.39x faster"
@@ -140,28 +136,26 @@ class Row:
     note: str = ""  # said in place of a verdict
 
     def __post_init__(self):
-        self.values = [None if unknown(value) else value for value in self.values]
-
-
-def unknown(value) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+        # NaN, the one value that is not equal to itself, means unknown
+        self.values = [value if value == value else None for value in self.values]
 
 
 def verdict(row: Row, names: list[str]) -> str:
     """The best value against the next best, such as "a 2.39x faster"; may be empty."""
-    if row.note:
-        return row.note
     known = [i for i, value in enumerate(row.values) if value is not None]
-    if row.better is None or len(known) < 2:
-        return ""
+    if row.note or len(known) < 2:
+        return row.note
+    if row.better is None:
+        return "differs" if len({row.values[i] for i in known}) > 1 else ""
     known.sort(key=lambda i: row.values[i], reverse=row.better == "higher")
     best, second = known[0], known[1]
     if row.estimates and row.estimates[best].high > row.estimates[second].low:
         return "equal as far as the evaluations tell"
     low, high = sorted((row.values[best], row.values[second]))
+    if row.noise and high - low <= row.noise:
+        return f"equal within {row.noise}"
     if row.noise:
-        different = high - low > row.noise
-        return f"{names[best]} {high - low:.4f} lower" if different else f"equal within {row.noise}"
+        return f"{names[best]} {high - low:.4f} lower"
     if high <= 1.005 * low:
         return "equal"
     return f"{names[best]} {high / low:.2f}x {row.word}" if low > 0 else ""
@@ -170,6 +164,7 @@ def verdict(row: Row, names: list[str]) -> str:
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
     rows = config_rows(runs)
+    figures = [figures_of(run) for run in runs]
     for key, label, form, better, word in (
         ("parameters", "parameters", count4, "higher", "larger"),
         ("iterations", "iterations", whole, "higher", "more"),
@@ -181,8 +176,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("step_ms_p95", "iteration time p95, ms", tenths, "lower", "shorter"),
         ("pause_share", "evaluations and checkpoints", percent, "lower", "less"),
     ):
-        values = [figures_of(run)[key] for run in runs]
-        rows.append(Row(label, key, values, form, better, word))
+        rows.append(Row(label, key, [of_run[key] for of_run in figures], form, better, word))
         if word == "shorter" and len({run.tokens_per_iter for run in runs}) > 1:
             rows[-1].note = "unequal tokens per iteration"
     return rows + loss_rows(runs, target_loss)
@@ -192,15 +186,12 @@ def config_rows(runs: list[RunRecords]) -> list[Row]:
     """The keys in which the runs differ, and the device and dtype that were in use."""
     rows = []
     for key in FIELDS:
-        if key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype"):
-            continue
         values = [run.config.get(key) for run in runs]
-        if len(set(values) - {None}) > 1:
-            rows.append(Row(key, f"config/{key}", values, str, note="differs"))
+        told_elsewhere = key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype")
+        if len(set(values) - {None}) > 1 and not told_elsewhere:
+            rows.append(Row(key, f"config/{key}", values, str))
     for key in ("device", "dtype"):
-        values = [getattr(run, key) for run in runs]
-        note = "differs" if len(set(values) - {None}) > 1 else ""
-        rows.append(Row(key, key, values, str, note=note))
+        rows.append(Row(key, key, [getattr(run, key) for run in runs], str))
     return rows
 
 
@@ -214,7 +205,8 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     rows = [Row("best val loss", "best_val_loss", best, loss_text, "lower", noise=LOSS_NOISE)]
     if len(runs) > 1:
         rows += equal_rows(runs)
-        target_loss = percentile(np.array(best), 100) if target_loss is None else target_loss
+        if target_loss is None:
+            target_loss = percentile(np.array(best), 100)
     if target_loss is not None and math.isfinite(target_loss):
         for axis, name, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
             reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]
@@ -250,9 +242,9 @@ def estimated_row(label, key, estimates: list[Estimate], form, word: str = "lowe
 
 def common_point(runs: list[RunRecords], axis: str) -> float | None:
     """
-    Where to compare the losses: at the last evaluation that all runs share; else at the last one
-    of any run at which the losses of all are known; else at the end of the run that ends first.
-    None where a run was not evaluated after iteration 0.
+    Where to compare the losses: at the last evaluation that all runs share. If there is none, at
+    the last evaluation of any run at which all losses are known. Failing that, at the end of the
+    run that ends first. None if some run was not evaluated after iteration 0.
     """
     evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
     if not all(evaluated):
@@ -267,16 +259,11 @@ def common_point(runs: list[RunRecords], axis: str) -> float | None:
 
 
 def find_warnings(runs: list[RunRecords]) -> list[str]:
-    """What makes a comparison of these runs unfair."""
+    """The runs' own warnings, and one if their evaluations are of unequal size."""
     warnings = [warning for run in runs for warning in run.warnings]
-    runs = [run for run in runs if run.config]
-    datasets = [run.config.get("dataset") for run in runs]
-    if len(set(datasets)) > 1:
-        unequal = ", ".join(f"{run.name}: {name}" for run, name in zip(runs, datasets))
-        warnings.append(f"unequal datasets ({unequal}), so losses are not comparable")
-    sizes = [Config(**run.config).eval_size for run in runs]
-    if len(set(sizes)) > 1:
-        unequal = ", ".join(f"{run.name}: {size}" for run, size in zip(runs, sizes))
+    sizes = {run.name: Config(**run.config).eval_size for run in runs if run.config}
+    if len(set(sizes.values())) > 1:
+        unequal = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         consequence = "small differences in val loss say little"
         warnings.append(f"unequal evaluation tokens ({unequal}), so {consequence}")
     return warnings
@@ -328,8 +315,8 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
 
 def set_mfu(run: RunRecords, gpu: str) -> None:
     """
-    MFU of each step record, a fraction, on this card. Raises UserError where the card or its peak
-    is not known.
+    Set the MFU of each step record, a fraction, for this card. Raises UserError if the card or its
+    peak is not known.
     """
     row = resolve_gpu(gpu)
     dtype = run.dtype if run.dtype in ("float32", "float16") else "bfloat16"

@@ -9,7 +9,7 @@ Where a key is set more than once, the last one wins. A config file is Python. I
 values so far as its variables, so `lr_decay_iters = max_iters` works. The names are nanoGPT's
 wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.
 
-sample.py reads its own keys with the functions below: they take the dataclass that lists the keys.
+sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
 
 import ast
@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from common.console import UserError, did_you_mean, run_main, say
+from common.console import UserError, complain, did_you_mean, run_main
 
 
 def key(
@@ -40,10 +40,8 @@ def key(
     One key: its default, its meaning and the values it may take (low and high included). `group`
     opens a new group in --help. Free text may be blank, and its ~ is not a home folder.
     """
-    metadata = dict(
-        meaning=meaning, choices=choices, low=low, high=high, group=group, free_text=free_text
-    )
-    return field(default=default, metadata=metadata)
+    metadata = dict(meaning=meaning, choices=choices, low=low, high=high)
+    return field(default=default, metadata=metadata | dict(group=group, free_text=free_text))
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -52,17 +50,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 @dataclass
 class Config:
     out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
-    init_from: str = key(
-        "scratch", "scratch | resume | auto (resume or scratch) | gpt2[-medium|-large|-xl] | a path"
-    )
+    init_from: str = key("scratch", "scratch | resume | auto (either) | gpt2 .. gpt2-xl | a path")
     overwrite: bool = key(False, "delete the run that out_dir holds and start from scratch")
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
     eval_iters: int = key(200, "micro-batches to evaluate on, where eval_tokens is 0", low=1)
     eval_tokens: int = key(0, "tokens to evaluate on; 0: eval_iters micro-batches", low=0)
     eval_only: bool = key(False, "evaluate once and exit")
-    sample_tokens: int = key(
-        0, "tokens of the sample printed after each evaluation; 0: none", low=0
-    )
+    sample_tokens: int = key(0, "length of the sample after each evaluation; 0: none", low=0)
     always_save_checkpoint: bool = key(True, "save at every evaluation, improved or not")
     checkpoint_interval: int = key(0, "save every this many iterations too; 0: off", low=0)
     keep_checkpoints: int = key(2, "newest checkpoints to keep, besides best.pt", low=1)
@@ -71,9 +65,7 @@ class Config:
     wandb_log: bool = key(False, "nanoGPT's spelling of tracker = 'wandb'")
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
-    dataset: str = key(
-        "openwebtext", "folder data/NAME, or a path to token shards; see stream", group="data"
-    )
+    dataset: str = key("openwebtext", "folder data/NAME, or a path to token shards", group="data")
     stream: bool = key(False, "tokenise while training; dataset: files, or the hub's ORG/NAME")
     data_workers: int = key(1, "tokenising processes of a stream; 0: a thread", low=0, high=256)
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
@@ -81,7 +73,7 @@ class Config:
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all ranks", low=1)
     tokens_per_iter: int = key(0, "where set, gives gradient_accumulation_steps; 0: off", low=0)
     model: str = key("gpt2", "fast: learns more per token", ("gpt2", "fast"), group="model")
-    n_layer: int = key(12, "transformer blocks", low=1, high=65536)
+    n_layer: int = key(12, "transformer blocks", low=1, high=1024)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
     n_embd: int = key(768, "width", low=1, high=65536)
     dropout: float = key(0.0, "0 for pre-training, 0.1 or more for fine-tuning", low=0.0, high=0.99)
@@ -90,12 +82,8 @@ class Config:
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
-    pad_vocab_multiple: int = key(
-        128, "pad the vocabulary to a multiple; 1: off", low=1, high=2**16
-    )
-    optimizer: str = key(
-        "adamw", "muon: Muon for matrices, AdamW for the rest", ("adamw", "muon"), group="optimizer"
-    )
+    pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
+    optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
     embed_lr: float = key(0.004, "the same for embeddings; 0.7 with model=fast", low=0.0)
@@ -103,9 +91,7 @@ class Config:
     vector_lr: float = key(0.015, "the same for biases and norms", low=0.0)
     muon_momentum: float = key(0.95, "Muon's momentum", low=0.0, high=0.9999999)
     muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)
-    weight_decay: float = key(
-        0.1, "of matrices and embeddings; muon: of embeddings and head", low=0.0
-    )
+    weight_decay: float = key(0.1, "of matrices and embeddings; muon: embeddings, head", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
@@ -163,8 +149,8 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
     The Config of a command line, with everything that follows from its keys filled in.
 
     `checks` are functions from a Config to a list of problems (device, data). Raises UserError with
-    one line per problem. A file or flag that is wrong in itself hides the other problems, because
-    they may only follow from it.
+    one line per problem. If a file or flag is wrong in itself, only such problems are listed: the
+    others may follow from them.
     """
     config, problems = read_config(argv)
     if not problems:
@@ -178,88 +164,98 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
 
 def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
     """
-    Read config files and --key=value flags, left to right: (an object of the dataclass `keys`, what
-    is wrong, one line each). `resolve` is the next step for a Config: a resumed run first takes the
-    architecture from its checkpoint.
+    Read config files and --key=value flags, left to right. Returns an object of the dataclass
+    `keys`, and the problems, one line each.
+
+    A Config still needs `resolve`. A resumed run first takes the architecture from its checkpoint.
     """
     if "--help" in argv or "-h" in argv:
         print_help(keys)
         sys.exit(0)
     known = find_keys(keys)
-    values: dict[str, Any] = {}  # ordered by when each key was last set
+    values: dict[str, Any] = {}  # in the order in which the keys were last set
     problems: list[str] = []
     for argument in argv:
-        if argument.startswith("-") or "=" in argument:
-            read_flag(argument, values, problems, known)
-        else:
-            read_file(Path(argument), values, problems, known)
-    given = frozenset(values)
+        try:
+            if argument.startswith("-") or "=" in argument:
+                found = read_flag(argument, known)
+            else:
+                found = read_file(Path(argument), known, values)
+        except UserError as error:
+            problems += error.problems
+            continue
+        for name in found:
+            values.pop(name, None)
+        values |= found
     if not problems:
         switch_off_tokens_per_iter(values)
-    return keys(**values, given=given), problems
+    return keys(**values, given=frozenset(values)), problems
 
 
 def switch_off_tokens_per_iter(values: dict[str, Any]) -> None:
-    """Let a gradient_accumulation_steps that was set later win; say so."""
-    if values.get("tokens_per_iter") and "gradient_accumulation_steps" in values:
-        order = list(values)
-        if order.index("gradient_accumulation_steps") > order.index("tokens_per_iter"):
-            values["tokens_per_iter"] = 0
-            steps = values["gradient_accumulation_steps"]
-            say(f"tokens_per_iter: switched off by the later gradient_accumulation_steps={steps}")
+    """If gradient_accumulation_steps was set after tokens_per_iter, it wins. Says so."""
+    order = [name for name in values if name in ("tokens_per_iter", "gradient_accumulation_steps")]
+    if order == ["tokens_per_iter", "gradient_accumulation_steps"] and values["tokens_per_iter"]:
+        values["tokens_per_iter"] = 0
+        steps = values["gradient_accumulation_steps"]
+        complain(f"tokens_per_iter: switched off by the later {order[1]}={steps}")
 
 
-def read_flag(
-    argument: str, values: dict[str, Any], problems: list[str], known: dict[str, Field]
-) -> None:
+def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
+    """The key and value of a flag. Raises UserError."""
     name, equals, text = argument.lstrip("-").partition("=")
     if not argument.startswith("--"):
-        problems.append(f"{argument}: flags are written --key=value")
-        return
+        raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
-        problems.append(f"--{name}: unknown key{did_you_mean(name, known)}")
-        return
+        raise UserError(f"--{name}: unknown key{did_you_mean(name, known)}")
     kind = known[name].type
     if not equals and kind is not bool:
-        problems.append(f"--{name}: needs a value: --{name}={known[name].default!r}")
-        return
+        raise UserError(f"--{name}: needs a value: --{name}={known[name].default!r}")
     value = parse(text, kind) if equals else True
     if kind is str and not known[name].metadata["free_text"]:
         value = os.path.expanduser(value)  # shells leave the ~ of --key=~/x alone
-    set_value(values, name, value, f"--{name}", problems, known)
+    return {name: fit(value, known[name], f"--{name}")}
 
 
-def read_file(
-    path: Path, values: dict[str, Any], problems: list[str], known: dict[str, Field]
-) -> None:
-    """Run a config file. Keys of Config that are not `known` are those of other scripts."""
+def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> dict[str, Any]:
+    """
+    Run a config file with the `values` so far as its variables. Returns the keys that it sets, in
+    order. It may set keys of train.py that are not `known` to this script: they are skipped. Raises
+    UserError.
+    """
     if not os.path.isfile(path):
         folders = (path.parent, Path("config"))
         files = [str(file) for folder in folders for file in sorted(folder.glob("*.py"))]
-        problems.append(f"{path}: no such config file{did_you_mean(str(path), files)}")
-        return
-    namespace = {name: f.default for name, f in (FIELDS | known).items()} | values
-    before = dict(namespace)
+        raise UserError(f"{path}: no such config file{did_you_mean(str(path), files)}")
+    before = {name: f.default for name, f in (FIELDS | known).items()} | values
+    namespace = before | {"__file__": str(path)}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
         exec(compile(tree, str(path), "exec"), namespace)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a config file raises, even SystemExit
-        problems.append(f"{path}:{error_line(error, path)}: {type(error).__name__}: {error}")
-        return
-    lines = assignment_lines(tree)
+        message = f"{path}:{error_line(error, path)}: {type(error).__name__}: {error}"
+        raise UserError(message) from None
+    lines, imported = bound_names(tree)
+    found, problems = {}, []
     for name in sorted(namespace, key=lambda name: lines.get(name, 0)):
         value = namespace[name]
-        if name.startswith("_") or isinstance(value, (ModuleType, FunctionType, type)):
+        if name.startswith("_") or callable(value) or isinstance(value, ModuleType):
             continue
         if name not in lines and value is before.get(name):
             continue
-        if name in known:
-            set_value(values, name, value, f"{path}: {name}", problems, known)
-        elif name not in FIELDS:
-            hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
-            problems.append(f"{path}: {name}: unknown key{hint}")
+        try:
+            if name in known:
+                found[name] = fit(value, known[name], name)
+            elif name not in FIELDS and name not in imported:
+                hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
+                raise UserError(f"{name}: unknown key{hint}")
+        except UserError as error:
+            problems.append(f"{path}: {error}")
+    if problems:
+        raise UserError(*problems)
+    return found
 
 
 def error_line(error: BaseException, path: Path) -> int:
@@ -271,57 +267,50 @@ def error_line(error: BaseException, path: Path) -> int:
     return lines[-1] if lines else 1
 
 
-def assignment_lines(tree: ast.Module) -> dict[str, int]:
-    """The names that a file assigns to, each with the line of its last assignment."""
+def bound_names(tree: ast.Module) -> tuple[dict[str, int], set[str]]:
+    """The names that a file assigns to, each with its last line there, and the names it imports."""
     lines: dict[str, int] = {}
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             lines[node.id] = max(node.lineno, lines.get(node.id, 0))
-    return lines
+        elif isinstance(node, ast.alias):
+            imported.add(node.asname or node.name)
+    return lines, imported
 
 
 def parse(text: str, kind: type) -> Any:
-    """A flag's text as a Python value, for set_value to judge."""
-    if kind is str:
-        return text
+    """A flag's text as a Python value. Text that is no such value stays text."""
     if kind is bool and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+    if kind in (int, float):
+        for number in (int, float):  # 1e4 is a float, but may be given for an int
+            with contextlib.suppress(ValueError):
+                return number(text)
+    return text
 
 
-def set_value(
-    values: dict[str, Any],
-    name: str,
-    value: Any,
-    where: str,
-    problems: list[str],
-    known: dict[str, Field] = FIELDS,
-) -> None:
+def fit(value: Any, f: Field, where: str) -> Any:
     """
-    Set a key, if the value fits it. A whole float may stand for an int, an int for a float, 0 and 1
-    for booleans.
+    The value in the key's type. A whole float may stand for an int, an int for a float, 0 and 1 for
+    booleans. Raises UserError if the value does not fit the key.
     """
-    kind, m = known[name].type, known[name].metadata
+    kind, m = f.type, f.metadata
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    if type(value) is not kind or kind is float and not math.isfinite(value):
-        problems.append(f"{where}: needs {KIND_NAMES[kind]}, got {value!r}")
-    elif m["choices"] and value not in m["choices"]:
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
+    if m["choices"] and value not in m["choices"]:
         hint = did_you_mean(value, m["choices"])
-        problems.append(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
-    elif kind in (int, float) and not m["low"] <= value <= m["high"]:
+        raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
+    if kind in (int, float) and not m["low"] <= value <= m["high"]:
         span = f"{m['low']} and up" if m["high"] == math.inf else f"{m['low']} to {m['high']}"
-        problems.append(f"{where}: {value} is outside {span}")
-    elif kind is str and not value.strip() and not m["free_text"]:
-        problems.append(f"{where}: must not be empty")
-    else:
-        values.pop(name, None)
-        values[name] = value
+        raise UserError(f"{where}: {value} is outside {span}")
+    if kind is str and not value.strip() and not m["free_text"]:
+        raise UserError(f"{where}: must not be empty")
+    return value
 
 
 # -----------------------------------------------------------------------------
@@ -334,13 +323,10 @@ def resolve(config: Config) -> list[str]:
     micro_batch = config.batch_size * config.block_size
     steps, rest = divmod(config.tokens_per_iter, micro_batch)
     if rest:
-        nearest = f"{(steps + 1) * micro_batch}"
-        if steps:
-            nearest = f"{steps * micro_batch} or {nearest}"
-        problems.append(
-            f"tokens_per_iter: {config.tokens_per_iter:,} is no multiple of "
-            f"batch_size * block_size = {micro_batch:,}; nearest: {nearest}"
-        )
+        below, above = steps * micro_batch, (steps + 1) * micro_batch
+        nearest = f"{below} or {above}" if below else f"{above}"
+        problem = f"tokens_per_iter: {config.tokens_per_iter:,} is not a multiple of"
+        problems.append(f"{problem} batch_size * block_size = {micro_batch:,}; nearest: {nearest}")
     elif steps:
         config.gradient_accumulation_steps = steps
     rates = [config.learning_rate]
@@ -351,21 +337,18 @@ def resolve(config: Config) -> list[str]:
     if config.wandb_log:
         config.tracker = "wandb"
     if config.overwrite and config.init_from in ("resume", "auto"):
-        problems.append(
-            f"overwrite: would delete the run that init_from={config.init_from} resumes"
-        )
+        problems.append(f"overwrite: leaves nothing for init_from={config.init_from} to resume")
     return problems
 
 
 def check_model(config: Config) -> list[str]:
-    """Sizes and switches of the model that do not go together."""
+    """The sizes and switches of the model that cannot be combined."""
     problems = []
     head_size, rest = divmod(config.n_embd, config.n_head)
     if rest:
-        problems.append(
-            f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; "
-            f"nearest that does: {nearest_divisor(config.n_embd, config.n_head)}"
-        )
+        nearest = nearest_divisor(config.n_embd, config.n_head)
+        problem = f"n_head: {config.n_head} does not divide n_embd {config.n_embd}"
+        problems.append(f"{problem}; nearest that does: {nearest}")
     chunk = config.loss_chunk
     if chunk not in ("auto", "off") and not (chunk.isdecimal() and int(chunk) > 0):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
@@ -418,12 +401,7 @@ def print_help(keys: type = Config) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if "--help" in argv or "-h" in argv:
-        print_help()
-        return
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is the config file and nothing else
-        config = load_config(argv)
-    print(print_config(config), end="")
+    print(print_config(load_config(argv)), end="")
 
 
 if __name__ == "__main__":

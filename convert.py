@@ -5,30 +5,26 @@ Weights in and out: Hugging Face's GPT-2, nanoGPT's checkpoints, and this progra
     python convert.py ckpt-to-hf CKPT DIR           for AutoModelForCausalLM and AutoTokenizer
     python convert.py nanogpt-to-ckpt IN.pt OUT.pt  nanoGPT's ckpt.pt
 
-CKPT is a checkpoint or the out_dir of a run. Train on from a converted file with
---init_from=OUT.pt, sample from it with sample.py --init_from=OUT.pt. Nothing in a file that is read
-here is ever executed.
+CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a converted file with
+--init_from=OUT.pt. No code in the files is ever executed.
 """
 
 import json
-import os
 from pathlib import Path
 
 import torch
+from safetensors.torch import save as to_safetensors
 
 from common.console import Parser, UserError, run_main
 from common.files import replacing
 from data.shards import read_json
 from model import GPTConfig
 from training import checkpoint
-from training.build import count_parameters
 from training.pretrained import GPT2_ONLY, TRANSPOSED, read_weights
 
-MODES = ("hf-to-ckpt", "ckpt-to-hf", "nanogpt-to-ckpt")
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 # What an earlier export, or a tool that worked on it, may have left beside its weights
-STALE_FILES = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
-STALE_FILES += ("tokenizer.json", "special_tokens_map.json", *TOKENIZER_FILES)
+STALE_WEIGHTS = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer*.json", "special_tokens_map.json")
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
@@ -44,10 +40,11 @@ def ckpt_to_hf(source: str, out: str) -> None:
     if state["model_config"].get("model", "gpt2") != "gpt2":
         raise UserError("ckpt-to-hf: Hugging Face has no architecture for the fast model")
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(hf_weights(state), folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as file:
+        file.write(to_safetensors(hf_weights(state), metadata={"format": "pt"}))
     with replacing(folder / "config.json") as file:
         file.write(json.dumps(hf_config(state), indent=2).encode() + b"\n")
-    for pattern in STALE_FILES:
+    for pattern in STALE_WEIGHTS + TOKENIZER_FILES:
         for path in folder.glob(pattern):
             path.unlink()
     kind = state["tokenizer"]["kind"]
@@ -55,25 +52,25 @@ def ckpt_to_hf(source: str, out: str) -> None:
         print(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
     elif not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):
         print("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
-    print(
-        f"{folder}: GPT2LMHeadModel, vocabulary {state['vocab']}; "
-        f"load it with AutoModelForCausalLM.from_pretrained({out!r})"
-    )
+    print(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r})")
 
 
 def check_target(folder: Path) -> None:
     """Raise UserError if an export to `folder` would damage a run or somebody else's model."""
     if checkpoint.list_checkpoints(folder) or (folder / "best.pt").exists():
         raise UserError(f"{folder}: holds a run, not an export; give another folder")
-    config, holds_model = folder / "config.json", any(folder.glob("*.safetensors"))
+    config, strange = folder / "config.json", any(folder.glob("*.safetensors"))
     if config.is_file():
-        holds_model = "tokenizer_spec" not in read_json(config, mend="give another folder")
-    if holds_model:
+        strange = "tokenizer_spec" not in read_json(config, mend="give another folder")
+    if strange:
         raise UserError(f"{folder}: holds a model that convert.py did not write; give another")
 
 
 def hf_weights(state: dict) -> dict[str, torch.Tensor]:
-    """Transposed as there, without the vocabulary's padding, with zeros for missing biases."""
+    """
+    The weights by Hugging Face's names and shapes: without the vocabulary's padding, and with zeros
+    for the biases that this model does not have.
+    """
     config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
     weights = {}
     for name, tensor in state["model"].items():
@@ -92,12 +89,9 @@ def hf_weights(state: dict) -> dict[str, torch.Tensor]:
 
 def hf_config(state: dict) -> dict:
     """config.json. The key tokenizer_spec is this program's, and marks the folder as its own."""
-    config, vocab, tokenizer = (
-        GPTConfig(**state["model_config"]),
-        state["vocab"],
-        state["tokenizer"],
-    )
-    eot = dict(gpt2=vocab - 1, byte=0).get(tokenizer["kind"])
+    config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
+    tokenizer = state["tokenizer"]
+    eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
     return dict(
         architectures=["GPT2LMHeadModel"],
         model_type="gpt2",
@@ -118,21 +112,6 @@ def hf_config(state: dict) -> dict:
     )
 
 
-def write_safetensors(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """All or nothing. Raises OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    temporary = path.with_suffix(".tmp")
-    try:
-        save_file(weights, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o644)  # safetensors lets nobody else read it
-        os.replace(temporary, path)
-    except (SafetensorError, OSError) as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(str(error)) from None
-
-
 def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
     """
     GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or downloads. False if it
@@ -145,13 +124,11 @@ def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
         merges = read_file_cached(GPT2_FILES + "vocab.bpe")
     except Exception:  # whatever the network throws
         return False
-    settings = dict(
-        tokenizer_class="GPT2Tokenizer", add_prefix_space=False, model_max_length=block_size
-    )
-    settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    contents = vocab, merges, json.dumps(settings, indent=2).encode()
-    for name, content in zip(TOKENIZER_FILES, contents):
-        (folder / name).write_bytes(content)
+    settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    settings |= dict(tokenizer_class="GPT2Tokenizer", model_max_length=block_size)
+    (folder / "vocab.json").write_bytes(vocab)
+    (folder / "merges.txt").write_bytes(merges)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return True
 
 
@@ -170,19 +147,14 @@ def to_ckpt(source: str, out: str) -> None:
         raise UserError(f"{path}: has the name of a run's own checkpoint; choose another")
     kept = {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
     checkpoint.save(kept, path)
-    parameters, _ = count_parameters(GPTConfig(**state["model_config"]))
-    kind = state["tokenizer"]["kind"]
-    print(
-        f"{path}: {parameters / 1e6:.2f}M parameters, vocabulary {state['vocab']}, tokenizer "
-        f"{kind}; train on from it or sample with --init_from={path}"
-    )
-    if kind == "unknown":
+    print(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
+    if state["tokenizer"]["kind"] == "unknown":
         print("tokenizer: not known from the files; the model trains, but sample.py refuses it")
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("mode", choices=("hf-to-ckpt", "ckpt-to-hf", "nanogpt-to-ckpt"))
     parser.add_argument("source")
     parser.add_argument("out")
     args = parser.parse_args(argv)
@@ -195,9 +167,7 @@ def main(argv: list[str]) -> None:
         why = error.strerror or error
         raise UserError(f"{args.out}: cannot be written ({why}); choose another place") from None
     if args.mode == "nanogpt-to-ckpt":
-        print(
-            "note: nanoGPT uses the exact GELU, this program GPT-2's: logits differ by up to 1e-3"
-        )
+        print("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
 
 
 if __name__ == "__main__":

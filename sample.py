@@ -81,7 +81,7 @@ def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
-    """The model on its device. Raises UserError where the run had diverged."""
+    """The model on its device. Raises UserError if a weight is not finite."""
     hw = hardware.set_up(Config(device=config.device, dtype=config.dtype))
     model = build_model(GPTConfig(**state["model_config"]))
     model.load_state_dict(state["model"])
@@ -122,8 +122,7 @@ def stream_samples(
 
 def main(argv: list[str]) -> int:
     config, problems = read_config(argv, SampleConfig)
-    if not problems:
-        problems = hardware.check_device(config)
+    problems = problems or hardware.check_device(config)
     if problems:
         raise UserError(*problems)
     prompt = read_prompt(config.start)
@@ -134,11 +133,6 @@ def main(argv: list[str]) -> int:
         raise UserError("init_from: the model's tokenizer is not known, so it cannot print text")
     text, vocab = Tokenizer(state["tokenizer"]), state["vocab"]
     ids = encode(prompt, text, vocab)
-    if config.top_k > vocab and "top_k" in config.given:
-        raise UserError(
-            f"top_k: {config.top_k} is above the vocabulary of {vocab}; --top_k=0: no limit"
-        )
-    config.top_k = min(config.top_k, vocab)
     model = load_model(state, config)
     complain(f"model: {state['source']}")
     window = model.config.block_size

@@ -23,7 +23,7 @@ LINES = {
     "eval": rf"step (?P<iter>\d+): train loss (?P<train_loss>{N}), val loss (?P<val_loss>{N})",
 }
 TOKENS_LINE = re.compile(r"tokens per iteration will be: ([\d,]+)")
-PARAMETERS_LINE = re.compile(r"number of parameters: ([\d.]+)M")  # position embeddings left out
+PARAMETERS_LINE = re.compile(r"number of parameters: ([\d.]+)M")
 CONFIG_LINE = re.compile(r"(?:Overriding: )?(\w+) = ([^#]+)(?:#.*)?")
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the one kind of formula in nanoGPT's config files
 
@@ -32,9 +32,8 @@ def read_nanogpt_log(path: Path) -> RunRecords:
     """
     Read what nanoGPT printed, or the part of it that was kept.
 
-    Its iteration times hold an evaluation and a checkpoint where there was one: there, the time
-    above the median is booked as evaluation. Its MFU is relative to an A100, so it is not taken
-    over. FLOPs per token come from the configuration that it printed, else from that MFU.
+    Its iteration times include evaluations and checkpoints. Where there was one, the time above the
+    median is booked as evaluation. FLOPs per token come from the configuration that it printed.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if ", tok/s " in text:
@@ -42,37 +41,36 @@ def read_nanogpt_log(path: Path) -> RunRecords:
     found = {}  # by kind and iteration: after a resume the later line counts
     for line in text.splitlines():
         for kind, pattern in LINES.items():
-            match = re.match(pattern, line)
-            if match:
+            if match := re.match(pattern, line):
                 it = int(match["iter"])
                 found[kind, it] = match.groupdict() | {"kind": kind, "iter": it}
-    tokens, parameters = TOKENS_LINE.search(text), PARAMETERS_LINE.search(text)
     start = {"kind": "start", "iter": 0} | settings(text.splitlines())
-    if tokens:
-        start["tokens_per_iter"] = int(tokens[1].replace(",", ""))
     run = tabulate(path.stem, [start, *found.values()])
-    if not tokens:
+    if tokens := TOKENS_LINE.search(text):
+        run.tokens_per_iter = float(tokens[1].replace(",", ""))
+    else:
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         run.warnings.append(f"{path}: {missing}")
     separate_evaluations(run)
+    parameters = PARAMETERS_LINE.search(text)
     find_flops(run, 1e6 * float(parameters[1]) if parameters else math.nan)
     return run
 
 
 def settings(lines: list[str]) -> dict:
     """
-    What the log says of its configuration: config, device and dtype of a start record. Empty where
-    it says nothing: then not even the defaults are certain.
+    The configuration that the log prints, as config, device and dtype of a start record. Empty if
+    it prints none: then not even the defaults are certain.
     """
     printed = {}
     for line in lines:
         match = CONFIG_LINE.fullmatch(line)
         if match and match[1] in FIELDS:
             key, text = match[1], match[2].strip().strip("'\"")
-            product = PRODUCT.fullmatch(text)
-            printed[key] = parse(text, FIELDS[key].type)
-            if product:
+            if product := PRODUCT.fullmatch(text):
                 printed[key] = int(product[1]) * int(product[2])
+            else:
+                printed[key] = parse(text, FIELDS[key].type)
     if not printed:
         return {}
     defaults = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
@@ -86,7 +84,7 @@ def settings(lines: list[str]) -> dict:
 
 
 def separate_evaluations(run: RunRecords) -> None:
-    """Take evaluations and compilation out of the iteration times; work out tokens and tok/s."""
+    """Take evaluations and compilation out of the iteration times. Adds tokens and tok/s."""
     step, evals = run.step, run.eval
     evaluated = np.isin(step["iter"], evals["iter"])
     usual_ms = median(step["step_ms"][~evaluated & (step["iter"] > 0)])
@@ -103,19 +101,20 @@ def separate_evaluations(run: RunRecords) -> None:
 
 def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     """
-    Set FLOPs per token, divided by the number of cards: tok/s are those of all cards, MFU is that
-    of one card. The printed MFU tells how many cards there were, if only roughly, since
-    evaluations pull its mean down. It is removed here, as it is not the MFU of the run's card.
+    Set FLOPs per token from the printed configuration and parameters, which leave out position
+    embeddings. They are divided by the number of cards: tok/s are those of all cards, MFU is that
+    of one. Only the printed MFU tells how many cards there were. Evaluations pull it down, so it
+    serves for no more than that, and it is removed here: it is not the MFU of the run's card.
     """
     printed_mfu = median(run.step["mfu"][run.step["mfu"] > 0]) / 100
     run.step["mfu"] = np.full(len(run.step["iter"]), math.nan)
-    run.flops_per_token = printed_mfu * NANOGPT_PEAK_FLOPS / median(run.step["tokens_per_sec"])
-    if not run.config or not math.isfinite(matmul_parameters):
+    if not run.config:
         return
     L, C, T = run.config["n_layer"], run.config["n_embd"], run.config["block_size"]
     run.parameters = matmul_parameters + T * C
-    flops_per_token = 6 * matmul_parameters + 12 * L * C * T
-    cards = 1
-    if math.isfinite(run.flops_per_token):
-        cards = max(1, round(flops_per_token / run.flops_per_token))
-    run.flops_per_token = flops_per_token / cards
+    run.flops_per_token = 6 * matmul_parameters + 12 * L * C * T
+    # FLOP/s of all cards over those of one
+    cards = run.flops_per_token * median(run.step["tokens_per_sec"])
+    cards /= printed_mfu * NANOGPT_PEAK_FLOPS
+    if math.isfinite(cards):
+        run.flops_per_token /= max(1, round(cards))

@@ -11,15 +11,14 @@ from common.console import count, warn
 from reports.records import RunRecords, read_metrics
 
 PICTURE_POINTS = 600  # a line in a picture has at most this many points
-DOTTED_EVALUATIONS = 80  # more than these run into one another
 BLUE, RED = "#4c78a8", "#e4572e"
 COLORS = [BLUE, RED, "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"]
 
 
 def draw_run(out_dir: Path) -> Path:
     """
-    Draw out_dir/metrics.jsonl as out_dir/loss.png. This is called in the middle of a run, so
-    whatever goes wrong is only a warning.
+    Draw out_dir/metrics.jsonl as out_dir/loss.png. A run calls this while it trains, so any failure
+    is only a warning.
     """
     path = out_dir / "loss.png"
     try:
@@ -38,8 +37,7 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
     # not pyplot: it keeps every figure and may look for a screen
     from matplotlib.figure import Figure
 
-    several = len(runs) > 1
-    size = (12, 7) if several else (9, 6)
+    size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
     draw(figure, runs)
     temporary = path.with_suffix(".tmp")
@@ -93,13 +91,12 @@ def draw(figure, runs: list[RunRecords]) -> None:
 
 def draw_val_loss(axes, run: RunRecords, x: np.ndarray, color: str, label: str) -> None:
     """
-    A line with dots through the evaluations. It begins at the first one after iteration 0, which
-    gets a dot alone: a straight line across the steep fall in between would show what never was.
+    A line with dots through the evaluations after iteration 0. Iteration 0 gets a dot without a
+    line: the loss falls steeply after it, and not along a straight line.
     """
     losses, trained = run.eval["val_loss"], run.eval["iter"] > 0
-    size = 4 if len(x) < DOTTED_EVALUATIONS else 2
-    axes.plot(x[~trained], losses[~trained], "o", color=color, markersize=size)
-    axes.plot(x[trained], losses[trained], "o-", color=color, markersize=size, label=label)
+    axes.plot(x[~trained], losses[~trained], "o", color=color, markersize=3)
+    axes.plot(x[trained], losses[trained], "o-", color=color, markersize=3, label=label)
 
 
 def draw_band(axes, x, mean, low, high, color: str, label: str | None = None) -> None:
@@ -110,8 +107,8 @@ def draw_band(axes, x, mean, low, high, color: str, label: str | None = None) ->
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """
-    At most PICTURE_POINTS groups of neighbours, of the finite points: their mean x, and their
-    mean, lowest and highest y.
+    Put the finite points into at most PICTURE_POINTS groups of neighbours. Returns the mean x of
+    each group, and its mean, lowest and highest y.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
@@ -126,7 +123,7 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def finish(axes, x_label: str, y_label: str, from_zero: bool = False) -> None:
-    """Labels and grid. `from_zero` is for speeds: it shows differences at their true size."""
+    """Labels and grid. `from_zero` is for speeds: it shows differences in proportion."""
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(alpha=0.25)

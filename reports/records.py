@@ -15,13 +15,13 @@ from training.runlog import read_records
 @dataclass
 class RunRecords:
     """
-    One run. The facts come from its last start record: a number is NaN where it is not known, a
-    text is None, and `config` holds only the keys that are known.
+    One run. What holds for all of it comes from its last start record. A number is NaN and a text
+    None if it is not known, and `config` holds only the keys that are known.
 
-    Its records are columns: one array per value, of equal length within a kind, ordered by
-    iteration, NaN where a value is not known. Beyond what metrics.jsonl says there are
+    Its records are columns, ordered by iteration: one array for each value of a kind of record. A
+    value that is not known is NaN. Added to the values in metrics.jsonl are
 
-    - `step["iters"]`: the iterations that a record is the mean of
+    - `step["iters"]`: how many iterations a record is the mean of
     - `step["seconds"]`: the time of those iterations
     - `eval["tokens"]`: tokens trained on before the evaluation
     - `eval["hours"]`: time spent until the end of the evaluation: iterations, evaluations and
@@ -49,11 +49,11 @@ STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
 
 def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     """
-    Read the metrics.jsonl of one run. Lines that are no records are passed over, such as a last
-    line that a killed run left unfinished. With `most_steps`, a file of more lines is read with
-    only about that many step records, evenly spread.
+    Read the metrics.jsonl of one run. Lines that are not records are skipped, such as a last line
+    that a killed run left unfinished. With `most_steps`, a longer file is read with about that many
+    step records, evenly spread.
 
-    Raises OSError, and ValueError or TypeError where a record holds something else than a number.
+    Raises OSError, and ValueError or TypeError if a value is not a number.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
@@ -63,8 +63,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
         lines = others + steps[:: len(steps) // most_steps + 1]
     run = tabulate(path.resolve().parent.name, read_records(lines))
     if text and not text.endswith("\n"):
-        message = "the last line is cut short (the run was killed) and was left out"
-        run.warnings.append(f"{path}: {message}")
+        run.warnings.append(f"{path}: left out the last line, which a killed run left unfinished")
     return run
 
 
@@ -91,9 +90,9 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
 
 
 def known_keys(values: dict) -> dict:
-    """The keys that this program has, where the value is of the key's type."""
-    known = {key: value for key, value in values.items() if key in FIELDS}
-    return {key: value for key, value in known.items() if type(value) is FIELDS[key].type}
+    """The keys that this program has too, with a value of the key's type."""
+    known = values.keys() & FIELDS.keys()
+    return {key: values[key] for key in known if type(values[key]) is FIELDS[key].type}
 
 
 def number(value: float | None) -> float:
@@ -109,17 +108,17 @@ def columns(records: list[dict], kind: str, names: tuple[str, ...]) -> dict[str,
 
 def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     """
-    Add the columns that sum up others: iters and seconds of steps, tokens and hours of evaluations.
+    Add the columns that follow from others: iters and seconds of steps, tokens and hours of
+    evaluations.
     """
     step, evals = run.step, run.eval
     usual_ms = median(step["step_ms"])
-
     # a step record stands for the iterations since the record before it
     step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
     known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
     step["seconds"] = step["iters"] * known_ms / 1e3
 
-    # read off the step records: iter * tokens_per_iter is wrong where a resume changed the batch
+    # from the step records: iter * tokens_per_iter is wrong if a resume changed the batch
     tokens = total_at(evals["iter"], step["iter"], step["tokens"], run.tokens_per_iter)
     evals["tokens"] = np.round(tokens)
 
@@ -135,8 +134,8 @@ def add_totals(run: RunRecords, first_iter: int = 0) -> None:
 
 def total_at(x: np.ndarray, known_x: np.ndarray, totals: np.ndarray, slope: float) -> np.ndarray:
     """
-    A running total at x: straight lines from (0, 0) through the known points, and beyond the last
-    of them a line with this slope.
+    A running total at x, along straight lines from (0, 0) through the known points, and with this
+    slope beyond the last of them.
     """
     known_x, totals = np.append(0, known_x), np.append(0, totals)
     beyond = totals[-1] + (x - known_x[-1]) * slope

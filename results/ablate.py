@@ -67,7 +67,7 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
 
 
 def read_curve(out_dir: Path) -> dict:
-    """Tokens and val loss of the evaluations after iteration 0, and the time spent in steps."""
+    """Tokens and val loss at each evaluation after iteration 0, and the time spent in steps."""
     run = read_metrics(out_dir / "metrics.jsonl")
     tokens, losses = learning_curve(run, "tokens")
     seconds = float(run.step["seconds"].sum())
@@ -143,8 +143,8 @@ def main(argv: list[str]) -> None:
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print_table(rows, target)
     command = shlex.join(["python", "results/ablate.py", *argv])
-    machine = {"date": str(date.today()), "torch": torch.__version__}
-    result = {"command": command, **machine, "target": target, "variants": rows}
+    result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
+    result |= {"target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
     draw(args.out / "ablation.png", rows, target)
 

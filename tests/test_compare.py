@@ -150,17 +150,6 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
     assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
 
 
-def test_mfu_without_a_printed_configuration_comes_from_nanogpts_own(tmp_path, script):
-    log = tmp_path / "pasted.log"
-    log.write_text(
-        "tokens per iteration will be: 524,288\niter 100: loss 7.1, time 3900.00ms, mfu 12.93%\n"
-        "iter 200: loss 6.5, time 3900.00ms, mfu 12.93%\n"
-    )
-    figures = compare_runs(script, log, "--gpu=4070")["runs"]["pasted"]
-    # the same FLOP/s over the card's own peak
-    assert figures["mfu"] == pytest.approx(0.1293 * 312 / 58.3)
-
-
 def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
     # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
     log = write_notes_logs(tmp_path)[1]
@@ -315,10 +304,11 @@ def test_unequal_datasets_and_evaluations_are_warned_of(tmp_path, script):
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset="other", eval_tokens=8192)
     code, out, err = script(compare.main, a, b)
-    assert code == 0 and len(err) == 2
-    assert "a: d, b: other" in err[0] and "not comparable" in err[0]
-    assert "a: 4096, b: 8192" in err[1]
-    assert row(out, "best val loss").endswith("unequal datasets")
+    assert code == 0 and len(err) == 1
+    assert "a: 4096, b: 8192" in err[0]
+    assert row(out, "dataset").split() == ["dataset", "d", "other", "differs"]
+    for label in ("best val loss", "val loss at", "tokens to val loss"):
+        assert row(out, label).endswith("not comparable: unequal datasets")
 
 
 def test_a_killed_runs_torn_last_line_is_named_and_left_out(tmp_path, script):
@@ -326,7 +316,7 @@ def test_a_killed_runs_torn_last_line_is_named_and_left_out(tmp_path, script):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "step", "iter": 99, "tok')
     code, out, err = script(compare.main, run)
-    assert code == 0 and len(err) == 1 and "cut short" in err[0]
+    assert code == 0 and len(err) == 1 and "the last line" in err[0]
     assert row(out, "iterations").split() == ["iterations", "5"]
 
 
@@ -436,22 +426,3 @@ def test_a_picture_thins_out_but_keeps_the_extremes():
     at, mean, low, high = picture.thin_out(x, y)
     assert len(at) == picture.PICTURE_POINTS and high.max() == 9.0 and low.min() == 0.0
     assert abs(at[high.argmax()] - 54_321) < 100_000 / picture.PICTURE_POINTS
-
-
-def test_a_name_typed_by_a_person_finds_the_card():
-    from common.console import UserError
-    from training.gpus import resolve_gpu
-
-    for typed, name in (
-        ("4070", "NVIDIA GeForce RTX 4070"),
-        ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER"),
-        ("NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 4070"),
-        ("T4", "Tesla T4"),
-    ):
-        assert resolve_gpu(typed)["name"].split("|")[0] == name
-    assert float(resolve_gpu("3080 10GB")["bf16_tflops"]) != float(
-        resolve_gpu("3080 12GB")["bf16_tflops"]
-    )
-    for typed in ("3080", "H100", "geforce", "", "4711"):
-        with pytest.raises(UserError):
-            resolve_gpu(typed)

@@ -1,6 +1,7 @@
 """Configuration: files, flags, and every way to get them wrong."""
 
 import math
+import sys
 
 import pytest
 from helpers import ROOT, run_process
@@ -45,9 +46,28 @@ def test_a_file_sees_the_values_so_far(tmp_path):
 
 def test_modules_functions_and_underscored_names_in_a_file_are_ignored(tmp_path):
     text = (
-        "import math\n_tokens = 4\ndef double(x):\n    return 2 * x\nbatch_size = double(_tokens)"
+        "import math\nfrom math import pi, sqrt\nfrom os import environ\n"
+        "from typing import Any, Optional as Maybe\n_tokens = 4\n"
+        "def double(x):\n    return 2 * x\nbatch_size = double(_tokens)"
     )
-    assert load_config([write(tmp_path, text)]).batch_size == 8
+    config = load_config([write(tmp_path, text)])
+    assert config.batch_size == 8 and config.given == {"batch_size"}
+
+
+def test_a_file_may_take_keys_from_a_file_beside_it(tmp_path, monkeypatch):
+    write(tmp_path, "n_layer, batch_size = 3, 12", "base_config.py")
+    text = (
+        "import pathlib, sys\nsys.path.insert(0, str(pathlib.Path(__file__).parent))\n"
+        "from base_config import n_layer, batch_size"
+    )
+    monkeypatch.setattr("sys.path", [*sys.path])
+    config = load_config([write(tmp_path, text)])
+    assert config.n_layer == 3 and config.given == {"n_layer"}
+
+
+def test_an_absurdly_long_value_is_one_short_line():
+    (problem,) = problems_of("--max_iters=" + "-" * 100_000)
+    assert len(problem) < 200
 
 
 @pytest.mark.parametrize(
@@ -115,9 +135,9 @@ def test_of_accumulation_and_tokens_per_iter_the_last_one_wins(
     argv = ["--batch_size=16", "--block_size=64", *(files.get(name, name) for name in given)]
     config = load_config(argv)
     assert (config.gradient_accumulation_steps, config.tokens_per_iter) == (accumulation, tokens)
-    out = capsys.readouterr().out
+    err = capsys.readouterr().err
     switched_off = tokens == 0 and "--tokens_per_iter=0" not in given
-    assert out.count("tokens_per_iter: switched off by the later") == switched_off
+    assert err.count("tokens_per_iter: switched off by the later") == switched_off
     assert load_config([write(tmp_path, print_config(config), "printed.py")]) == config
 
 
@@ -298,6 +318,7 @@ BAD_FLAGS = {
     "zero batch": "--batch_size=0",
     "negative batch": "--batch_size=-4",
     "negative layers": "--n_layer=-1",
+    "layers beyond memory": "--n_layer=65536",
     "zero heads": "--n_head=0",
     "zero width": "--n_embd=0",
     "absurd width": "--n_embd=1e12",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import records, run_here
+from weights import random_gpt2
 
 import train
 from common.console import UserError
@@ -134,17 +135,6 @@ def test_the_character_run_of_its_readme(char_dataset, tmp_path, monkeypatch, ca
     assert set(sample) <= set("to be or not to be, that is the question:\n")
 
 
-def hf_folder(tmp_path, **changes):
-    """A tiny GPT-2 as transformers writes it."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(3)
-    settings = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2) | changes
-    hf = GPT2LMHeadModel(GPT2Config(**settings)).eval()
-    hf.save_pretrained(tmp_path / "hf")
-    return hf, tmp_path / "hf"
-
-
 def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     """
     init_from a Hugging Face folder: the first validation loss is the one transformers computes on
@@ -152,8 +142,10 @@ def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     """
     from data.shards import open_dataset
 
-    hf, folder = hf_folder(tmp_path)
-    options = dict(init_from=folder, max_iters=4, eval_tokens=512, learning_rate=1e-3, dropout=0.1)
+    hf = random_gpt2(tmp_path / "hf", vocab_size=64, n_positions=32)
+    options = dict(
+        init_from=tmp_path / "hf", max_iters=4, eval_tokens=512, learning_rate=1e-3, dropout=0.1
+    )
     assert run_here(dataset, tmp_path / "run", bias=True, **options) == 0
     windows = open_dataset(str(dataset)).val.read_windows([16 * n for n in range(32)], 17)
     block = torch.from_numpy(windows)
@@ -172,26 +164,27 @@ def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
 
 def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(dataset, tmp_path):
     """GPT-2's 50257 are not padded to 50304 on the way."""
-    _, folder = hf_folder(tmp_path)
+    random_gpt2(tmp_path / "hf", vocab_size=64)
     options = dict(n_layer=2, n_head=2, n_embd=32, bias=True)
-    run_here(dataset, tmp_path / "run", init_from=folder, max_iters=2, **options)
+    run_here(dataset, tmp_path / "run", init_from=tmp_path / "hf", max_iters=2, **options)
     assert run_here(dataset, tmp_path / "run", init_from="resume", max_iters=4, **options) == 0
 
 
 def test_contradicting_the_pretrained_architecture_lists_the_differences(dataset, tmp_path):
-    _, folder = hf_folder(tmp_path)
+    random_gpt2(tmp_path / "hf", vocab_size=64)
     with pytest.raises(UserError) as error:
-        run_here(dataset, tmp_path / "run", init_from=folder, n_layer=3, bias=False)
-    assert [p.partition(":")[0] for p in error.value.problems] == ["n_layer", "bias"]
+        run_here(dataset, tmp_path / "run", init_from=tmp_path / "hf", n_layer=3, bias=False)
+    (problem,) = error.value.problems
+    assert "n_layer 2 (asked for: 3), bias True (asked for: False)" in problem
     with pytest.raises(UserError, match="block_size"):
-        run_here(dataset, tmp_path / "run", init_from=folder, block_size=64)
+        run_here(dataset, tmp_path / "run", init_from=tmp_path / "hf", block_size=64)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused(dataset, tmp_path):
-    _, folder = hf_folder(tmp_path, vocab_size=40)
+    random_gpt2(tmp_path / "hf", vocab_size=40)
     with pytest.raises(UserError, match="only 40"):
-        run_here(dataset, tmp_path / "run", init_from=folder, bias=True)
+        run_here(dataset, tmp_path / "run", init_from=tmp_path / "hf", bias=True)
 
 
 def test_a_missing_pretrained_model_is_one_line(dataset, tmp_path):

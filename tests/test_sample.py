@@ -337,7 +337,6 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
         (["--start="], "encodes to no token"),
-        (["--top_k=257"], "top_k", "256"),
         ([f"--seed={10**30}"], "seed"),
         ([f"--num_samples={10**12}"], "num_samples"),
         ([f"--init_from={diverged}"], "not finite"),
@@ -364,6 +363,23 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     assert code == 2 and len(err) == 6
     for argument in ("--temprature=1", "--seed=x", "--dtype=int8"):
         assert_refused(script, sample.main, argument)
+
+
+def test_a_missing_checkpoint_names_the_runs_that_are_there(run, tmp_path, script, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "empty").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "out" / name).symlink_to(run)
+    assert_refused(
+        script,
+        sample.main,
+        words=(
+            "no checkpoint",
+            "runs here: out/a, out/b",
+        ),
+    )
+    words = ("out/c: no such", "runs here: out/a, out/b")
+    assert_refused(script, sample.main, "--out_dir=out/c", words=words)
 
 
 def test_a_missing_vocabulary_is_one_line(run, tmp_path):

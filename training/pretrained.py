@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.console import UserError
 from data.shards import dataset_folder, read_json
-from data.tokenizer import GPT2_VOCAB, read_meta
+from data.tokenizer import GPT2_VOCAB, fits, read_meta
 from model import GPTConfig
 from training import checkpoint
 from training.build import build_model
@@ -21,11 +21,10 @@ from training.build import build_model
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# The sizes in config.json, with GPT-2's values, which stand for sizes that are left out there
+# The sizes in config.json, with GPT-2's values, which transformers uses for any left out
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
-# What else config.json may say of a GPT-2 that model.py can compute
+# The other settings that model.py can compute, each with its allowed values, GPT-2's first
 GPT2_ONLY = dict(
-    n_inner=(None,),
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
     scale_attn_weights=(True,),
@@ -37,20 +36,20 @@ UNKNOWN = dict(kind="unknown")  # a tokenizer
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
-    What init_from means: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a Hugging Face
-    folder, a checkpoint of this program or of nanoGPT, or a run's out_dir. Returns `model` (float32
-    weights under the names of model.py), `model_config` and `vocab` before padding, cropped to
-    `block_size` if given. The vocabulary is not padded further: new rows would take part in every
-    softmax. Raises UserError.
+    The weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
+    Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
+
+    Returns `model` (float32 weights by model.py's names), `model_config`, and `vocab` (the size of
+    the vocabulary before padding). If `block_size` is given, the context is cropped to it. The
+    vocabulary is not padded further: new rows would take part in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
     if block_size is not None:
-        if block_size > config.block_size:
-            raise UserError(
-                f"block_size: {block_size}, but the pretrained model has {config.block_size} "
-                f"positions; --block_size={config.block_size} or less"
-            )
+        most = config.block_size
+        if block_size > most:
+            problem = f"block_size: {block_size}, but the pretrained model has {most} positions"
+            raise UserError(f"{problem}; --block_size={most} or less")
         if config.model == "gpt2":  # the fast model has no position embeddings
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
@@ -60,8 +59,8 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def read_weights(name_or_path: str) -> dict:
     """
-    The same in a checkpoint's terms: `model`, `model_config`, `vocab` and `tokenizer`. `source`
-    says in words what was read.
+    The same weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`.
+    `source` says in words what was read.
     """
     path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
     if name_or_path in HUB_NAMES and not path.exists():
@@ -73,9 +72,8 @@ def read_weights(name_or_path: str) -> dict:
     except UserError:
         raise
     except Exception as error:  # a file from a stranger may raise anything
-        raise UserError(
-            f"{path}: not a model ({type(error).__name__}: {error}); give another"
-        ) from None
+        problem = f"{path}: not a model ({type(error).__name__}: {error}); give another"
+        raise UserError(problem) from None
     return state
 
 
@@ -88,17 +86,19 @@ def read_any(path: Path) -> dict:
         return read_hf(path)
     if (path / "ckpt.pt").is_file():
         return read_checkpoint(path / "ckpt.pt")
-    what = "no such file or folder"
-    if path.is_dir():
-        what = "holds neither config.json nor a checkpoint"
-    raise UserError(f"{path}: {what}; give a checkpoint, an out_dir, a Hugging Face folder or gpt2")
+    what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
+    hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
+    runs = [str(run) for run in sorted(Path("out").glob("*")) if checkpoint.list_checkpoints(run)]
+    if runs:
+        hint = f"runs here: {', '.join(runs)}"
+    raise UserError(f"{path}: {what}; {hint}")
 
 
 def describe(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
     progress = state.get("progress")
     if not progress:
-        return f"{path}"
+        return str(path)
     iter_num = progress["iter_num"]
     if path.is_dir():
         path = path / f"ckpt-{iter_num:08}.pt"
@@ -113,8 +113,8 @@ def describe(state: dict, path: Path) -> str:
 
 def check_state(state: dict, path: Path) -> tuple[int, dict]:
     """
-    The vocabulary and the tokenizer of a checkpoint's state. Raises UserError if its weights are
-    not those that its model_config asks for; other exceptions if it is no such state at all.
+    The vocabulary and the tokenizer of a checkpoint's state. Raises UserError if its weights do not
+    fit its model_config. Raises any other exception if it is not a checkpoint's state at all.
     """
     config, weights, vocab = GPTConfig(**state["model_config"]), state["model"], state["vocab"]
     if config.n_head < 1 or config.n_embd % config.n_head:
@@ -124,38 +124,21 @@ def check_state(state: dict, path: Path) -> tuple[int, dict]:
     check_shapes(weights, config, path)
     if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
         raise UserError(f"{path}: its vocabulary is {vocab}, its table {config.vocab_size} rows")
-    tokenizer = state["tokenizer"]
-    return vocab, tokenizer if is_tokenizer(tokenizer, vocab) else UNKNOWN
+    return vocab, state["tokenizer"] if fits(state["tokenizer"], vocab) else UNKNOWN
 
 
 def check_shapes(weights: dict[str, Tensor], config: GPTConfig, path: Path) -> None:
     """Raise UserError unless these are the names and shapes of the model's weights."""
     with torch.device("meta"):  # shapes without memory
-        expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
-    problems = []
+        expected = build_model(config).state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights:
-            problems.append(f"{path}: has no {name}")
-        elif name not in expected:
-            problems.append(f"{path}: has {name}, which the model does not have")
-        elif weights[name].shape != expected[name]:
-            found, asked = tuple(weights[name].shape), tuple(expected[name])
-            problems.append(f"{path}: {name} is {found}, its configuration asks for {asked}")
-    if problems:
-        more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
-        raise UserError(problems[0] + more)
-
-
-def is_tokenizer(spec, vocab: int) -> bool:
-    """Whether `spec`, as tokenizer.Tokenizer takes it, has a text for each id below `vocab`."""
-    if not isinstance(spec, dict):
-        return False
-    kind, itos = spec.get("kind"), spec.get("itos")
-    if kind == "char":
-        if not isinstance(itos, list) or len(itos) < vocab:
-            return False
-        return all(isinstance(char, str) for char in itos)
-    return vocab <= dict(gpt2=GPT2_VOCAB, byte=256).get(kind, 0)
+            raise UserError(f"{path}: has no {name}")
+        if name not in expected:
+            raise UserError(f"{path}: has {name}, which the model does not have")
+        found, asked = tuple(weights[name].shape), tuple(expected[name].shape)
+        if found != asked:
+            raise UserError(f"{path}: {name} is {found}, its configuration asks for {asked}")
 
 
 # -----------------------------------------------------------------------------
@@ -177,7 +160,7 @@ def fetch(name: str) -> Path:
 
 
 def read_hf(folder: Path) -> dict:
-    """A Hugging Face GPT-2: config.json and model.safetensors, whole or in shards."""
+    """A Hugging Face GPT-2: config.json, and model.safetensors in one file or several."""
     hf = read_json(folder / "config.json", mend="get it again")
     config = read_hf_config(hf, folder)
     weights = {}
@@ -200,7 +183,7 @@ def read_hf(folder: Path) -> dict:
 
 
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
-    """config.json's model. Raises UserError if it is not a GPT-2 as model.py computes it."""
+    """The model of a config.json. Raises UserError if model.py cannot compute it."""
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
     path, problems = folder / "config.json", []
@@ -210,8 +193,6 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
             problems.append(f"{path}: {key} is {value!r}, not a size")
     for key, allowed in GPT2_ONLY.items():
         value = hf.get(key, allowed[0])
-        if key == "n_inner" and value == 4 * sizes["n_embd"]:
-            continue
         if value not in allowed:
             problems.append(f"{path}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
     if problems:
@@ -249,9 +230,8 @@ def read_checkpoint(path: Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # a damaged file may raise anything
-        raise UserError(
-            f"{path}: damaged, cut short, or more than tensors and plain values in it; give another"
-        ) from None
+        problem = "damaged, cut short, or holds more than tensors and plain values"
+        raise UserError(f"{path}: {problem}; give another") from None
     if isinstance(state, dict) and "model_config" in state:
         if damage := checkpoint.find_damage(path):
             raise UserError(f"{path}: {damage}")
@@ -263,9 +243,7 @@ def read_checkpoint(path: Path) -> dict:
 
 def convert_nanogpt(state: dict) -> dict:
     """nanoGPT's state in this program's terms."""
-    names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-    args = state["model_args"]
-    config = GPTConfig(**{name: args[name] for name in names if name in args})
+    config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():
         if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
