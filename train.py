@@ -4,12 +4,10 @@ Train a GPT.
     python train.py config/quickstart.py                       minutes, on any machine
     python train.py config/gpt124m_4070.py                     GPT-124M on an RTX 4070
     python train.py config/gpt124m_4070.py --batch_size=4      override anything
-    python train.py --help                                     every key
 
 `main` at the end is the story of a run, its loop on one screen. One iteration is train_step():
 gradient_accumulation_steps micro-batches forward and backward, then one update.
-Exit codes: 0 done, 1 failed while running, 2 bad configuration or data, 130/143 stopped by a
-signal after saving.
+Exit codes: 0 done, 1 failed, 2 bad configuration or data, 130/143 stopped by a signal and saved.
 """
 
 import contextlib
@@ -88,6 +86,7 @@ def train_step(
             scaler.scale(loss / grad_accum).backward()
         losses.append(loss.detach())
     scaler.unscale_(optimizer)
+    # with grad_clip = 0 the norm is only measured
     if grad_clip:
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     else:
@@ -117,7 +116,7 @@ def evaluate(
     model.eval()
     try:
         for x, y, tokens in batches:
-            between_batches()
+            between_batches()  # a signal may interrupt an evaluation
             with autocast:
                 losses.append(model(x, y))
             counts.append(tokens)
@@ -132,12 +131,14 @@ def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
     The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at
     iteration `horizon`.
     """
+    # nanoGPT's warm-up: the first rate is above 0
     if it < config.warmup_iters:
         return highest * (it + 1) / (config.warmup_iters + 1)
     if not config.decay_lr:
         return highest
     if it >= horizon:
         return config.min_lr
+    # the decay starts after warm-up, with wsd in the last decay_fraction of the schedule
     start = config.warmup_iters
     if config.lr_schedule == "wsd":
         start = max(start, horizon - round(config.decay_fraction * horizon))
@@ -189,6 +190,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> tuple[Ca
     """
     if not config.compile:
         return model, config
+    # once, before the first iteration: all ranks compile, each for itself
     say("compiling: about a minute without a line")
     rng, began = hardware.get_rng_state(hw.device), time.perf_counter()
     # made like real batches, with their strides, or it would all compile again
@@ -222,7 +224,8 @@ def estimate_loss(
     and number of ranks. All ranks take part.
     """
     means = []
-    tokens = min(config.eval_size, len(data.val))  # as many of each split
+    # as many tokens of each split
+    tokens = min(config.eval_size, len(data.val))
     share = ranks.rank, ranks.world_size
     for split, spread in ((data.train, True), (data.val, False)):
         windows = eval_batches(split, tokens, config, hw.device, spread, *share)
@@ -320,6 +323,7 @@ def main(argv: list[str]) -> int:
                 vocab=data.vocab,
                 tokenizer=data.tokenizer,
                 data_fingerprint=data.fingerprint,
+                data_modified=data.modified,
                 stream=data.stream and data.stream.position(p.sequences),
                 config=config_values(c),
             )

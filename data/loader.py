@@ -68,11 +68,8 @@ class ShuffledWindows:
     """The windows of a split on the disk, in WindowOrder's order."""
 
     def __init__(self, tokens: TokenStream, config: Config):
-        self.tokens, self.block_size, self.seed = tokens, config.block_size, config.seed
-        self.order = self.new_order()
-
-    def new_order(self) -> WindowOrder:
-        return WindowOrder(len(self.tokens), self.block_size, self.seed)
+        self.tokens = tokens
+        self.order = WindowOrder(len(tokens), config.block_size, config.seed)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """
@@ -80,11 +77,12 @@ class ShuffledWindows:
         RunError.
         """
         starts = [self.order.start(n) for n in range(first, first + count)]
-        return self.tokens.read_windows(starts, self.block_size + 1)
+        return self.tokens.read_windows(starts, self.order.block_size + 1)
 
     def locate(self, n: int) -> str:
         """Where the n-th sequence stands, for messages."""
-        order = self.new_order()  # the reading thread uses the other one
+        # One of its own, because the reading thread uses self.order
+        order = WindowOrder(self.order.tokens, self.order.block_size, self.order.seed)
         number, offset = self.tokens.locate(order.start(n))
         return f"{self.tokens.shards[number].path} at token {offset:,}"
 

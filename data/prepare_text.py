@@ -85,12 +85,6 @@ def stdlib_source() -> tuple[str, list[str], int]:
     return f"Python {platform.python_version()} standard library", files, len(validation)
 
 
-def own_title(names: list[str]) -> str:
-    if len(names) > 3:
-        return f"{' '.join(names[:3])} and {len(names) - 3} more"
-    return " ".join(names)
-
-
 def read_text(path: str) -> str:
     """A text file. Any line ends become \\n, so that every system makes the same tokens."""
     try:
@@ -179,7 +173,8 @@ def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     tokenizer = Tokenizer({"kind": arguments.tokenizer})
     if arguments.files:
-        title, files = own_title(arguments.files), local_files(arguments.files, ENDINGS)
+        title = " ".join(arguments.files)[:200]
+        files = local_files(arguments.files, ENDINGS)
     else:
         title, files, val_documents = stdlib_source()
     source = text_source(files)

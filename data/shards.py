@@ -49,8 +49,11 @@ def split_of(name: str) -> str | None:
     return words[-1] if words else None
 
 
-def open_shard(path: Path) -> Shard:
-    """Read a shard's header and hold it against the file's size. Raises UserError."""
+def open_shard(path: Path, listed: dict | None = None) -> Shard:
+    """
+    Read a shard's header, and compare it with the file's size and with what manifest.json lists.
+    Raises UserError.
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -58,26 +61,27 @@ def open_shard(path: Path) -> Shard:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; prepare the dataset again") from None
     magic, version, tokens = header.tolist()
-    if magic != SHARD_MAGIC:  # nanoGPT's: nothing but tokens
-        if path.name not in ("train.bin", "val.bin"):
-            expected = f"not with a shard's magic number {SHARD_MAGIC}"
-            raise UserError(f"{path}: starts with {magic}, {expected}")
+    header_bytes = 4 * HEADER_INTS
+    if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's: only tokens
+        header_bytes, tokens = 0, size // 2
         if size == 0 or size % 2:
-            why = f"{size:,} bytes are no tokens, or no whole number of them (2 bytes each)"
-            raise UserError(f"{path}: {why}; prepare it again")
-        return Shard(path, 0, size // 2)
-    if version != SHARD_VERSION:
-        readable = f"this program reads version {SHARD_VERSION} (uint16 tokens)"
-        raise UserError(f"{path}: shard version {version}; {readable}")
-    held = (size - 4 * HEADER_INTS) / 2
+            raise UserError(f"{path}: its {size:,} bytes are not tokens of 2; prepare it again")
+    elif magic != SHARD_MAGIC:
+        raise UserError(f"{path}: its magic number is {magic}, a shard's is {SHARD_MAGIC}")
+    elif version != SHARD_VERSION:
+        raise UserError(f"{path}: its version is {version}, only {SHARD_VERSION} can be read")
+    held = (size - header_bytes) / 2
     if held != tokens or tokens < 0:
-        why = f"its header promises {tokens:,} tokens, the file holds {held:,.1f}"
-        raise UserError(f"{path}: {why}; prepare it again")
-    return Shard(path, 4 * HEADER_INTS, tokens)
+        promise = f"its header promises {tokens:,} tokens, the file holds {held:,.1f}"
+        raise UserError(f"{path}: {promise}; prepare it again")
+    if listed and listed["tokens"] != tokens:
+        differs = f"holds {tokens:,} tokens, manifest.json says {listed['tokens']:,}"
+        raise UserError(f"{path}: {differs}; delete {path.parent} and prepare it again")
+    return Shard(path, header_bytes, tokens)
 
 
 def is_file_name(name: str) -> bool:
-    """False for a shard's name that leads out of its folder, or that no file can have."""
+    """Whether a shard's name stays in its folder, and is one that a file can have."""
     return name == Path(name).name and "\0" not in name
 
 
@@ -125,8 +129,8 @@ class TokenStream:
         try:
             self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
         except OSError as error:
-            mend = "make larger shards, or raise the limit (ulimit -n)"
-            raise UserError(f"{error.filename}: {error.strerror}; {mend}") from None
+            problem = f"{error.filename}: {error.strerror}"
+            raise UserError(f"{problem}; make larger shards, or raise ulimit -n") from None
         # The thread that reads ahead and an evaluation share the files' positions
         self.lock = threading.Lock()
 
@@ -152,8 +156,7 @@ class TokenStream:
                 file.seek(shard.header_bytes + 2 * offset)
                 size = file.readinto(memoryview(piece).cast("B"))
             if size != piece.nbytes:
-                where = f"{shard.path}: ends before token {offset + len(piece):,}"
-                raise RunError(f"{where}; it changed since the run began")
+                raise RunError(f"{shard.path}: cut short: it changed since the run began")
             filled += len(piece)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
@@ -168,9 +171,8 @@ class TokenStream:
             row, column = np.argwhere(block >= self.vocab)[0]
             number, offset = self.locate(positions[row] + int(column))
             where = f"{self.shards[number].path}: token {block[row, column]} at offset {offset:,}"
-            why = "the dataset is damaged or belongs to another tokenizer"
             outside = f"is outside the vocabulary of {self.vocab}"
-            raise RunError(f"{where} {outside}; {why}: prepare it again")
+            raise RunError(f"{where} {outside}; prepare the dataset again, with its tokenizer")
         return block.astype(np.int64)
 
 
@@ -201,6 +203,7 @@ class Dataset:
     tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
     fingerprint: str  # changes when the tokens do
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
+    modified: float = 0.0  # when the newest of its files was changed, as st_mtime; 0.0 on the hub
 
 
 def dataset_folder(name: str) -> Path:
@@ -227,11 +230,12 @@ def open_dataset(name: str) -> Dataset:
     shards = open_shards(folder, listed)
     train, val = TokenStream(shards["train"], vocab), TokenStream(shards["val"], vocab)
     fingerprint = check_tokens(listed, [train, val])
-    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint)
+    modified = max(shard.path.stat().st_mtime for shard in train.shards + val.shards)
+    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, modified=modified)
 
 
 def missing_dataset(name: str, folder: Path) -> str:
-    """What to type where the folder is not there."""
+    """The message where the folder is not there."""
     problem = f"dataset: there is no folder {folder}"
     if name == "openwebtext":  # the default, which most likely nobody asked for
         problem += "; try python train.py config/quickstart.py, which needs no data"
@@ -250,8 +254,7 @@ def read_description(folder: Path) -> tuple[dict[str, dict], int, dict]:
     manifest = read_json(manifest_path) if manifest_path.exists() else {}
     meta = read_meta(meta_path) if meta_path.exists() else {}
     if manifest.get("complete") is False:
-        mend = "run the command that began it again"
-        raise UserError(f"{folder}: its preparation is unfinished; {mend}")
+        raise UserError(f"{folder}: unfinished; run the command that began it again")
     try:
         listed = {}
         for shard in manifest.get("shards", []):
@@ -290,26 +293,17 @@ def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
     problems = []
     for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
-        split = split_of(name)
-        if split is None:
-            continue
-        try:
-            shard = open_shard(folder / name)
-        except UserError as error:
-            problems += error.problems
-            continue
-        if listed and listed[name]["tokens"] != shard.tokens:
-            differs = f"{shard.tokens:,} tokens; manifest.json says {listed[name]['tokens']:,}"
-            problems.append(f"{shard.path}: {differs}; prepare the dataset again")
-        shards[split].append(shard)
-    for split in shards:
-        if not problems and not any(shard.tokens for shard in shards[split]):
-            files = f"{split}_000001.bin or NAME_{split}_000001.bin"
-            problems.append(
-                f"{folder}: holds no tokens for {split} ({files}); prepare the dataset again"
-            )
+        if split := split_of(name):
+            try:
+                shards[split].append(open_shard(folder / name, listed.get(name)))
+            except UserError as error:
+                problems += error.problems
     if problems:
         raise UserError(*problems)
+    for split in shards:
+        if not any(shard.tokens for shard in shards[split]):
+            files = f"{split}_000001.bin or NAME_{split}_000001.bin"
+            raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
     return shards
 
 
@@ -328,7 +322,7 @@ def check_tokens(listed: dict[str, dict], streams: list[TokenStream]) -> str:
 
 
 def is_made_on_demand(config: Config) -> bool:
-    """Whether this is the quickstart's dataset and it is still to be made, or to be finished."""
+    """Whether this is the quickstart's dataset, and it is not made yet, or only in part."""
     if config.dataset != PREPARED_ON_DEMAND:
         return False
     manifest = dataset_folder(config.dataset) / "manifest.json"

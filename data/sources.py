@@ -7,13 +7,13 @@ there on in batches: file number, row of the batch's first document, and the doc
 
 import glob
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from common.console import UserError
+from tqdm import tqdm
+
+from common.console import UserError, warn
 
 Rows = list[str | None]  # None: a null in the file
 Batch = tuple[int, int, Rows]
@@ -111,18 +111,13 @@ def quiet_datasets():
 # Reading a file
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which pieces of a source one of several workers reads: every `workers`-th one."""
-
-    number: int = 0
-    workers: int = 1
-
-    def holds(self, piece: int) -> bool:
-        return piece % self.workers == self.number
+# Which pieces of a source a worker reads: (its number, how many workers), every n-th piece
+Share = tuple[int, int]
 
 
-EVERYTHING = Share()
+def is_mine(piece: int, share: Share) -> bool:
+    number, workers = share
+    return piece % workers == number
 
 
 def read_rows(
@@ -146,9 +141,8 @@ def read_parquet(name: str, row: int, piece: int, share: Share):
     a slower consumer and, when it begins in the middle of a file, downloads what it skips.
     """
     import pyarrow.parquet
-    from huggingface_hub import HfFileSystem
 
-    with HfFileSystem().open(name) if "://" in name else open(name, "rb") as file:
+    with open_file(name) as file:
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         check_column(name, parquet.schema_arrow)
@@ -164,7 +158,7 @@ def read_parquet(name: str, row: int, piece: int, share: Share):
                 if end <= row:
                     continue
                 texts = None
-                if share.holds(piece):
+                if is_mine(piece, share):
                     while decoded < end:
                         batch = next(batches)
                         decoded += len(batch)
@@ -172,6 +166,14 @@ def read_parquet(name: str, row: int, piece: int, share: Share):
                 yield max(begin, row), end, texts
                 piece += 1
             group_begins = group_ends
+
+
+def open_file(name: str):
+    if "://" in name:
+        from huggingface_hub import HfFileSystem
+
+        return HfFileSystem().open(name)
+    return open(name, "rb")
 
 
 def rows_per_piece(parquet, group: int) -> int:
@@ -196,7 +198,7 @@ def read_json(name: str, row: int, piece: int, share: Share):
         end = begin + len(table)
         if end > row:
             texts = None
-            if share.holds(piece):
+            if is_mine(piece, share):
                 texts = to_texts(table.column(COLUMN))[max(row - begin, 0) :]
             yield max(begin, row), end, texts
             piece += 1
@@ -225,7 +227,7 @@ def to_texts(column) -> Rows:
 def files_source(
     files: list[str],
     backoff: tuple[float, ...] = (),
-    share: Share = EVERYTHING,
+    share: Share = (0, 1),
     again_from: tuple[int, int] | None = None,
 ) -> Source:
     """
@@ -249,7 +251,7 @@ def files_source(
             except Exception as error:  # whatever a network or a damaged file throws
                 if failures == len(backoff):
                     raise UserError(f"{files[file]}: {reason(error)}") from None
-                say_and_wait(files[file], error, backoff[failures])
+                warn_and_wait(files[file], error, backoff[failures])
                 failures += 1
                 continue
             file, row = file + 1, 0
@@ -259,10 +261,9 @@ def files_source(
     return source
 
 
-def say_and_wait(file: str, error: Exception, seconds: float) -> None:
-    from tqdm import tqdm  # which writes above a progress bar
-
-    tqdm.write(f"warning: {file}: {reason(error)}; again in {seconds} s", file=sys.stderr)
+def warn_and_wait(file: str, error: Exception, seconds: float) -> None:
+    with tqdm.external_write_mode():  # above the progress bar
+        warn(f"{file}: {reason(error)}; again in {seconds} s")
     time.sleep(seconds)
 
 

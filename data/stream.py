@@ -22,6 +22,7 @@ import os
 import re
 import signal
 import threading
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process, resource_tracker
@@ -63,14 +64,13 @@ class Pieces(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray] | UserError]:
         worker = get_worker_info()
-        share = sources.Share(worker.id, worker.num_workers) if worker else sources.EVERYTHING
+        share = (worker.id, worker.num_workers) if worker else (0, 1)
         source = sources.files_source(self.files, self.backoff, share, self.again_from)
         try:
             tokenizer = Tokenizer(self.tokenizer)
-            for file, row, rows in source(*self.first):
-                documents = encode_rows(rows, tokenizer)
-                documents = [tokens for tokens in documents if tokens is not None]
-                yield file, row, np.concatenate([NO_TOKENS, *documents])
+            for file, first, rows in source(*self.first):
+                documents = [tokens for _, tokens in encode_rows(first, rows, tokenizer)]
+                yield file, first, np.concatenate([NO_TOKENS, *documents])
         except UserError as error:  # DataLoader would make a traceback of it
             yield error
 
@@ -259,10 +259,11 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
         dataset, _, builder = name.partition(":")
         begun = position.get("revision")
         files, revision = sources.hub_files(dataset, builder or None, begun, flag="--dataset")
-        backoff = sources.BACKOFF_SECONDS
+        backoff, modified = sources.BACKOFF_SECONDS, 0.0
     else:
         files, backoff = stream_files(name), ()
         revision = sources.describe_files(files)
+        modified = max(map(os.path.getmtime, files))
     tokenizer = Tokenizer(TOKENIZER)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)
@@ -275,33 +276,28 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     workers = Workers(Pieces(files, backoff, TOKENIZER, first, begin), config.data_workers)
     stream = Stream(workers, config.block_size, identity, position)
     train, val = HeldTokens(train), HeldTokens(val)
-    return Dataset(name, train, val, tokenizer.vocab, TOKENIZER, fingerprint, stream)
+    return Dataset(name, train, val, tokenizer.vocab, TOKENIZER, fingerprint, stream, modified)
 
 
 def read_first(
     source: sources.Source, tokenizer: Tokenizer, wanted: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """
-    The first whole documents that make up `wanted` tokens, the `wanted` tokens after them, and the
-    file and row where those begin. Fewer where the source ends.
+    The first whole documents that hold `wanted` tokens, the next `wanted` tokens, and the file and
+    row where these begin. Fewer where the source ends.
     """
-    val, train, begin = [], [], (0, 0)
-    val_tokens = train_tokens = 0
+    val, train, begin = array("H"), array("H"), (0, 0)
     for file, first, rows in source(0, 0):
-        for row, tokens in enumerate(encode_rows(rows, tokenizer), first):
-            if tokens is None:
-                continue
-            if val_tokens < wanted:
-                val.append(tokens)
-                val_tokens += len(tokens)
+        for row, tokens in encode_rows(first, rows, tokenizer):
+            if len(val) < wanted:
+                val.frombytes(tokens.tobytes())
             else:
                 if not train:
                     begin = (file, row)
-                train.append(tokens)
-                train_tokens += len(tokens)
-        if train_tokens >= wanted:
+                train.frombytes(tokens.tobytes())
+        if len(train) >= wanted:
             break
-    return np.concatenate([NO_TOKENS, *val]), np.concatenate([NO_TOKENS, *train])[:wanted], begin
+    return np.array(val), np.array(train[:wanted]), begin
 
 
 def check_first(config: Config, val_tokens: int, train_tokens: int) -> None:

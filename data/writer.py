@@ -11,7 +11,7 @@ out the same, byte for byte, however often it was interrupted and with any numbe
 
 import hashlib
 import json
-import sys
+import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from common.console import RunError, UserError
+from common.console import RunError, UserError, complain, say
 from common.files import free_bytes, fsync_folder, replacing, try_lock
 from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
@@ -62,11 +62,10 @@ class Plan:
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
-        tokenizer = self.tokenizer
         settings = dict(train_tokens=self.train_tokens, val_tokens=self.val_tokens)
         settings |= dict(val_documents=self.val_documents, shard_tokens=self.shard_tokens)
-        manifest = dict(format=FORMAT, tokenizer=tokenizer.kind)
-        manifest |= dict(vocab=tokenizer.vocab, eot=tokenizer.eot)
+        tokens = self.tokenizer
+        manifest = dict(format=FORMAT, tokenizer=tokens.kind, vocab=tokens.vocab, eot=tokens.eot)
         manifest |= dict(source=self.source, revision=self.revision, settings=settings)
         return manifest | dict(documents=0, complete=False, shards=[])
 
@@ -78,16 +77,16 @@ def prepare(plan: Plan, source: Source, workers: int, next_command: str = "") ->
     """
     writer = ShardWriter(plan)
     if writer.manifest["complete"]:
-        print(f"{describe(plan.folder, writer.manifest)}: nothing to do")
+        say(f"{describe(plan.folder, writer.manifest)}: nothing to do")
     else:
         try:
             write_all(writer, source, workers)
         except KeyboardInterrupt:
-            print(f"stopped: {GO_ON}", file=sys.stderr)
+            complain(f"stopped: {GO_ON}")
             return 130
-        print(describe(plan.folder, writer.manifest))
+        say(describe(plan.folder, writer.manifest))
     if next_command:
-        print(f"next: {next_command}")
+        say(f"next: {next_command}")
     return 0
 
 
@@ -99,9 +98,9 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     try:
         with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
             while not writer.has_all and (batch := next(batches, None)):
-                file, first_row, documents = batch
-                for row, tokens in enumerate(documents, first_row):
-                    if tokens is not None and (file, row) >= begin:
+                file, documents = batch
+                for row, tokens in documents:
+                    if (file, row) >= begin:
                         done = start["token"] if (file, row) == begin else 0
                         writer.add(tokens, file, row, done)
                 bar.update(writer.tokens - bar.n)
@@ -134,39 +133,37 @@ def describe(folder: Path, manifest: dict) -> str:
 
 def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int):
     """
-    Tokenise on `workers` threads (tiktoken releases the GIL) and keep the order: yields file
-    number, first row and the tokens of each document. Enough is read ahead for the threads to go on
-    while the source downloads or a shard is written, and little enough for memory not to grow with
-    the source.
+    Tokenise on `workers` threads (tiktoken releases the GIL) and keep the order: yields the file
+    number and the encode_rows of each batch. Reads so far ahead that the threads go on while the
+    source downloads or a shard is written, and not so far that memory grows with the source.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending = deque()
     try:
-        for file, row, rows in batches:
-            pending.append((file, row, pool.submit(encode_rows, rows, tokenizer)))
+        for file, first_row, rows in batches:
+            pending.append((file, pool.submit(encode_rows, first_row, rows, tokenizer)))
             if len(pending) > READ_AHEAD * workers:
-                file, row, future = pending.popleft()
-                yield file, row, future.result()
-        for file, row, future in pending:
-            yield file, row, future.result()
+                file, future = pending.popleft()
+                yield file, future.result()
+        for file, future in pending:
+            yield file, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encode_rows(rows: Rows, tokenizer: Tokenizer) -> list[np.ndarray | None]:
+def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple[int, np.ndarray]]:
     """
-    The tokens of each document, uint16, end-of-text first; None for one that is null or empty.
+    Row and tokens of each document, uint16, end-of-text first. Those without text are left out.
     """
-    encoded: list[np.ndarray | None] = []
-    for text in rows:
+    documents = []
+    for row, text in enumerate(rows, first_row):
         ids = tokenizer.encode(text) if text else ()
-        tokens = None
         if len(ids):
             tokens = np.empty(len(ids) + 1, dtype="<u2")
             tokens[0] = tokenizer.eot
             tokens[1:] = ids
-        encoded.append(tokens)
-    return encoded
+            documents.append((row, tokens))
+    return documents
 
 
 # -----------------------------------------------------------------------------
@@ -186,6 +183,7 @@ class ShardWriter:
         self.split = "train" if self.totals["train"] else "val"
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
         self.filled = 0  # tokens in the buffer
+        self.train_tokens = plan.train_tokens or math.inf
         self.documents = 0  # that begin in the buffer
 
     @property
@@ -194,7 +192,7 @@ class ShardWriter:
 
     @property
     def has_all(self) -> bool:
-        return self.plan.train_tokens is not None and self.totals["train"] >= self.plan.train_tokens
+        return self.totals["train"] >= self.train_tokens
 
     @property
     def has_validation(self) -> bool:
@@ -210,8 +208,8 @@ class ShardWriter:
             self.documents += 1
         while done < len(tokens) and not self.has_all:
             room = self.plan.shard_tokens - self.filled
-            if self.split == "train" and self.plan.train_tokens is not None:
-                room = min(room, self.plan.train_tokens - self.totals["train"])
+            if self.split == "train":
+                room = min(room, self.train_tokens - self.totals["train"])
             piece = tokens[done : done + room]
             self.buffer[self.filled : self.filled + len(piece)] = piece
             self.filled += len(piece)
@@ -302,16 +300,17 @@ def read_manifest(folder: Path) -> dict:
     path = folder / "manifest.json"
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: not a manifest of this program's; choose another folder")
-    whole = has_fields(manifest, FIELDS)
-    for shard in manifest["shards"] if whole else ():
-        if not has_fields(shard, SHARD_FIELDS) or not is_file_name(shard["name"]):
-            whole = False
-        elif split_of(shard["name"]) is None:
-            whole = False
-    if not whole:
+        raise UserError(f"{path}: was not made by this program; choose another folder")
+    if not has_fields(manifest, FIELDS) or not all(map(is_whole, manifest["shards"])):
         raise UserError(f"{path}: damaged; delete {folder} and prepare the dataset again")
     return manifest
+
+
+def is_whole(shard) -> bool:
+    """Whether a manifest's entry for a shard has all fields, and names a file in its folder."""
+    if not has_fields(shard, SHARD_FIELDS):
+        return False
+    return is_file_name(shard["name"]) and split_of(shard["name"]) is not None
 
 
 def has_fields(values, fields: dict[str, type]) -> bool:
@@ -335,8 +334,7 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
         check_same(folder, found, manifest)
         manifest = found
     elif any(folder.glob("*.bin")):
-        why = "holds shards that were not made by this program"
-        raise UserError(f"{folder}: {why}; choose another --out")
+        raise UserError(f"{folder}: holds shards of another program; choose another --out")
     if manifest["complete"]:
         return manifest, None
     check_space(plan, sum(tokens_of(manifest).values()))
@@ -345,24 +343,19 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
         lock = lock_folder(folder, manifest)
         write_manifest(folder, manifest)
     except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise UserError(f"{folder}: {why}; choose another --out") from None
+        problem = f"{folder}: cannot be written ({error.strerror})"
+        raise UserError(f"{problem}; choose another --out") from None
     return manifest, lock
 
 
 def check_same(folder: Path, found: dict, wanted: dict) -> None:
     """Raises UserError where the folder is of another preparation, or its shards have changed."""
-    differs = []
     for key in IDENTITY:
         if found.get(key) != wanted[key]:
-            differs.append(f"{key} {found.get(key)} (now {wanted[key]})")
-    if differs:
-        made_from = f"{folder}: was made from {', '.join(differs)}"
-        raise UserError(f"{made_from}; choose another --out, or delete that folder")
+            made_from = f"was made from {key} {found.get(key)} (now {wanted[key]})"
+            raise UserError(f"{folder}: {made_from}; choose another --out, or delete that folder")
     for shard in found["shards"]:
-        path = folder / shard["name"]
-        if open_shard(path).tokens != shard["tokens"]:
-            raise UserError(f"{path}: not the shard that manifest.json names; delete {folder}")
+        open_shard(folder / shard["name"], shard)
 
 
 def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
@@ -375,7 +368,7 @@ def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
     if not try_lock(lock):
         raise UserError(f"{another} is writing to it; wait for that one, or choose another --out")
     if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
-        raise UserError(f"{another} was writing to it until now; the same command goes on")
+        raise UserError(f"{another} has just written to it; type the same command again")
     return lock
 
 
@@ -413,21 +406,17 @@ def check_folder(name: str) -> None:
             bar.update(shard["tokens"])
     if problems:
         raise UserError(*problems)
-    print(f"{describe(folder, manifest)}: sizes, headers and sha256 agree with manifest.json")
-    revision, tokenizer = manifest["revision"], manifest["tokenizer"]
-    print(f"source: {manifest['source']} ({revision}), tokenizer {tokenizer}")
+    say(f"{describe(folder, manifest)}: sizes, headers and sha256 agree with manifest.json")
+    tokenizer = f"tokenizer {manifest['tokenizer']}"
+    say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
     if not manifest["complete"]:
-        print("unfinished: the command that began it goes on")
+        say("unfinished: the command that began it goes on")
 
 
 def check_shard(path: Path, listed: dict) -> None:
     """Raises UserError where a shard is not what its manifest says."""
-    tokens = open_shard(path).tokens
-    if tokens != listed["tokens"]:
-        differs = f"{tokens:,} tokens; manifest.json says {listed['tokens']:,}"
-        raise UserError(f"{path}: {differs}; prepare it again")
+    open_shard(path, listed)
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 != listed["sha256"]:
-        differs = "its sha256 is not manifest.json's: it was changed or damaged"
-        raise UserError(f"{path}: {differs}; prepare it again")
+        raise UserError(f"{path}: its sha256 is not manifest.json's; prepare it again")

@@ -3,6 +3,7 @@ Tokens: files as they should and should not be, the order of the data, and fixed
 """
 
 import json
+import os
 import pickle
 from unittest import mock
 
@@ -183,6 +184,14 @@ def test_the_fingerprint_follows_the_tokens(tmp_path):
     assert open_dataset(str(write_dataset(tmp_path / "c", [501]))).fingerprint != a
 
 
+def test_a_change_to_any_shard_shows_in_the_time_of_the_newest(tmp_path):
+    """The fingerprint is of both ends of a shard, and misses a change in its middle."""
+    folder = write_dataset(tmp_path, [500, 500])
+    for name, modified in [("val_000000", 3000), ("train_000001", 5000), ("train_000002", 4000)]:
+        os.utime(folder / f"{name}.bin", (modified, modified))
+    assert open_dataset(str(folder)).modified == 5000
+
+
 @pytest.mark.parametrize("hard, code, lines", [(4096, 0, 0), (128, 2, 1)])
 def test_more_shards_than_files_may_be_open(hard, code, lines, tmp_path):
     write_dataset(tmp_path, [200] * 150)
@@ -200,7 +209,7 @@ def test_the_file_handle_sees_a_shard_cut_under_it(tmp_path):
     stream = stream_of(tmp_path, [1000])
     with open(stream.shards[0].path, "r+b") as file:
         file.truncate(1024 + 500)
-    with pytest.raises(RunError, match="changed since the run began"):
+    with pytest.raises(RunError, match="cut short: it changed since the run began"):
         stream.read_windows([400], 20)
 
 
@@ -238,7 +247,7 @@ class Evil:
 
 BAD_SHARDS = {
     "wrong magic": ("train_000001.bin", b"\1\0\0\0" * 300, "magic"),
-    "wrong version": ("train_000001.bin", header(20240520, 7, 10) + b"\0" * 20, "version 7"),
+    "wrong version": ("train_000001.bin", header(20240520, 7, 10) + b"\0" * 20, "version is 7"),
     "count too large": ("train_000001.bin", header(20240520, 1, 11) + b"\0" * 20, "promises 11"),
     "count too small": ("train_000001.bin", header(20240520, 1, 9) + b"\0" * 20, "promises 9"),
     "negative count": ("train_000001.bin", header(20240520, 1, -5), "promises -5"),

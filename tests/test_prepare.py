@@ -9,8 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from itertools import accumulate
@@ -22,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from documents import REVISION, Hub, documents, serve_hub, write_jsonl, write_parquet, write_source
+from helpers import ROOT, run_process, start_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +30,6 @@ from data.shards import open_dataset
 from data.tokenizer import Tokenizer
 from data.writer import Plan, check_folder, prepare
 
-ROOT = Path(__file__).resolve().parent.parent
 EOT = 50256
 
 
@@ -68,24 +66,13 @@ def fineweb(*flags: str) -> int:
     return prepare_fineweb.main([str(flag) for flag in flags]) or 0
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-
-
 # -----------------------------------------------------------------------------
 # The right tokens
 
 
 def test_stdlib_dataset_is_small_representative_and_the_same_every_time(tmp_path):
-    process = start("data/prepare_text.py", f"--out={tmp_path / 'first'}")
-    assert process.wait(60) == 0, process.stderr.read()
+    code, _, stderr = run_process("data/prepare_text.py", f"--out={tmp_path / 'first'}")
+    assert code == 0, stderr
     assert prepare_text.main([f"--out={tmp_path / 'second'}", "--workers=1"]) == 0
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
     data = open_dataset(str(tmp_path / "first"))
@@ -315,12 +302,12 @@ run_main(prepare_fineweb.main)
 """
 
 
-def slow_fineweb(source: Path, out: Path, workers: int) -> subprocess.Popen:
+def slow_fineweb(source: Path, out: Path, workers: int):
     flags = ["--tokens=1M", "--val_tokens=10k", "--shard_tokens=20k", f"--workers={workers}"]
-    return start("-c", SLOW, f"--source={source}", f"--out={out}", *flags)
+    return start_process("-c", SLOW, f"--source={source}", f"--out={out}", *flags)
 
 
-def wait_for_shards(out: Path, count: int, process: subprocess.Popen) -> None:
+def wait_for_shards(out: Path, count: int, process) -> None:
     while len(list(out.glob("*.bin"))) < count and process.poll() is None:
         time.sleep(0.002)
 
@@ -346,23 +333,19 @@ def test_stopped_anywhere_the_same_command_ends_with_the_same_bytes(source, stra
         process = slow_fineweb(source, out, workers=1 + attempt % 2)
         wait_for_shards(out, shards, process)
         if stop:
-            time.sleep(
-                rng.random() / 50
-            )  # in the middle of a shard, of writing one, or of writing the manifest
+            # in the middle of a shard, of writing one, or of writing the manifest
+            time.sleep(rng.random() / 50)
             process.send_signal(stop)
         stderr = process.communicate(timeout=60)[1]
-        assert (
-            process.returncode
-            == {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, None: 0}[stop]
-        ), stderr
+        codes = {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, None: 0}
+        assert process.returncode == codes[stop], stderr
         manifest = json.loads((out / "manifest.json").read_text())
         assert manifest["complete"] == (stop is None)
         if stop == signal.SIGINT:
             assert stderr == "stopped: the same command goes on after the last finished shard\n"
             assert not list(out.glob("*.tmp"))
-            with pytest.raises(
-                UserError, match="unfinished"
-            ):  # more tokens later would be another dataset to resume on
+            # more tokens later would be another dataset to resume on
+            with pytest.raises(UserError, match="unfinished"):
                 open_dataset(str(out))
     assert contents(out) == contents(straight)
 
@@ -415,14 +398,10 @@ run_main(prepare_fineweb.main)
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which is root's alone
         os.chmod(folder, 0o555)
         write_parquet(Path(folder, "a.parquet"), documents(40))
-        process = start(
-            "-c", script, f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10"
-        )
-        stderr = process.communicate(timeout=60)[1]
-        expected = (
-            f"error: {folder}/out: cannot be written (Permission denied); choose another --out\n"
-        )
-        assert (process.returncode, stderr) == (2, expected)
+        options = [f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10"]
+        code, _, stderr = run_process("-c", script, *options)
+        problem = f"{folder}/out: cannot be written (Permission denied)"
+        assert (code, stderr) == (2, f"error: {problem}; choose another --out\n")
         os.chmod(folder, 0o755)
 
 
@@ -445,9 +424,9 @@ def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[
         "--val_tokens=10k",
         "--shard_tokens=20k",
     ]
-    process = start("-c", script, *flags, f"--out={out}", HF_ENDPOINT=address, HF_HOME=str(home))
-    stderr = process.communicate(timeout=60)[1]
-    return process.returncode, stderr
+    hub = dict(HF_ENDPOINT=address, HF_HOME=str(home))
+    code, _, stderr = run_process("-c", script, *flags, f"--out={out}", **hub)
+    return code, stderr
 
 
 def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked_again(
@@ -597,9 +576,9 @@ def test_numbers_of_tokens(text, number):
 
 def test_errors_are_lines_and_not_tracebacks(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    process = start("data/prepare_text.py", tmp_path / "latin.txt", f"--out={tmp_path / 'out'}")
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2 and stdout == ""
+    options = [str(tmp_path / "latin.txt"), f"--out={tmp_path / 'out'}"]
+    code, stdout, stderr = run_process("data/prepare_text.py", *options)
+    assert code == 2 and stdout == ""
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert "latin.txt: byte 3 is not UTF-8; convert it: iconv" in stderr
     assert not (tmp_path / "out").exists()
@@ -619,7 +598,7 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     ):
         fineweb(*flags)
     (out / "manifest.json").unlink()
-    with pytest.raises(UserError, match="holds shards that were not made by this program"):
+    with pytest.raises(UserError, match="holds shards of another program"):
         fineweb(*flags)
     assert contents(out).items() < before.items()
 
@@ -636,20 +615,17 @@ def test_a_document_of_50_megabytes(vocabulary, tmp_path):
         "import re, sys\nfrom data.prepare_fineweb import main\nmain(sys.argv[1:])\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])"
     )
-    process = start(
-        "-c", script, f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=1"
-    )
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+    options = [f"--source={source}", f"--out={tmp_path / 'out'}", "--val_tokens=1"]
+    # cold: torch, which a warm process holds, would count as memory
+    code, stdout, stderr = run_process("-c", script, *options, cold=True)
+    assert code == 0, stderr
     tokens = [len(vocabulary.encode(text)) for text in (texts[0], sentence * 2, sentence, texts[2])]
-    per_sentence = (
-        tokens[1] - tokens[2]
-    )  # each repetition but the first begins with the space before it
+    # each repetition but the first begins with the space before it
+    per_sentence = tokens[1] - tokens[2]
     expected = tokens[2] + per_sentence * (50_000_000 // len(sentence) - 1) + tokens[3] + 2
     assert len(stored(tmp_path / "out", "train")) == expected
-    peak_bytes = (
-        int(stdout.split()[-1]) * 1024
-    )  # not ru_maxrss, which begins with what the parent had in use
+    # not ru_maxrss, which begins with what the parent had in use
+    peak_bytes = int(stdout.split()[-1]) * 1024
     assert peak_bytes < 1e9
 
 
@@ -699,7 +675,7 @@ def overwrite(path: Path, at: int, content: bytes) -> None:
         ),
         (
             lambda f: overwrite(f / "train_000001.bin", 0, b"\0"),
-            ["not with a shard's magic number"],
+            ["its magic number is"],
         ),
         (lambda f: overwrite(f / "train_000001.bin", 8, b"\0"), ["its header promises"]),
         (lambda f: os.truncate(f / "train_000001.bin", 2000), ["its header promises"]),
@@ -709,7 +685,7 @@ def overwrite(path: Path, at: int, content: bytes) -> None:
             ["manifest.json says 5"],
         ),
         (lambda f: (f / "manifest.json").unlink(), ["has no manifest.json"]),
-        (lambda f: (f / "manifest.json").write_text("[]"), ["not a manifest of this program's"]),
+        (lambda f: (f / "manifest.json").write_text("[]"), ["was not made by this program"]),
     ],
 )
 def test_check_finds_every_damage(checked, damage, messages):
@@ -753,7 +729,7 @@ def test_check_of_an_odd_manifest_is_one_line(checked, change):
 
 
 # -----------------------------------------------------------------------------
-# What to type next, and what is not imported
+# What is printed
 
 
 def test_the_next_command_is_printed(bytes_for_tokens, tmp_path, monkeypatch, capsys):
@@ -770,9 +746,22 @@ def test_the_next_command_is_printed(bytes_for_tokens, tmp_path, monkeypatch, ca
     )
 
 
-def test_preparing_text_imports_no_torch():
-    """Importing it takes some two seconds, and a machine that only prepares need not have it."""
+def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
+    """Such as a log file on a full disk: the data are complete, so the exit code is 0."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full, which answers: no space left")
+    (tmp_path / "a.txt").write_text("a line\n" * 100)
     code = (
-        "import sys; from data import prepare_fineweb, prepare_text; print('torch' in sys.modules)"
+        "import sys; sys.stdout = open('/dev/full', 'w'); from data import prepare_text\n"
+        "from common import console\nconsole.run_main(prepare_text.main)"
     )
-    assert start("-c", code).communicate(timeout=60)[0] == "False\n"
+    flags = [str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}"]
+    assert run_process("-c", code, *flags)[::2] == (0, "")
+    assert len(stored(tmp_path / "out", "train")) > 0
+
+
+def test_a_failing_source_is_warned_of_above_the_progress_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
+    sources.warn_and_wait("a.parquet", ConnectionError("reset"), 5)
+    warning = "warning: a.parquet: ConnectionError: reset; again in 5 s\n"
+    assert capsys.readouterr() == ("", warning)

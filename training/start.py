@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, say
+from common.console import UserError, say, warn
 from configurator import Config, config_values, print_config, read_config, resolve
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
@@ -271,6 +271,9 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         )
     ranks.raise_together(problems)
     ranks.check_same("dataset", data.fingerprint)
+    if start.resumed and start.resumed.get("data_modified", data.modified) != data.modified:
+        # the fingerprint covers only the ends of each file
+        warn(f"dataset: files of {data.source} were written after the checkpoint's run began")
     return data
 
 
