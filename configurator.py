@@ -306,8 +306,8 @@ def fit(value: Any, f: Field, where: str) -> Any:
         hint = did_you_mean(value, m["choices"])
         raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
     if kind in (int, float) and not m["low"] <= value <= m["high"]:
-        span = f"{m['low']} and up" if m["high"] == math.inf else f"{m['low']} to {m['high']}"
-        raise UserError(f"{where}: {value} is outside {span}")
+        span = f"{m['low']} or more" if m["high"] == math.inf else f"{m['low']} to {m['high']}"
+        raise UserError(f"{where}: must be {span}, got {value}")
     if kind is str and not value.strip() and not m["free_text"]:
         raise UserError(f"{where}: must not be empty")
     return value
@@ -337,7 +337,10 @@ def resolve(config: Config) -> list[str]:
     if config.wandb_log:
         config.tracker = "wandb"
     if config.overwrite and config.init_from in ("resume", "auto"):
-        problems.append(f"overwrite: leaves nothing for init_from={config.init_from} to resume")
+        problems.append(
+            f"overwrite: leaves nothing for init_from={config.init_from} to resume; to start anew: "
+            "--init_from=scratch --overwrite=True"
+        )
     return problems
 
 

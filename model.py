@@ -190,7 +190,7 @@ class GPT(nn.Module):
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
-                nn.init.zeros_(p)  # LayerNorm weights are born as ones
+                nn.init.zeros_(p)  # LayerNorm weights start as ones
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """

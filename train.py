@@ -70,8 +70,8 @@ def train_step(
     """
     One iteration: grad_accum micro-batches forward and backward (this rank's share), then one
     update, which is skipped where a gradient is not finite. Returns the micro-batches' losses
-    (grad_accum,) and the gradient norm before clipping. Both stay on the device, and nothing here
-    waits for it.
+    (grad_accum,) and the gradient norm before clipping. Both stay on the device, and with a fused
+    optimizer nothing here waits for it.
     """
     losses = []
     for micro_step in range(grad_accum):
@@ -79,8 +79,8 @@ def train_step(
         x, y = next(batches)  # (B, T) each
         # several ranks average their gradients once, at the last micro-step
         last = micro_step == grad_accum - 1
-        waits = isinstance(model, DistributedDataParallel) and not last
-        with model.no_sync() if waits else contextlib.nullcontext():
+        defers = isinstance(model, DistributedDataParallel) and not last
+        with model.no_sync() if defers else contextlib.nullcontext():
             with autocast:
                 loss = model(x, y)
             scaler.scale(loss / grad_accum).backward()
@@ -175,7 +175,7 @@ def reason_to_end(config: Config, iter_num: int, log: RunLog, ranks: Ranks) -> s
 
 
 def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) -> str:
-    """What to try when the micro-batch did not fit into memory: flags with which a run starts."""
+    """What to try when the micro-batch did not fit into memory: flags that would fit."""
     room = hw.usable_bytes()
     advice = out_of_memory_advice(config, model, hw.dtype, room, ranks.world_size)
     resumes = config.init_from != "auto" and list_checkpoints(Path(config.out_dir))
@@ -247,8 +247,8 @@ def sample_text(
     model, text: Tokenizer, vocab: int, config: Config, hw: Hardware, signals: Signals
 ) -> str:
     """sample_tokens tokens from the model, with the same random numbers each time."""
-    ids = text.prompt()
-    idx = torch.tensor([ids], device=hw.device)
+    ids = []
+    idx = torch.tensor([text.prompt()], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
@@ -275,11 +275,11 @@ def main(argv: list[str]) -> int:
     c = check_start(c, start, ranks)
     if is_finished(c, start):
         return 0
-    signals = Signals(ranks)  # they only ask; signals.check() raises Interrupted where it is safe
+    signals = Signals(ranks)  # they set a flag; signals.check() raises Interrupted when safe
     hw = hardware.set_up(c, ranks.local_rank)
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
-    # Model and optimizer, as they were where the run goes on
+    # Model and optimizer; on resume, in their saved state
     with on_out_of_memory(lambda: hardware.NO_ROOM):
         torch.manual_seed(c.seed)  # the same weights on every rank
         raw_model = build_model(model_config(c, data.vocab, start.weights, hw.flash(c)))
@@ -288,7 +288,7 @@ def main(argv: list[str]) -> int:
         optimizer = build_optimizer(raw_model, c, hw.dtype)
         scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
         p = restore(c, start, raw_model, optimizer, scaler, hw, ranks.rank)  # how far the run is
-    optimizer.register_step_pre_hook(p.begin_update)  # from there on p.advance makes it whole
+    optimizer.register_step_pre_hook(p.begin_update)  # unfinished until p.advance()
     rng = hardware.get_rng_state(hw.device)  # always as of the last whole iteration
 
     # From here on out_dir is this run's alone
@@ -304,12 +304,12 @@ def main(argv: list[str]) -> int:
     del start  # frees the loaded checkpoint
 
     def check() -> None:
-        """Between micro-steps: stop here if a signal came, otherwise wait for the next batch."""
+        """Between micro-steps: stop if a signal has come, otherwise wait for the next batch."""
         signals.check(lambda: log.is_ready(batches))
 
     def save(last: bool = False) -> None:
         """Everything that resuming needs, as of the last whole iteration, if it is not saved."""
-        if c.eval_only or p.updating or checkpoints.has(p):
+        if c.eval_only or p.updating or checkpoints.is_saved(p):
             return
         with log.book("checkpoints"):
             state = dict(
@@ -358,7 +358,7 @@ def main(argv: list[str]) -> int:
                         if text and p.iter_num > 0 and math.isfinite(val_loss):
                             sample = sample_text(raw_model, text, data.vocab, c, hw, signals)
                             log.sample(p.iter_num, sample)
-                    if checkpoints.improved(p, val_loss) or c.always_save_checkpoint:
+                    if checkpoints.note_evaluation(p, val_loss) or c.always_save_checkpoint:
                         if p.iter_num > 0:
                             save()
 
@@ -377,7 +377,7 @@ def main(argv: list[str]) -> int:
                 p.advance(c.iter_sequences, c.iter_tokens)
                 rng = hardware.get_rng_state(hw.device)
 
-                # every log_interval, and the last one: the only wait for the device
+                # every log_interval, and the last one: iterations wait for the device only here
                 if due(p.iter_num - 1, c.log_interval) or p.iter_num == c.max_iters:
                     log.line()
         except Interrupted:  # a signal, raised on all ranks together
@@ -386,7 +386,7 @@ def main(argv: list[str]) -> int:
             reason = signals.name
         except Exception:  # bad data, a full disk, a lost rank, no memory, anything unforeseen
             rewind()
-            # the previous checkpoint stays where updates were skipped, or one was not finished
+            # after skipped or unfinished updates, keep the previous checkpoint
             if p.iter_num > 0 and not log.skips_in_a_row and ranks.world_size == 1:
                 save(last=True)
             raise

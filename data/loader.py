@@ -95,7 +95,7 @@ class TrainBatches:
     Endless iterator over micro-batches: inputs and targets, each (B, T) int64 on the device. Read
     ahead by a thread.
 
-    With several processes, process `rank` of `world_size` takes each world_size-th micro-batch.
+    With several processes, process `rank` of `world_size` takes every world_size-th micro-batch.
     `consumed` is the number of sequences that all processes together have used up before the first
     batch.
     """
@@ -113,9 +113,11 @@ class TrainBatches:
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
         self.loaded: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
-        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry a batch to read ahead
+        self.permits: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # one entry per batch that may be read ahead
         for _ in range(PREFETCHED_BATCHES):
-            self.room.put(None)
+            self.permits.put(None)
         self.next_batch: Batch | Exception | None = None  # taken out of `loaded` by ready()
         self.closed = False
         first = consumed + rank * config.batch_size
@@ -128,7 +130,7 @@ class TrainBatches:
     def read_ahead(self, first: int) -> None:
         try:
             while True:
-                self.room.get()
+                self.permits.get()
                 if self.closed:
                     return
                 self.loaded.put(self.load(first))
@@ -157,7 +159,7 @@ class TrainBatches:
         while not self.ready():
             pass
         batch, self.next_batch = self.next_batch, None
-        self.room.put(None)
+        self.permits.put(None)
         if isinstance(batch, Exception):
             raise batch
         return move(batch, self.device)
@@ -165,7 +167,7 @@ class TrainBatches:
     def close(self) -> None:
         atexit.unregister(self.close)
         self.closed = True
-        self.room.put(None)  # the reader may be waiting for it
+        self.permits.put(None)  # the reader may be waiting for it
         self.reader.join(timeout=1)  # longer only where no data comes
         self.windows.close()
 
@@ -177,7 +179,7 @@ def split_block(block: Tensor) -> Batch:
 
 def move(batch: Batch, device: torch.device) -> Batch:
     """
-    The batch on the device. Without waiting on CUDA alone: on MPS the copy could read memory that
+    The batch on the device. Only on CUDA does it not wait: on MPS the copy could read memory that
     has been freed meanwhile (pytorch #139550).
     """
     x, y = batch

@@ -2,7 +2,7 @@
 Make a dataset from your own text, or, with no argument, from the Python standard library's sources
 (needs no download).
 
-    python data/prepare_text.py                                   4.4M bytes, tokens, in seconds
+    python data/prepare_text.py                                   4.4M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: column `text`
 

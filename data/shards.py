@@ -240,7 +240,7 @@ def missing_dataset(name: str, folder: Path) -> str:
     if name == "openwebtext":  # the default, which most likely nobody asked for
         problem += "; try python train.py config/quickstart.py, which needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
-    command = "prepare_fineweb.py" if "fineweb" in name else "prepare_text.py FILE"
+    command = "prepare_fineweb.py --tokens=10B" if "fineweb" in name else "prepare_text.py FILE"
     make = f"make it with: python data/{command} --out={folder}"
     return f"{problem}{did_you_mean(name, made)}; {make}"
 
@@ -342,7 +342,7 @@ def check_dataset(config: Config) -> list[str]:
         if len(stream) <= config.block_size:
             needs = f"{config.block_size} needs {config.block_size + 1} tokens"
             has = f"the {split} split of {data.source} has {len(stream):,}"
-            problems.append(f"block_size: {needs}; {has}")
+            problems.append(f"block_size: {needs}; {has}; --block_size={max(len(stream) - 1, 1)}")
     return problems
 
 

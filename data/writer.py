@@ -394,7 +394,7 @@ def check_folder(name: str) -> None:
     """
     folder = dataset_folder(name)
     if not (folder / "manifest.json").exists():
-        raise UserError(f"{folder}: has no manifest.json to check it against")
+        raise UserError(f"{name}: no such folder, or no manifest.json in it to check it against")
     manifest = read_manifest(folder)
     problems = []
     with progress_bar(sum(tokens_of(manifest).values())) as bar:

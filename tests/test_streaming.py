@@ -33,6 +33,7 @@ from data import sources, stream
 from data.loader import TrainBatches
 from training import checkpoint
 
+STOPPING = "stopping after this micro-batch; a checkpoint is saved first; again to stop now\n"
 CPU = torch.device("cpu")
 # with nulls and empty ones
 TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]
@@ -267,7 +268,7 @@ def test_sigterm_while_waiting_for_data_saves_and_ends(parquet, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert stderr == "stopping: saving a checkpoint first; once more to stop at once\n"
+    assert stderr == STOPPING
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
     assert is_gone(worker)
 
@@ -278,7 +279,7 @@ def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(parquet, tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert stderr == "stopping: saving a checkpoint first; once more to stop at once\n"
+    assert stderr == STOPPING
     assert checkpoint.load_newest(tmp_path) is not None
 
 

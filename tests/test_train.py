@@ -3,6 +3,7 @@ The loop: what it logs, when it evaluates and saves, and that stopping and going
 """
 
 import functools
+import json
 import math
 import re
 import time
@@ -232,7 +233,7 @@ def test_a_lone_best_is_not_deleted_without_a_word(dataset, tmp_path):
     for path in (*tmp_path.glob("ckpt-*.pt"), tmp_path / "metrics.jsonl"):
         path.unlink()
     for init_from in ("scratch", "auto"):
-        with pytest.raises(UserError, match="best.pt|holds another run"):
+        with pytest.raises(UserError, match="best.pt|holds an earlier run"):
             run_here(dataset, tmp_path, init_from=init_from)
     assert (tmp_path / "best.pt").exists()
 
@@ -679,3 +680,12 @@ def test_quickstart_command_makes_its_dataset(tmp_path):
     assert code == 0, err
     assert "preparing" in out and (tmp_path / "data/python_stdlib/manifest.json").exists()
     assert (tmp_path / "out/quickstart/ckpt-00000002.pt").exists() and "sample 2:" in out
+
+
+def test_weights_that_know_other_tokens_than_the_dataset_are_refused(dataset, tmp_path):
+    run_here(dataset, tmp_path / "run", max_iters=1)
+    other = write_dataset(tmp_path / "other", [1000])
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2", vocab=64)))
+    with pytest.raises(UserError, match="gpt2 tokens, the weights .* know byte tokens"):
+        run_here(other, tmp_path / "new", init_from=tmp_path / "run")

@@ -57,7 +57,7 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
     """
     `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as
     `initial_lr`; the first group's rate is the one in the log. A fused update skips itself on the
-    device when asked to. The kernel of MPS cannot.
+    device when asked to. MPS's fused kernel cannot.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (config.beta1, config.beta2)

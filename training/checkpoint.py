@@ -108,14 +108,14 @@ class Checkpoints:
     def path(self, iter_num: int) -> Path:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
 
-    def improved(self, progress: Progress, val_loss: float) -> bool:
+    def note_evaluation(self, progress: Progress, val_loss: float) -> bool:
         """Whether this evaluation is the best so far, which `progress` then notes."""
         if val_loss < progress.best_val_loss:
             self.best_before = progress.best_val_loss, progress.best_iter
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
         return progress.best_iter == progress.iter_num
 
-    def has(self, progress: Progress) -> bool:
+    def is_saved(self, progress: Progress) -> bool:
         """Whether nothing has happened since the last save: no iteration, no evaluation."""
         return self.saved == (progress.iter_num, progress.evaluated_at)
 
@@ -162,7 +162,7 @@ class Checkpoints:
                 mark_best(path)
             prune(self.out_dir, self.config.keep_checkpoints, path)
         except OSError as error:  # the checkpoint itself is safe
-            log.warn(it, f"{path} is saved, but tidying up after it failed: {error}")
+            log.warn(it, f"{path} is saved, but deleting old ones failed: {error}")
         return size
 
 

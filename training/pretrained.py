@@ -39,9 +39,10 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     The weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
     Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
 
-    Returns `model` (float32 weights by model.py's names), `model_config`, and `vocab` (the size of
-    the vocabulary before padding). If `block_size` is given, the context is cropped to it. The
-    vocabulary is not padded further: new rows would take part in every softmax. Raises UserError.
+    Returns `model` (float32 weights by model.py's names), `model_config`, `vocab` (the size of the
+    vocabulary before padding) and `tokenizer`. If `block_size` is given, the context is cropped to
+    it. The vocabulary is not padded further: new rows would take part in every softmax. Raises
+    UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
@@ -54,7 +55,8 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
         config = replace(config, block_size=block_size)
-    return dict(model=weights, model_config=asdict(config), vocab=state["vocab"])
+    state |= dict(model=weights, model_config=asdict(config))
+    return {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
 
 
 def read_weights(name_or_path: str) -> dict:

@@ -239,7 +239,9 @@ class Signals:
             return
         self.received, self.since = number, time.monotonic()
         if self.ranks.first:
-            complain("stopping: saving a checkpoint first; once more to stop at once")
+            complain(
+                "stopping after this micro-batch; a checkpoint is saved first; again to stop now"
+            )
 
     def check(self, ready: Callable[[], bool] = lambda: True) -> None:
         """

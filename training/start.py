@@ -49,7 +49,7 @@ class Start:
 
 
 def read_arguments(argv: list[str], ranks: Ranks) -> Config:
-    """The configuration of files and flags. Raises UserError, also where ranks have others."""
+    """The configuration of files and flags. Raises UserError, also where ranks differ."""
     config, problems = read_config(argv)
     ranks.raise_together(problems)
     ranks.check_same("configuration", print_config(config))
@@ -63,8 +63,8 @@ def find_start(config: Config, ranks: Ranks) -> Start:
     if not (resuming or config.overwrite) and ranks.from_first(holds_run, out_dir):
         if not config.eval_only:
             start.problems.append(
-                f"out_dir: {out_dir} holds another run; go on with it: --init_from=auto; or choose "
-                "another: --out_dir=...; or delete it: --overwrite=True"
+                f"out_dir: {out_dir} holds an earlier run; go on with it: --init_from=auto; or "
+                "choose another: --out_dir=...; or delete it: --overwrite=True"
             )
         elif config.init_from == "scratch":
             start.problems.append(
@@ -95,7 +95,7 @@ def find_start(config: Config, ranks: Ranks) -> Start:
 
 def validate(state: dict, path: Path) -> None:
     """
-    Raises UserError where a file with the right checksum holds something else than a run that can
+    Raises UserError where a file with the right checksum holds something other than a run that can
     go on: made by another version, or by a stranger.
     """
     from training.pretrained import check_state
@@ -170,12 +170,12 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
     problems = []
     if different and start.resumed:
         problems.append(
-            f"out_dir: {config.out_dir} holds a run with {', '.join(different)}; ask for its "
+            f"out_dir: {config.out_dir} holds a run with {', '.join(different)}; use its "
             "values to go on with it; or start another: --out_dir=...; or delete it: "
             "--init_from=scratch --overwrite=True"
         )
     elif different:
-        problems.append(f"init_from: {source} has {', '.join(different)}; ask for its values")
+        problems.append(f"init_from: {source} has {', '.join(different)}; use its values")
     return replace(config, **values), problems
 
 
@@ -268,6 +268,13 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         problems.append(
             f"dataset: its vocabulary is {data.vocab}, that of init_from={config.init_from} only "
             f"{start.weights['vocab']}"
+        )
+    theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
+    if "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
+        problems.append(
+            f"dataset: {data.source} holds {data.tokenizer['kind']} tokens, the weights of "
+            f"init_from={config.init_from} know {theirs['kind']} tokens; prepare the text again "
+            f"with --tokenizer={theirs['kind']}"
         )
     ranks.raise_together(problems)
     ranks.check_same("dataset", data.fingerprint)

@@ -61,7 +61,7 @@ def test_a_deleted_folder_is_made_again_with_its_log(dataset, tmp_path, monkeypa
     assert capsys.readouterr().err.count("was deleted under the run; made again") == 1
     assert [r["kind"] for r in records(out_dir)][:1] == ["start"]
     assert records(out_dir, "end") and (out_dir / "log.txt").exists()
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds an earlier run"):
         run_here(dataset, out_dir)
 
 

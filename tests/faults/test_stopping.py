@@ -121,7 +121,7 @@ def test_a_real_sigterm_ends_with_143_after_saving(dataset, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "saving a checkpoint first" in err and "Traceback" not in err
+    assert "a checkpoint is saved first" in err and "Traceback" not in err
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
 
 
