@@ -8,7 +8,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -135,24 +135,102 @@ class Block(nn.Module):
 # The loss
 
 
-def mean_loss(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def mean_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None = None
+) -> Tensor:
     """
-    Cross-entropy of head(x), x (B, T, C), against targets (B, T), the mean in nats over those that
-    are not -1. With a chunk > 0 the logits of only so many tokens exist at once; the backward pass
-    computes them again, for 2 C V more FLOPs a token.
+    Cross-entropy in nats of the head's logits against targets (B, T), the mean over those that are
+    not -1. x is (B, T, C), the head's weight (V, C); `cap` as in `cap_logits`.
+
+    With a chunk > 0 the logits of only so many tokens exist at once. In training their gradient is
+    made on the spot, see `LossWithGradients`. Not in float16: GradScaler's factor, which keeps
+    small gradients from vanishing, only comes with the backward pass. There eager code computes
+    each chunk a second time, for 2 C V more FLOPs a token.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
-    if not 0 < chunk < len(x):
-        return F.cross_entropy(head(x).float(), targets, ignore_index=-1)
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    float16 = dtype == torch.float16
+    if torch.is_grad_enabled() and chunk > 0 and not float16:
+        return LossWithGradients.apply(x, weight, targets, chunk, cap, dtype)
 
-    def loss_sum(x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(head(x).float(), targets, ignore_index=-1, reduction="sum")
+    def loss(x: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+        logits = F.linear(x, weight).float()
+        if cap is not None:
+            logits = cap_logits(logits, cap)
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
 
-    parts = zip(x.split(chunk), targets.split(chunk))
-    sums = [
-        checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
-    ]
+    if not 0 < chunk < len(x) or (float16 and torch.compiler.is_compiling()):
+        return loss(x, targets, "mean")
+    sums = []
+    for part in zip(x.split(chunk), targets.split(chunk)):
+        sums.append(checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False))
     return torch.stack(sums).sum() / (targets != -1).sum()
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Logits squeezed smoothly into (-cap, cap): cap z / sqrt(z^2 + cap^2)."""
+    return cap * logits * torch.rsqrt(logits * logits + cap**2)
+
+
+class LossWithGradients(torch.autograd.Function):
+    """
+    The mean loss of `mean_loss`, with its gradients made in the forward pass, chunk by chunk. So
+    no logits outlive their chunk, and none are computed twice. The weight's gradient is summed in
+    at least float32. The backward pass multiplies both gradients by the incoming one.
+
+    x is (N, C), targets (N,), `dtype` that of the head's products. There is no second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk, cap, dtype) -> Tensor:
+        head = weight.to(dtype)
+        loss_sum, dx = 0.0, []
+        dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+        chunks = math.ceil(len(x) / chunk)  # of equal size where that divides the tokens
+        for part in zip(x.to(dtype).chunk(chunks), targets.chunk(chunks)):
+            loss_part, dx_part = add_gradients(*part, head, cap, dweight)
+            loss_sum = loss_sum + loss_part
+            dx.append(dx_part)
+        count = (targets != -1).sum()
+        # without a target to count the loss is NaN and the gradients are 0, as in F.cross_entropy
+        ctx.save_for_backward(torch.cat(dx), dweight, count.clamp(min=1))
+        return loss_sum / count
+
+    @staticmethod
+    def backward(ctx, dloss: Tensor):
+        dx, dweight, count = ctx.saved_tensors
+        scale = dloss / count
+        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None
+
+
+def add_gradients(
+    x: Tensor, targets: Tensor, head: Tensor, cap: float | None, dweight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """
+    The loss summed over tokens x (n, C) that predict targets (n,), and its gradient for x (n, C).
+    That for the head (V, C), which is in x's dtype, is added to dweight.
+    """
+    counted = (targets != -1)[:, None]  # (n, 1)
+    targets = targets.clamp(min=0)[:, None]
+    logits = x @ head.T  # (n, V)
+    if cap is not None:
+        logits = cap_logits(logits.to(dweight.dtype), cap)
+    logp = F.log_softmax(logits, dim=-1, dtype=dweight.dtype)
+    target_logp = logp.gather(1, targets)
+    loss_sum = -(target_logp * counted).sum()
+
+    # the logits' gradient is the softmax, less 1 at the target
+    dlogits, dtarget = logp.exp_(), target_logp.expm1()
+    if cap is not None:
+        slope = (1 - (logits / cap) ** 2) ** 1.5
+        dlogits *= slope
+        dtarget *= slope.gather(1, targets)
+    # the target's goes in last: compiled code then writes the others once, as they are rounded
+    dlogits = dlogits.to(x.dtype).scatter_(1, targets, dtarget.to(x.dtype))
+    dweight += dlogits.T @ (x * counted)
+    return loss_sum, (dlogits @ head) * counted
 
 
 # -----------------------------------------------------------------------------
@@ -200,7 +278,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        return mean_loss(self.lm_head, x, targets, self.config.loss_chunk)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

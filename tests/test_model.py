@@ -199,7 +199,7 @@ def loss_and_gradients(
             p, std=0.02
         )  # the fast model's projections are born as zeros, which hide gradients
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
-    targets[0, :20] = -1
+    targets[0, :22] = -1
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = (torch.compile(model) if compiled else model)(idx, targets)
     (scale * loss).backward()

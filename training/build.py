@@ -12,8 +12,8 @@ from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
-# Compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there it pays to chunk the loss.
-EAGER_LOSS_CHUNK = 1024  # tokens
+# Fewer: the sum of the head's gradient is read and written more often. More: memory for the logits.
+LOSS_CHUNK = 1024  # tokens
 
 
 def model_config(
@@ -45,7 +45,7 @@ def model_config(
 def loss_chunk(config: Config) -> int:
     """The key's words as a number of tokens, 0 for off."""
     if config.loss_chunk == "auto":
-        return 0 if config.compile else EAGER_LOSS_CHUNK
+        return LOSS_CHUNK
     return 0 if config.loss_chunk == "off" else int(config.loss_chunk)
 
 
