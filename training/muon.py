@@ -68,10 +68,12 @@ class Muon(torch.optim.Optimizer):
         kernels: on a GPU, one after the other would be hundreds of small ones.
         """
         params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
         skipped = found_inf
         if skipped is None:
-            skipped = torch.zeros((), device=group["params"][0].device)
-        lr = group["lr"] * (1 - skipped)
+            skipped = torch.zeros((), device=params[0].device)
+        lr, skipped = group["lr"] * (1 - skipped), skipped.bool()
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for p in params:
@@ -81,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         for (rows, cols), same in by_shape.items():
             momenta = [self.state[p]["momentum"] for p in same]
             m = torch.stack(momenta)  # (n, rows, cols)
-            g = torch.where(skipped.bool(), m, torch.stack([p.grad for p in same]))
+            g = torch.where(skipped, m, torch.stack([p.grad for p in same]))
             m.lerp_(g, 1 - group["momentum"])
             torch._foreach_copy_(momenta, m.unbind())
             rows //= group["parts"]
