@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from configurator import Config
 from model import GPT, GPTConfig
@@ -72,72 +71,45 @@ def test_newton_schulz_in_half_precision_stays_close(dtype, tolerance):
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
-def test_matrices_move_as_with_torchs_own_muon(shape):
+def test_matrices_move_as_with_torchs_own_muon():
     torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(shape))
-    theirs = nn.Parameter(ours.detach().clone())
-    group = dict(params=[ours], lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
+    shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = copy.deepcopy(ours)
+    group = dict(params=ours, lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
     optimizers = (
         Muon([group], torch.bfloat16),
-        torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.2),
+        torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2),
     )
     for _ in range(5):
-        ours.grad = torch.randn(shape)
-        theirs.grad = ours.grad.clone()
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
     # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
-    torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=0)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, atol=5e-3, rtol=0)
 
 
-def one_by_one(group: dict, momenta: dict[Tensor, Tensor]) -> None:
-    """Muon by its formulas, one matrix after the other."""
-    for p in group["params"]:
-        momenta[p].lerp_(p.grad, 1 - group["momentum"])
-        look_ahead = p.grad.lerp(momenta[p], group["momentum"])
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        for matrix, update in zip(p.chunk(group["parts"]), look_ahead.chunk(group["parts"])):
-            rows, cols = matrix.shape
-            wide = update.mT if rows > cols else update
-            direction = orthogonalize(wide[None], torch.float32)[0]
-            direction = direction.mT if rows > cols else direction
-            matrix.sub_(group["lr"] * max(1, rows / cols) ** 0.5 * direction)
-
-
-def kernels(step: Callable[[], None]) -> int:
-    """The operators that a step calls itself, without views: on a GPU a kernel each, or a few."""
+def operators(step: Callable[[], None]) -> int:
+    """How many operators a step calls itself: about as many kernels as it starts on a GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step()
-    views = ("empty", "view", "mT", "chunk", "unbind", "reshape", "select", "unsqueeze", "alias")
-    names = [
-        e.name
-        for e in profiler.events()
-        if not (e.cpu_parent and e.cpu_parent.name.startswith("aten::"))
-    ]
-    names = [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
-    return sum(not name.startswith(views) for name in names)
+    parents = [e.cpu_parent for e in profiler.events() if e.name.startswith("aten::")]
+    return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
 
 
-@torch.no_grad()
-def test_matrices_of_a_shape_move_together_as_they_would_one_by_one():
-    model = FastGPT(replace(SMALL, n_layer=12))
-    twin = copy.deepcopy(model)
-    groups = [g for g in build_optimizer(model, CONFIG, torch.float32).param_groups if "parts" in g]
-    twins = [
-        dict(g, params=parameters_by_role(twin)[n]) for g, n in zip(groups, ("matrices", "qkv"))
-    ]
-    momenta = {p: torch.zeros_like(p) for group in twins for p in group["params"]}
-    optimizer = Muon(groups, torch.float32)
-    for step in range(3):
-        give_gradients(model, step)
-        give_gradients(twin, step)
-        ours = kernels(optimizer.step)
-        plain = kernels(lambda: [one_by_one(group, momenta) for group in twins])
-    for p, q in zip(model.parameters(), twin.parameters()):
-        # products of float32 in another order
-        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
-    assert 10 * ours < plain
+def test_a_step_starts_few_kernels():
+    """Matrices of one shape move together: 12 layers in a fifth of the kernels of torch's Muon."""
+    model = FastGPT(replace(SMALL, n_layer=12, bias=False))
+    give_gradients(model, 0)
+    ours = build_optimizer(model, CONFIG, torch.bfloat16)
+    roles = parameters_by_role(model)
+    theirs = torch.optim.Muon(roles["matrices"] + roles["qkv"])
+    ours.step()  # makes its state
+    theirs.step()
+    assert 5 * operators(ours.step) < operators(theirs.step)
 
 
 def test_q_k_and_v_are_a_matrix_each():
