@@ -15,12 +15,8 @@ from model import GPT, GPTConfig, generate, mean_loss, pad_vocab
 from training.build import build_model, count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
-TRANSPOSED = (
-    "attn.c_attn.weight",
-    "attn.c_proj.weight",
-    "mlp.c_fc.weight",
-    "mlp.c_proj.weight",
-)  # HF's Conv1D
+# HF's Conv1D
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 def hf_twin(model: GPT):

@@ -95,20 +95,13 @@ def plain_logits(
                 out = []
                 for t in range(len(sequence)):
                     query = turn(rms(q[t, cut]), t)
-                    scores = torch.stack(
-                        [
-                            1.36 / math.sqrt(hs) * query @ turn(rms(k[s, cut]), s)
-                            for s in range(t + 1)
-                        ]
-                    )
+                    keys = torch.stack([turn(rms(k[s, cut]), s) for s in range(t + 1)])
+                    scores = 1.36 / math.sqrt(hs) * keys @ query
                     out.append(scores.softmax(0) @ v[: t + 1, cut])
                 heads.append(torch.stack(out))
             x = x + torch.cat(heads, -1) @ weights[name + "attn.c_proj.weight"].T
-            x = (
-                x
-                + (rms(x) @ weights[name + "mlp.c_fc.weight"].T).clamp(min=0) ** 2
-                @ weights[name + "mlp.c_proj.weight"].T
-            )
+            hidden = (rms(x) @ weights[name + "mlp.c_fc.weight"].T).clamp(min=0) ** 2
+            x = x + hidden @ weights[name + "mlp.c_proj.weight"].T
         z = rms(x) @ weights["lm_head.weight"].T
         rows.append(15 * z / (z**2 + 225).sqrt())
     return torch.stack(rows)
@@ -145,9 +138,8 @@ def test_gradients_equal_finite_differences(monkeypatch):
 
 def test_first_loss_is_that_of_a_fair_die():
     torch.manual_seed(0)
-    assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(
-        math.log(64), abs=1e-5
-    )
+    loss = FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1))
+    assert loss.item() == pytest.approx(math.log(64), abs=1e-5)
 
 
 def test_parameters_and_flops_of_the_124m_by_hand():
@@ -209,7 +201,7 @@ def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tm
     run_here(dataset, tmp_path / "gpt2")
     with pytest.raises(UserError, match="optimizer 'adamw' .asked for: 'muon'"):
         run_here(dataset, tmp_path / "gpt2", init_from="resume", max_iters=9, optimizer="muon")
-    with pytest.raises(UserError, match="model: 'fast' contradicts the 'gpt2'"):
+    with pytest.raises(UserError, match="model 'gpt2' .asked for: 'fast'"):
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
 
 
@@ -230,17 +222,11 @@ def test_sampling_works_and_export_says_what_it_cannot(dataset, tmp_path, script
     )
     assert code == 0 and out
     code, _, err = script(convert.main, "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
-    assert (
-        code == 2
-        and len(err) == 1
-        and "no architecture" in err[0]
-        and not (tmp_path / "hf").exists()
-    )
+    assert code == 2 and len(err) == 1 and "no architecture" in err[0]
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_shorter_context_needs_no_other_weights(dataset, tmp_path):
     run_here(dataset, tmp_path / "long", **FAST)
-    assert (
-        run_here(dataset, tmp_path / "short", **FAST, init_from=tmp_path / "long", block_size=8)
-        == 0
-    )
+    changes = dict(FAST, init_from=tmp_path / "long", block_size=8)
+    assert run_here(dataset, tmp_path / "short", **changes) == 0

@@ -77,10 +77,8 @@ def test_matrices_move_as_with_torchs_own_muon():
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = copy.deepcopy(ours)
     group = dict(params=ours, lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
-    optimizers = (
-        Muon([group], torch.bfloat16),
-        torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2),
-    )
+    reference = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2)
+    optimizers = (Muon([group], torch.bfloat16), reference)
     for _ in range(5):
         for p, q in zip(ours, theirs):
             p.grad = torch.randn(p.shape)
@@ -180,13 +178,9 @@ def test_a_skipped_update_changes_nothing():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
     model = fast_model()
-    optimizer, scaler = (
-        build_optimizer(model, CONFIG, torch.float32),
-        torch.amp.GradScaler("cpu", init_scale=1024.0),
-    )
-    optimizer = Muon(
-        [dict(group, fused=fused) for group in optimizer.param_groups], torch.float32, fused
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    groups = build_optimizer(model, CONFIG, torch.float32).param_groups
+    optimizer = Muon([dict(group, fused=fused) for group in groups], torch.float32, fused)
     before = copy.deepcopy(model.state_dict())
     idx = torch.arange(8)[None]
     for factor, moved in ((float("inf"), False), (1.0, True)):
@@ -196,6 +190,5 @@ def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
         scaler.update()
         optimizer.zero_grad()
         assert scaler.get_scale() == 512.0
-        assert (
-            any(not torch.equal(p, before[name]) for name, p in model.state_dict().items()) == moved
-        )
+        state = model.state_dict()
+        assert moved == any(not torch.equal(state[name], before[name]) for name in state)

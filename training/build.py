@@ -12,8 +12,10 @@ from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
-# Fewer: the sum of the head's gradient is read and written more often. More: memory for the logits.
-LOSS_CHUNK = 1024  # tokens
+# Tokens whose logits exist at once. With fewer, the sum of the head's gradient is read and written
+# more often. Eager code needs 10 bytes a bfloat16 logit for a moment, compiled code about 2.
+EAGER_LOSS_CHUNK = 1024
+COMPILED_LOSS_CHUNK = 4096
 
 
 def model_config(
@@ -45,7 +47,7 @@ def model_config(
 def loss_chunk(config: Config) -> int:
     """The key's words as a number of tokens, 0 for off."""
     if config.loss_chunk == "auto":
-        return LOSS_CHUNK
+        return COMPILED_LOSS_CHUNK if config.compile else EAGER_LOSS_CHUNK
     return 0 if config.loss_chunk == "off" else int(config.loss_chunk)
 
 
