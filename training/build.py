@@ -3,11 +3,12 @@ Which model and which optimizer a configuration asks for, and the arithmetic of 
 """
 
 import functools
+from dataclasses import fields
 
 import torch
 import torch.nn as nn
 
-from configurator import Config
+from configurator import Config, config_values
 from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
@@ -26,20 +27,10 @@ def model_config(
     vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
     if weights:
         vocab_size = weights["model_config"]["vocab_size"]
-    return GPTConfig(
-        block_size=config.block_size,
-        vocab_size=vocab_size,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_embd=config.n_embd,
-        dropout=config.dropout,
-        bias=config.bias,
-        tie_weights=config.tie_weights,
-        flash=config.flash if flash is None else flash,
-        model=config.model,
-        loss_chunk=loss_chunk(config),
-        recompute=config.recompute,
-    )
+    values = config_values(config) | dict(vocab_size=vocab_size, loss_chunk=loss_chunk(config))
+    if flash is not None:
+        values["flash"] = flash
+    return GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
 
 
 def loss_chunk(config: Config) -> int:

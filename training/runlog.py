@@ -256,8 +256,8 @@ class RunLog:
         device. Raises RunError after max_skips skipped updates in a row.
         """
         self.wait_for_device()
-        last, seconds, ranks = self.iterations[-1], self.ledger.seconds, self.ranks
         self.check_skips()
+        last, seconds, ranks = self.newest, self.ledger.seconds, self.ranks
         # where all of them were compiled in, the next line counts them too
         if not ranks.any(self.timed > 0):
             return
@@ -329,8 +329,11 @@ class RunLog:
         gradient that is not finite. With float16 some are normal: the loss scale is too large at
         first and from time to time, and each skip halves it.
         """
-        self.timed += sum(it.timed for it in self.iterations)
         iterations, self.iterations = self.iterations, []
+        self.timed += sum(it.timed for it in iterations)
+        if not iterations:
+            return
+        self.newest = iterations[-1]
         normal_halvings = LOSS_SCALE_HALVINGS if self.hw.dtype == torch.float16 else 0
         norms = torch.stack([it.grad_norm for it in iterations])
         for it, finite in zip(iterations, norms.isfinite().tolist()):

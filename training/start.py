@@ -183,13 +183,10 @@ def is_finished(config: Config, start: Start) -> bool:
     """Whether the resumed run has nothing left to do. Says so."""
     if not start.resumed or config.eval_only:
         return False
-    progress = Progress(**start.resumed["progress"])
-    if progress.iter_num < config.max_iters or progress.evaluated_at < config.max_iters:
+    n, evaluated_at = (start.resumed["progress"][name] for name in ("iter_num", "evaluated_at"))
+    if n < config.max_iters or evaluated_at < config.max_iters:
         return False
-    say(
-        f"{config.out_dir} is finished: {progress.iter_num:,} iterations; a larger --max_iters "
-        "goes on"
-    )
+    say(f"{config.out_dir} is finished: {n:,} iterations; a larger --max_iters goes on")
     return True
 
 
@@ -206,18 +203,14 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
         say(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})")
     horizon = progress.lr_horizon
     if horizon != config.max_iters and "lr_decay_iters" not in config.given:
-        say(
-            f"resume: the rate's decay still ends at iteration {horizon}; "
-            f"--lr_decay_iters={config.max_iters} moves that"
-        )
+        move = f"--lr_decay_iters={config.max_iters} moves that"
+        say(f"resume: the rate's decay still ends at iteration {horizon}; {move}")
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
         rounding.append("number of processes")
     if rounding:
-        say(
-            f"resume: with another {', '.join(rounding)} sums round differently: close to, not bit "
-            "for bit the same run"
-        )
+        what = ", ".join(rounding)
+        say(f"resume: with another {what} sums round differently: not bit for bit the same run")
 
 
 # -----------------------------------------------------------------------------

@@ -166,6 +166,15 @@ def test_a_diverged_model_is_not_sampled(dataset, tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("max_iters", [4, 5, 6, 9])
+def test_a_last_line_right_after_such_a_look_has_its_numbers(
+    max_iters, dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runlog, "MOST_ITERATIONS", 4)
+    assert run_here(dataset, tmp_path, log_interval=10**6, max_iters=max_iters) == 0
+    assert [r["iter"] for r in records(tmp_path, "step")] == [0, max_iters - 1]
+
+
 # -----------------------------------------------------------------------------
 # Checkpoints with a right checksum and other contents
 
