@@ -51,7 +51,7 @@ if [ "$dry" = dry ]; then
   small+=(--block_size=16)
   batch=4 batches=4 eager_batch=2 ladder_batch=4
   tokens=128 eager_tokens=64
-  trials=1 ladder_rows=3
+  trials=1 ladder_rows=2
   classic_iters=4 fast_iters=4 warmup=1 eval_tokens=128
   texts=(docs/data.md docs/memory.md) tokenizer=byte val_fraction=0.3
   pytest=(python3 -m pytest -q --collect-only)
@@ -253,8 +253,10 @@ eager() {
 }
 
 ladder() { # its first column; a row that is in the JSON already is not measured again
-  row "$PART_SECONDS" ladder python3 - "$out/ladder.json" $ladder_rows "$config" "${small[@]}" \
-    --dataset=random --batch_size="$ladder_batch" --tokens_per_iter=$tokens << 'PYTHON'
+  local code
+  # not on python3's standard input: the processes that measure could not import it
+  code=$(
+    cat << 'PYTHON'
 import json
 import sys
 from dataclasses import replace
@@ -279,6 +281,9 @@ for number, (name, changes, more_arguments) in enumerate(LADDER[: int(sys.argv[2
     path.write_text(json.dumps(dict(rows=rows), indent=1))
     print(name, describe(result) if result["tokens_per_sec"] else "out of memory")
 PYTHON
+  )
+  row "$PART_SECONDS" ladder python3 -c "$code" "$out/ladder.json" $ladder_rows "$config" \
+    "${small[@]}" --dataset=random --batch_size="$ladder_batch" --tokens_per_iter=$tokens
 }
 
 "$part"

@@ -78,6 +78,9 @@ def test_a_dry_run_leaves_the_json_of_each_row_and_an_archive(part, tmp_path):
     )
     rows = [name for name in PARTS[part] if name.endswith(".json")]
     assert all(json.loads((out / name).read_text()) for name in rows)
+    if part == "ladder":
+        ladder = json.loads((out / "ladder.json").read_text())["rows"]
+        assert len(ladder) == 2 and all(row["first"]["tokens_per_sec"] > 0 for row in ladder)
     logs = {name.replace(".json", ".log") for name in rows}
     assert archived(out / f"{part}.tgz") >= {*rows, *logs}
 
