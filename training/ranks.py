@@ -80,7 +80,11 @@ class Ranks:
         return self.rank == 0
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, its gradients averaged over all ranks where there are several."""
+        """
+        The model, its gradients averaged over all ranks where there are several. They are then
+        views of the buckets that are averaged, so they take no memory of their own. Zero them in
+        place: setting them to None ends that, at 4 bytes a parameter.
+        """
         if self.world_size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
