@@ -100,7 +100,8 @@ def train_step(
     elif grad_norm.isfinite():  # waits for the device: other updates cannot skip themselves
         scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    # DDP's gradients are views of its buckets; set to None, they would take memory of their own
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return torch.stack(losses), grad_norm
 
 
