@@ -70,8 +70,8 @@ class Config:
     data_workers: int = key(1, "tokenising processes of a stream; 0: a thread", low=0, high=256)
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
-    gradient_accumulation_steps: int = key(40, "micro-batches per iteration, all ranks", low=1)
-    tokens_per_iter: int = key(0, "where set, gives gradient_accumulation_steps; 0: off", low=0)
+    gradient_accumulation_steps: int = key(40, "micro-batches per iteration", low=1, high=2**40)
+    tokens_per_iter: int = key(0, "gives gradient_accumulation_steps; 0: off", low=0, high=2**60)
     model: str = key("gpt2", "fast: learns more per token", ("gpt2", "fast"), group="model")
     n_layer: int = key(12, "transformer blocks", low=1, high=1024)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
@@ -96,7 +96,7 @@ class Config:
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
     max_skips: int = key(10, "stop after this many non-finite updates in a row", low=1)
-    max_iters: int = key(600000, "iterations: 0 to max_iters - 1", low=0, group="schedule")
+    max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     decay_lr: bool = key(True, "decay the learning rate after warm-up")
     lr_schedule: str = key("cosine", "wsd: constant, then linear", ("cosine", "linear", "wsd"))
@@ -353,7 +353,7 @@ def check_model(config: Config) -> list[str]:
         problem = f"n_head: {config.n_head} does not divide n_embd {config.n_embd}"
         problems.append(f"{problem}; nearest that does: {nearest}")
     chunk = config.loss_chunk
-    if chunk not in ("auto", "off") and not (chunk.isdecimal() and int(chunk) > 0):
+    if chunk not in ("auto", "off") and not (chunk.isdecimal() and 0 < int(chunk[:9])):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     if config.model != "fast":
         return problems

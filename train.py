@@ -244,21 +244,20 @@ def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
         return None
 
 
-def sample_text(
-    model, text: Tokenizer, vocab: int, config: Config, hw: Hardware, signals: Signals
-) -> str:
-    """sample_tokens tokens from the model, with the same random numbers each time."""
+def show_sample(model, text: Tokenizer, vocab: int, config, hw, signals, log, progress) -> None:
+    """Log sample_tokens tokens from the model, with the same random numbers each time."""
     ids = []
     idx = torch.tensor([text.prompt()], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
         for new in generate_stream(model, idx, config.sample_tokens, vocab, 0.8, 200, generator):
-            if signals.received:  # cut short; the loop stops where all ranks can
+            if signals.received:  # the run is about to stop: no half a sample
                 break
             ids.append(new.item())
     model.train()
-    return text.decode(ids)
+    if not signals.received:
+        log.sample(progress.iter_num, text.decode(ids))
 
 
 # -----------------------------------------------------------------------------
@@ -357,8 +356,7 @@ def main(argv: list[str]) -> int:
                         log.evaluation(p.iter_num, train_loss, val_loss)
                         p.evaluated_at = p.iter_num
                         if text and p.iter_num > 0 and math.isfinite(val_loss):
-                            sample = sample_text(raw_model, text, data.vocab, c, hw, signals)
-                            log.sample(p.iter_num, sample)
+                            show_sample(raw_model, text, data.vocab, c, hw, signals, log, p)
                     if checkpoints.note_evaluation(p, val_loss) or c.always_save_checkpoint:
                         if p.iter_num > 0:
                             save()
@@ -375,8 +373,8 @@ def main(argv: list[str]) -> int:
                     it.losses, it.grad_norm = train_step(
                         ddp_model, optimizer, scaler, loader, accum, c.grad_clip, autocast, check
                     )
-                p.advance(c.iter_sequences, c.iter_tokens)
                 rng = hardware.get_rng_state(hw.device)
+                p.advance(c.iter_sequences, c.iter_tokens)
 
                 # every log_interval, and the last one: iterations wait for the device only here
                 if due(p.iter_num - 1, c.log_interval) or p.iter_num == c.max_iters:

@@ -5,7 +5,6 @@ What people read and type: lines on the console, numbers short and long, errors 
 import argparse
 import contextlib
 import difflib
-import errno
 import os
 import signal
 import sys
@@ -14,9 +13,6 @@ import unicodedata
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TextIO
-
-# the reader of our output, such as head, has gone; the disk it goes to is full
-CONSOLE_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 # -----------------------------------------------------------------------------
 # Lines
@@ -49,7 +45,7 @@ def say(line: str) -> None:
     """
     try:
         print(printable(line), flush=True)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: somebody has closed it
         sys.stdout = open(os.devnull, "w")
     copy(line)
 
@@ -58,7 +54,7 @@ def complain(line: str) -> None:
     """Print to stderr, with the same care."""
     try:
         print(printable(line), file=sys.stderr, flush=True)
-    except OSError:
+    except (OSError, ValueError):
         sys.stderr = open(os.devnull, "w")
     copy(line)
 
@@ -184,12 +180,15 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
         code = 128 + signal.SIGINT
     except OSError as error:
         code = 2 if error.filename else 1
-        if error.filename:  # no permission, a name too long, ...
-            complain(f"error: {error.filename}: {error.strerror}")
-        elif error.errno in CONSOLE_GONE:
+        try:
+            sys.stdout.flush()
+            # no permission, a name too long, a full disk, ...
+            where = f"{error.filename}: " if error.filename else ""
+            complain(f"error: {where}{error.strerror or error}")
+        except (
+            OSError
+        ):  # it is the console: its reader, such as head, has gone, or its disk is full
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        else:
-            complain(traceback.format_exc().rstrip())
     except Exception:
         complain(traceback.format_exc().rstrip())
         code = 1

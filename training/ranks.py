@@ -37,7 +37,10 @@ def meet(rank: int, world_size: int) -> dist.Store:
     2. each other rank asks for it under a key of its own;
     3. rank 0 answers whoever asks, until all have signed in under that name.
     """
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    except ValueError as error:  # no MASTER_ADDR, a MASTER_PORT that is no number
+        raise UserError(f"{error}; start with torchrun") from None
     me = uuid.uuid4().hex
     if rank > 0:
         store.set(f"asked by {rank}", me)
@@ -208,7 +211,7 @@ class Ranks:
 def read_environment(name: str, default: int | None = None) -> int:
     """A whole number that torchrun sets. Raises UserError where it is missing or something else."""
     text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) == 0):
+    if not text.isdecimal() or len(text) > 9 or (name == "WORLD_SIZE" and int(text) == 0):
         raise UserError(f"{name}: {text!r} in the environment is no number; start with torchrun")
     return int(text)
 

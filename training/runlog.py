@@ -479,7 +479,10 @@ def drop_records(path: Path, progress: Progress) -> None:
         record
         for record in read_records(lines)
         if isinstance(record.get("iter"), int)
-        and record["iter"] <= last.get(record.get("kind"), math.inf)
+        and record["iter"] <= last.get(str(record.get("kind")), math.inf)
     ]
-    with replacing(path) as file:
-        file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+    try:
+        with replacing(path) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+    except OSError as error:  # a full disk
+        warn(f"{path}: {error.strerror}; what the run says again stays in it twice")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, say, warn
-from configurator import Config, config_values, print_config, read_config, resolve
+from configurator import FIELDS, Config, config_values, fit, print_config, read_config, resolve
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
 from training.build import build_model, build_optimizer
@@ -102,9 +102,12 @@ def validate(state: dict, path: Path) -> None:
 
     try:
         progress, config = Progress(**state["progress"]), Config(**state["config"])
-        counts = (progress.iter_num, progress.sequences, progress.tokens)
+        for name, value in state["config"].items():
+            fit(value, FIELDS[name], name)
         if not 0 <= progress.iter_num <= progress.sequences <= 10**12:
-            raise ValueError(f"progress {counts}")
+            raise ValueError(f"{progress}")
+        if not all(type(value) in (int, float) for value in state["progress"].values()):
+            raise ValueError(f"{progress}")
         if not all(state["ledger"][category] >= 0 for category in CATEGORIES):
             raise ValueError("negative times")
         check_state(state, path)
@@ -117,11 +120,15 @@ def validate(state: dict, path: Path) -> None:
         groups = build_optimizer(model, config, torch.float32).param_groups
         parameters = [p for group in groups for p in group["params"]]
         for number, moments in state["optimizer"]["state"].items():
+            if sorted(moments) not in (["exp_avg", "exp_avg_sq", "step"], ["momentum"]):
+                raise ValueError(f"optimizer states {sorted(moments)}")
             for name, moment in moments.items():
-                if name != "step" and moment.shape != parameters[number].shape:
-                    raise ValueError(f"an optimizer state {name} of another shape")
-    except UserError:
-        raise
+                shape = torch.Size([]) if name == "step" else parameters[number].shape
+                # fused AdamW would write past a tensor of another size or layout
+                if moment.shape != shape or not (
+                    moment.is_contiguous() and moment.isfinite().all()
+                ):
+                    raise ValueError(f"optimizer state {name}")
     except Exception as error:  # a stranger's file may hold anything
         raise UserError(
             f"{path}: cannot be resumed, made by another version of this program or changed "

@@ -105,6 +105,19 @@ def test_what_fails_before_an_update_costs_no_iteration(error, dataset, tmp_path
     assert_same_state(load(tmp_path / "broken", 8), load(tmp_path / "straight", 8))
 
 
+def test_what_fails_right_after_an_update_saves_no_iteration_with_old_random_numbers(
+    dataset, tmp_path, monkeypatch
+):
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    # two calls before the loop, then one for each iteration
+    at_call(monkeypatch, train.hardware, "get_rng_state", 5, fail)
+    with pytest.raises(RunError):
+        run_here(dataset, tmp_path, eval_interval=2, dropout=0.1)
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 4
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=["out of memory", "unforeseen"])
 def test_half_an_update_is_never_saved(error, dataset, tmp_path, monkeypatch):
     step = torch.optim.AdamW.step
@@ -199,6 +212,16 @@ def corrupt(name, state):
             state["progress"]["sequences"] = 10**15
         case "10^15 iterations":
             state["progress"]["iter_num"] = 10**15
+        case "a moment that is missing":
+            del moments["exp_avg"]
+        case "a moment without memory of its own":
+            moments["exp_avg"] = torch.zeros(1).expand(moments["exp_avg"].shape)
+        case "a step of three":
+            moments["step"] = torch.zeros(3)
+        case "a seed beyond torch's":
+            state["config"]["seed"] = 2**64
+        case "a loss in words":
+            state["progress"]["best_val_loss"] = "low"
         case "a random state that is none":
             state["rng"][0]["cpu"] = torch.zeros(3, dtype=torch.uint8)
     return state
@@ -214,6 +237,11 @@ NAMES = (
     "10^15 sequences",
     "10^15 iterations",
     "a random state that is none",
+    "a moment that is missing",
+    "a moment without memory of its own",
+    "a step of three",
+    "a seed beyond torch's",
+    "a loss in words",
 )
 
 
@@ -261,6 +289,19 @@ def test_a_resumed_run_says_from_where_and_how_far(dataset, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"resume: {tmp_path}/ckpt-00000004.pt, iteration 4 of 8"
     assert f"run: 8 iterations, 1.02k tokens, 0.67 epochs, in {tmp_path}" in lines[:9]
+
+
+def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(
+    dataset, tmp_path, monkeypatch, capsys
+):
+    run_here(dataset, tmp_path, max_iters=4)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runlog, "replacing", full)
+    assert run_here(dataset, tmp_path, init_from="resume") == 0
+    assert "metrics.jsonl: No space left on device" in capsys.readouterr().err
 
 
 def test_a_run_in_the_way_is_one_line_with_every_way_out(dataset, tmp_path):
