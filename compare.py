@@ -15,7 +15,6 @@ lies between those of the two evaluations. Runs whose ranges overlap are called 
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,9 +199,8 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     Val loss at equal iterations, tokens and time, and the tokens and time to one loss: by default
     the lowest that all runs reach.
     """
-    loss_text = "{:.4f}".format
     best = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [Row("best val loss", "best_val_loss", best, loss_text, "lower", noise=LOSS_NOISE)]
+    rows = [Row("best val loss", "best_val_loss", best, "{:.4f}".format, "lower", noise=LOSS_NOISE)]
     if len(runs) > 1:
         rows += equal_rows(runs)
         if target_loss is None:
@@ -344,7 +342,7 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
 
 
 def path_of(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # a shell leaves the ~ of --png=~/x alone
+    return Path(text).expanduser()  # a shell leaves the ~ of --png=~/x alone
 
 
 def main(argv: list[str]) -> None:
@@ -371,14 +369,10 @@ def main(argv: list[str]) -> None:
     values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
     verdicts = {row.key: verdict(row, names) for row in rows if verdict(row, names)}
     table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
-    try:
-        if png:
-            save_picture(runs, png)
-        if args.json:
-            args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        problem = f"{error.filename}: cannot be written ({error.strerror})"
-        raise UserError(f"{problem}; choose another --png or --json") from None
+    if png:
+        save_picture(runs, png)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,9 @@ import math
 import shlex
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -142,9 +140,7 @@ def main(argv: list[str]) -> None:
     target = np.mean([curve["val_loss"][-1] for curve in first])
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print_table(rows, target)
-    command = shlex.join(["python", "results/ablate.py", *argv])
-    result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
-    result |= {"target": target, "variants": rows}
+    result = {"target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
     draw(args.out / "ablation.png", rows, target)
 
