@@ -126,17 +126,16 @@ def sweep(config: Config, options: Namespace) -> dict:
     machine = best["machine"]
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
-        what = describe(row)
+        row["name"] = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5}"
+        line = f"{row['name']} {describe(row)}"
         if row is best:
-            what += "  <- fastest"
+            line += "  <- fastest"
         if row is largest:
-            what += "  <- largest that fits"
-        say(f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {what}")
+            line += "  <- largest that fits"
+        say(line)
     if options.write:
         write_config(Path(options.write), config, best)
     if options.png:
-        for row in rows:
-            row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         draw(options.png, {"micro-batch x accumulation": rows})
     return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=largest["batch_size"])
 
@@ -257,11 +256,8 @@ def climb(
         first_rate = first_rate or rate
         last_rate = rate
         gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
-        memory = f"{row['mem_gib'] or math.nan:>6.1f}"
-        say(
-            f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {memory} "
-            f"{percent(row['mfu']):>6}"
-        )
+        load = f"{row['mem_gib'] or math.nan:>6.1f} {percent(row['mfu']):>6}"
+        say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")
     return rows
 
 

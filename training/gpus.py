@@ -202,11 +202,9 @@ def fitting_batch(
     The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None where not
     even one sequence fits.
     """
-    best = None
-    for batch_size in divisors(sequences):
-        if memory_needed(config, model, dtype, batch_size) <= capacity:
-            best = batch_size
-    return best
+    sizes = divisors(sequences)
+    fitting = [n for n in sizes if memory_needed(config, model, dtype, n) <= capacity]
+    return max(fitting, default=None)
 
 
 def out_of_memory_advice(
