@@ -10,7 +10,7 @@ import numpy as np
 
 from common.console import UserError
 from configurator import FIELDS, parse
-from reports.records import RunRecords, add_totals, known_keys, median, tabulate
+from reports.records import RunRecords, add_totals, known_keys, percentile, tabulate
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 # where nanoGPT's defaults differ from this program's
@@ -87,7 +87,7 @@ def separate_evaluations(run: RunRecords) -> None:
     """Take evaluations and compilation out of the iteration times. Adds tokens and tok/s."""
     step, evals = run.step, run.eval
     evaluated = np.isin(step["iter"], evals["iter"])
-    usual_ms = median(step["step_ms"][~evaluated & (step["iter"] > 0)])
+    usual_ms = percentile(step["step_ms"][~evaluated & (step["iter"] > 0)], 50)
     for i, it in enumerate(evals["iter"]):
         step_ms = step["step_ms"][step["iter"] == it]
         if it > 0 and len(step_ms):
@@ -106,7 +106,7 @@ def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     of one. Only the printed MFU tells how many cards there were. Evaluations pull it down, so it
     serves for no more than that, and it is removed here: it is not the MFU of the run's card.
     """
-    printed_mfu = median(run.step["mfu"][run.step["mfu"] > 0]) / 100
+    printed_mfu = percentile(run.step["mfu"][run.step["mfu"] > 0], 50) / 100
     run.step["mfu"] = np.full(len(run.step["iter"]), math.nan)
     if not run.config:
         return
@@ -114,7 +114,7 @@ def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     run.parameters = matmul_parameters + T * C
     run.flops_per_token = 6 * matmul_parameters + 12 * L * C * T
     # FLOP/s of all cards over those of one
-    cards = run.flops_per_token * median(run.step["tokens_per_sec"])
+    cards = run.flops_per_token * percentile(run.step["tokens_per_sec"], 50)
     cards /= printed_mfu * NANOGPT_PEAK_FLOPS
     if math.isfinite(cards):
         run.flops_per_token /= max(1, round(cards))

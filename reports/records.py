@@ -112,7 +112,7 @@ def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     evaluations.
     """
     step, evals = run.step, run.eval
-    usual_ms = median(step["step_ms"])
+    usual_ms = percentile(step["step_ms"], 50)
     # a step record stands for the iterations since the record before it
     step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
     known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
@@ -140,10 +140,6 @@ def total_at(x: np.ndarray, known_x: np.ndarray, totals: np.ndarray, slope: floa
     known_x, totals = np.append(0, known_x), np.append(0, totals)
     beyond = totals[-1] + (x - known_x[-1]) * slope
     return np.where(x > known_x[-1], beyond, np.interp(x, known_x, totals))
-
-
-def median(values: np.ndarray) -> float:
-    return percentile(values, 50)
 
 
 def percentile(values: np.ndarray, q: float) -> float:
