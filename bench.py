@@ -68,7 +68,6 @@ MODES = {
     "plan": (plan.main, "gpu gpus iter_seconds from_run dataset_tokens watts price_kwh json"),
     "peer": (peer.main, "nanogpt trials json"),
 }
-OUTPUTS = ("json", "png", "write", "profile")  # flags that name a file to write
 
 
 def make_folder(name: str, path: Path) -> None:
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> int:
     # plan needs no device: it may be for another machine
     checks = () if mode == "plan" else (hardware.check_device,)
     config = load_config(config_arguments, checks)
-    for name in OUTPUTS:
+    for name in ("json", "png", "write", "profile"):  # what is written
         path = getattr(options, name, None)
         if path:
             make_folder(name, Path(path))

@@ -22,8 +22,6 @@ LINES = {
     "step": rf"iter (?P<iter>\d+): loss (?P<loss>{N}), time (?P<step_ms>{N})ms, mfu (?P<mfu>{N})%",
     "eval": rf"step (?P<iter>\d+): train loss (?P<train_loss>{N}), val loss (?P<val_loss>{N})",
 }
-TOKENS_LINE = re.compile(r"tokens per iteration will be: ([\d,]+)")
-PARAMETERS_LINE = re.compile(r"number of parameters: ([\d.]+)M")
 CONFIG_LINE = re.compile(r"(?:Overriding: )?(\w+) = ([^#]+)(?:#.*)?")
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the one kind of formula in nanoGPT's config files
 
@@ -46,13 +44,13 @@ def read_nanogpt_log(path: Path) -> RunRecords:
                 found[kind, it] = match.groupdict() | {"kind": kind, "iter": it}
     start = {"kind": "start", "iter": 0} | settings(text.splitlines())
     run = tabulate(path.stem, [start, *found.values()])
-    if tokens := TOKENS_LINE.search(text):
+    if tokens := re.search(r"tokens per iteration will be: ([\d,]+)", text):
         run.tokens_per_iter = float(tokens[1].replace(",", ""))
     else:
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         run.warnings.append(f"{path}: {missing}")
     separate_evaluations(run)
-    parameters = PARAMETERS_LINE.search(text)
+    parameters = re.search(r"number of parameters: ([\d.]+)M", text)
     find_flops(run, 1e6 * float(parameters[1]) if parameters else math.nan)
     return run
 
