@@ -68,20 +68,6 @@ MODES = {
     "plan": (plan.main, "gpu gpus iter_seconds from_run dataset_tokens watts price_kwh json"),
     "peer": (peer.main, "nanogpt trials json"),
 }
-OUTPUTS = ("json", "png", "write", "profile")  # flags that name a file to write
-
-
-def mode_parser(mode: str) -> Parser:
-    """A parser of the mode's own flags; configuration flags are left over for load_config."""
-    parser = Parser(
-        usage=f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]",
-        epilog="Configuration keys: python train.py --help",
-    )
-    _, names = MODES[mode]
-    for name in names.split():
-        kind, metavar, meaning = FLAGS[name]
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
-    return parser
 
 
 def make_folder(name: str, path: Path) -> None:
@@ -99,15 +85,23 @@ def main(argv: list[str]) -> int:
     if mode not in MODES:
         hint = did_you_mean(mode, MODES)
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
-    options, config_arguments = mode_parser(mode).parse_known_args(argv[1:])
+    run_mode, flags = MODES[mode]
+    parser = Parser(
+        usage=f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]",
+        epilog="Configuration keys: python train.py --help",
+    )
+    for name in flags.split():
+        kind, metavar, meaning = FLAGS[name]
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
+    # configuration flags are left over for load_config
+    options, config_arguments = parser.parse_known_args(argv[1:])
     # plan needs no device: it may be for another machine
     checks = () if mode == "plan" else (hardware.check_device,)
     config = load_config(config_arguments, checks)
-    for name in OUTPUTS:
+    for name in ("json", "png", "write", "profile"):  # what is written
         path = getattr(options, name, None)
         if path:
             make_folder(name, Path(path))
-    run_mode, _ = MODES[mode]
     result = run_mode(config, options)
     if options.json:
         result = dict(command=f"python bench.py {' '.join(argv)}") | result

@@ -15,7 +15,6 @@ lies between those of the two evaluations. Runs whose ranges overlap are called 
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +162,15 @@ def verdict(row: Row, names: list[str]) -> str:
 
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
-    rows = config_rows(runs)
+    rows = []
+    # the keys in which the runs differ, and the device and dtype that were in use
+    for key in FIELDS:
+        values = [run.config.get(key) for run in runs]
+        told_elsewhere = key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype")
+        if len(set(values) - {None}) > 1 and not told_elsewhere:
+            rows.append(Row(key, f"config/{key}", values, str))
+    for key in ("device", "dtype"):
+        rows.append(Row(key, key, [getattr(run, key) for run in runs], str))
     figures = [figures_of(run) for run in runs]
     for key, label, form, better, word in (
         ("parameters", "parameters", count4, "higher", "larger"),
@@ -182,29 +189,25 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     return rows + loss_rows(runs, target_loss)
 
 
-def config_rows(runs: list[RunRecords]) -> list[Row]:
-    """The keys in which the runs differ, and the device and dtype that were in use."""
-    rows = []
-    for key in FIELDS:
-        values = [run.config.get(key) for run in runs]
-        told_elsewhere = key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype")
-        if len(set(values) - {None}) > 1 and not told_elsewhere:
-            rows.append(Row(key, f"config/{key}", values, str))
-    for key in ("device", "dtype"):
-        rows.append(Row(key, key, [getattr(run, key) for run in runs], str))
-    return rows
-
-
 def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     """
     Val loss at equal iterations, tokens and time, and the tokens and time to one loss: by default
     the lowest that all runs reach.
     """
-    loss_text = "{:.4f}".format
     best = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [Row("best val loss", "best_val_loss", best, loss_text, "lower", noise=LOSS_NOISE)]
+    rows = [Row("best val loss", "best_val_loss", best, "{:.4f}".format, "lower", noise=LOSS_NOISE)]
     if len(runs) > 1:
-        rows += equal_rows(runs)
+        for axis, where, form in (
+            ("iter", "at iteration {}", "{:,.0f}".format),
+            ("tokens", "at {} tokens", "{:,.0f}".format),
+            ("hours", "after {}", time_text),
+        ):
+            at = common_point(runs, axis)
+            if at is not None:
+                label, key = f"val loss {where.format(form(at))}", f"val_loss_at_equal_{axis}"
+                losses = [loss_at(run, axis, at) for run in runs]
+                rows.append(estimated_row(label, key, losses, "{:.4f}".format))
+                rows[-1].noise = LOSS_NOISE
         if target_loss is None:
             target_loss = percentile(np.array(best), 100)
     if target_loss is not None and math.isfinite(target_loss):
@@ -215,23 +218,6 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     if len({run.config["dataset"] for run in runs if "dataset" in run.config}) > 1:
         for row in rows:
             row.note = "not comparable: unequal datasets"
-    return rows
-
-
-def equal_rows(runs: list[RunRecords]) -> list[Row]:
-    """The val losses of all runs at one point, on each axis."""
-    rows = []
-    for axis, where, form in (
-        ("iter", "at iteration {}", "{:,.0f}".format),
-        ("tokens", "at {} tokens", "{:,.0f}".format),
-        ("hours", "after {}", time_text),
-    ):
-        at = common_point(runs, axis)
-        if at is not None:
-            label = f"val loss {where.format(form(at))}"
-            losses = [loss_at(run, axis, at) for run in runs]
-            rows.append(estimated_row(label, f"val_loss_at_equal_{axis}", losses, "{:.4f}".format))
-            rows[-1].noise = LOSS_NOISE
     return rows
 
 
@@ -344,7 +330,7 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
 
 
 def path_of(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # a shell leaves the ~ of --png=~/x alone
+    return Path(text).expanduser()  # a shell leaves the ~ of --png=~/x alone
 
 
 def main(argv: list[str]) -> None:
@@ -371,14 +357,10 @@ def main(argv: list[str]) -> None:
     values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
     verdicts = {row.key: verdict(row, names) for row in rows if verdict(row, names)}
     table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
-    try:
-        if png:
-            save_picture(runs, png)
-        if args.json:
-            args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        problem = f"{error.filename}: cannot be written ({error.strerror})"
-        raise UserError(f"{problem}; choose another --png or --json") from None
+    if png:
+        save_picture(runs, png)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

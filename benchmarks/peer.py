@@ -58,9 +58,8 @@ def main(config: Config, options: Namespace) -> dict:
         line += f", {memory_ratio:.3f} x the memory"
     say(line)
     result = dict(speed_ratio=speed, speed_ratio_range=[low, high], seconds_per_iter=seconds)
-    result |= dict(memory_ratio=memory_ratio, memory_gib=memory)
-    result |= dict(tokens_per_iter=config.iter_tokens, first=first)
-    return result | dict(machine=measure.machine(hw))
+    result |= dict(memory_ratio=memory_ratio, memory_gib=memory, machine=measure.machine(hw))
+    return result | dict(tokens_per_iter=config.iter_tokens, first=first)
 
 
 def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, dict]:

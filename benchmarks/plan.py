@@ -9,7 +9,6 @@ estimated from the card's peak at an assumed MFU, with a range. The rest is arit
 import math
 import statistics
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,38 +41,26 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
 MOST_EPOCHS = 4
 
 
-@dataclass
-class Card:
-    name: str
-    dtype: torch.dtype
-    peak_tflops: float | None  # dense, for `dtype`; None: unknown
-    memory_gib: float | None
-
-
-@dataclass
-class Pace:
-    """How long an iteration takes on all GPUs together, in seconds, and how that is known."""
-
-    source: str
-    seconds: float | None  # None: unknown
-    fastest: float | None
-    slowest: float | None
-
+# A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
 
 # -----------------------------------------------------------------------------
 # The card
 
 
-def card_of_row(row: dict[str, str], config: Config) -> Card:
+def describe_card(name: str, dtype: str, peak: float | None, memory: float | None) -> dict:
+    """`peak`: dense, for this dtype, in TFLOP/s. `memory`: in GiB. None where unknown."""
+    return dict(gpu=name, dtype=dtype, peak_tflops=peak, gpu_memory_gib=memory)
+
+
+def card_of_row(row: dict[str, str], config: Config) -> dict:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
-    dtype = getattr(torch, dtype)
-    peak = config.peak_tflops or row_peak(row, dtype, config.tf32)
-    return Card(short_name(row), dtype, peak, float(row["memory_gib"]))
+    peak = config.peak_tflops or row_peak(row, getattr(torch, dtype), config.tf32)
+    return describe_card(short_name(row), dtype, peak, float(row["memory_gib"]))
 
 
-def card_here(config: Config) -> Card:
+def card_here(config: Config) -> dict:
     if problems := hardware.check_device(config):
         raise UserError(*problems)
     device = hardware.choose_device(config)
@@ -82,45 +69,45 @@ def card_here(config: Config) -> Card:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / hardware.GIB
     peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
-    return Card(hardware.device_name(device), dtype, peak, memory)
+    dtype_name = str(dtype).removeprefix("torch.")
+    return describe_card(hardware.device_name(device), dtype_name, peak, memory)
 
 
 # -----------------------------------------------------------------------------
-# The pace
+# The pace: how long an iteration takes on all GPUs together, and how that is known
 
 
-def estimated_pace(config: Config, model: GPTConfig, card: Card, gpus: int) -> Pace:
-    if not card.peak_tflops:
+def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
+    if not card["peak_tflops"]:
         unknown = "unknown peak: name a card with --gpu, or give --iter_seconds or --from_run"
-        return Pace(unknown, None, None, None)
-    low, likely, high = GEFORCE_MFU if "GeForce" in card.name else OTHER_MFU
+        return dict(pace=unknown, iter_seconds=None)
+    low, likely, high = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}"
     flops = flops_per_token(model)
-    at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12 * gpus)
+    at_peak = flops * config.iter_tokens / (card["peak_tflops"] * 1e12 * gpus)
     if config.recompute:
         # the blocks' forward pass, a third of their work, runs a second time
         head = 6 * model.n_embd * model.vocab_size
         at_peak *= 1 + (flops - head) / flops / 3
-    return Pace(source, at_peak / likely, at_peak / high, at_peak / low)
+    span = [at_peak / high, at_peak / low]
+    return dict(pace=source, iter_seconds=at_peak / likely, iter_seconds_range=span)
 
 
-def known_pace(source: str, seconds_on_one_gpu: float, gpus: int) -> Pace:
+def known_pace(source: str, seconds_on_one_gpu: float, gpus: int) -> dict:
     if gpus > 1:
         source += f", {seconds_on_one_gpu:.3g} s on one GPU"
     seconds = seconds_on_one_gpu / gpus
-    return Pace(source, seconds, seconds, seconds)
+    return dict(pace=source, iter_seconds=seconds, iter_seconds_range=[seconds, seconds])
 
 
-def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, Card]:
+def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
     """
     What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
     file = run / "metrics.jsonl"
-    lines = []
-    if file.exists():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    records = read_records(lines)
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    records = read_records(text.splitlines())
     starts = [r for r in records if r.get("kind") == "start"]
     seconds = [r["step_ms"] / 1000 for r in records if r.get("kind") == "step"]
     if not starts or not seconds:
@@ -132,8 +119,8 @@ def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, Card]:
             f"configuration is {flops_per_token(model) / 1e6:.1f}; give the run's own config file"
         )
     per_token = statistics.median(seconds) / start["tokens_per_iter"] * start.get("world_size", 1)
-    dtype = getattr(torch, start["dtype"])
-    return per_token * config.iter_tokens, Card(start["device"], dtype, start["peak_tflops"], None)
+    card = describe_card(start["device"], start["dtype"], start["peak_tflops"], None)
+    return per_token * config.iter_tokens, card
 
 
 # -----------------------------------------------------------------------------
@@ -152,9 +139,9 @@ def count_pauses(config: Config) -> tuple[int, int]:
     return evaluations, checkpoints
 
 
-def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options: Namespace) -> dict:
+def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace) -> dict:
     """
-    All figures of a run as a flat dict, None where unknown. hours and kwh are the iterations alone.
+    All figures of a run. hours and kwh are the iterations alone.
     hours_total, kwh_total and cost include the evaluations and checkpoints. watts is what one GPU
     draws, without the rest of the machine. Several GPUs share the work evenly. What averaging their
     gradients takes is not in the hours, but in exchange_gb and link_gb_per_sec.
@@ -163,10 +150,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     params, params_in_products = count_parameters(model)
     evaluations, checkpoints = count_pauses(config)
     p = dict(
-        gpu=card.name,
         gpus=options.gpus,
-        dtype=str(card.dtype).removeprefix("torch."),
-        peak_tflops=card.peak_tflops,
         max_iters=config.max_iters,
         batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -184,21 +168,20 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         watts=options.watts,
         # what each GPU sends in a ring all-reduce of float32 gradients
         exchange_gb=2 * (options.gpus - 1) / options.gpus * 4 * params / 1e9,
-        pace=pace.source,
-        iter_seconds=pace.seconds,
     )
-    return p | time_figures(config, p, pace, options) | memory_figures(config, model, card, p)
+    p = card | p | pace
+    return p | time_figures(config, p, options) | memory_figures(config, model, p)
 
 
-def time_figures(config: Config, p: dict, pace: Pace, options: Namespace) -> dict:
+def time_figures(config: Config, p: dict, options: Namespace) -> dict:
     """The figures that need the time of an iteration, all None without it."""
     names = "hours hours_range hours_total eval_seconds checkpoint_seconds tokens_per_sec mfu"
     figures = dict.fromkeys(f"{names} link_gb_per_sec kwh kwh_total cost".split())
-    if not pace.seconds:
+    if not p["iter_seconds"]:
         return figures
-    hours = config.max_iters * pace.seconds / 3600
-    spread = [config.max_iters * seconds / 3600 for seconds in (pace.fastest, pace.slowest)]
-    rate = config.iter_tokens / pace.seconds
+    hours = config.max_iters * p["iter_seconds"] / 3600
+    spread = [config.max_iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
+    rate = config.iter_tokens / p["iter_seconds"]
     # the forward pass alone, a third of training's work per token, on two splits
     eval_seconds = 2 * config.eval_size / rate / 3
     # the weights and Adam's two moments
@@ -210,7 +193,7 @@ def time_figures(config: Config, p: dict, pace: Pace, options: Namespace) -> dic
     if p["peak_tflops"]:
         figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
     # 90 % efficiency: not overlapped, the exchange may take a ninth of the iteration
-    figures["link_gb_per_sec"] = 9 * p["exchange_gb"] / pace.seconds
+    figures["link_gb_per_sec"] = 9 * p["exchange_gb"] / p["iter_seconds"]
     if options.watts:
         kilowatts = options.watts * p["gpus"] / 1000
         figures["kwh"] = hours * kilowatts
@@ -220,17 +203,18 @@ def time_figures(config: Config, p: dict, pace: Pace, options: Namespace) -> dic
     return figures
 
 
-def memory_figures(config: Config, model: GPTConfig, card: Card, p: dict) -> dict:
-    parts = memory_bytes(model, config.batch_size, card.dtype, config.compile, config.optimizer)
+def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
+    dtype = getattr(torch, p["dtype"])
+    parts = memory_bytes(model, config.batch_size, dtype, config.compile, config.optimizer)
     parts_gib = {part: size / hardware.GIB for part, size in parts.items()}
-    figures = dict(vram_gib=sum(parts_gib.values()), vram_parts_gib=parts_gib)
-    figures |= dict(gpu_memory_gib=card.memory_gib, fits=None, batch_size_that_fits=None)
-    if card.memory_gib:
-        usable = USABLE_MEMORY * card.memory_gib
+    vram = sum(parts_gib.values())
+    fits = best = None
+    if p["gpu_memory_gib"]:
+        usable = USABLE_MEMORY * p["gpu_memory_gib"]
+        fits = vram <= usable
         sequences = config.iter_sequences // p["gpus"]
-        best = fitting_batch(config, model, card.dtype, sequences, usable * hardware.GIB)
-        figures |= dict(fits=figures["vram_gib"] <= usable, batch_size_that_fits=best)
-    return figures
+        best = fitting_batch(config, model, dtype, sequences, usable * hardware.GIB)
+    return dict(vram_gib=vram, vram_parts_gib=parts_gib, fits=fits, batch_size_that_fits=best)
 
 
 # -----------------------------------------------------------------------------
@@ -289,10 +273,8 @@ def memory_lines(p: dict) -> list[str]:
     line = f"memory   {p['vram_gib']:.1f} GiB modelled for batch_size {p['batch_size']}: {parts}"
     if p["fits"] is None:
         return [line]
-    usable = f"{USABLE_MEMORY * p['gpu_memory_gib']:.1f}"
-    verdict = f"DOES NOT FIT into {usable} GiB"
-    if p["fits"]:
-        verdict = f"fits into {usable} of {p['gpu_memory_gib']:.0f} GiB"
+    verdict = "fits into" if p["fits"] else "DOES NOT FIT into"
+    verdict += f" {USABLE_MEMORY * p['gpu_memory_gib']:.1f} GiB"
     advice = ", nor does batch_size 1; --recompute=True, a smaller model or block_size may"
     if p["batch_size_that_fits"]:
         best = p["batch_size_that_fits"]
@@ -316,10 +298,8 @@ def table_lines(plans: list[dict]) -> list[str]:
             f"{p['peak_tflops'] or 'n/a':>8} {speed:>10} {time:>9} {span:>20} "
             f"{p['batch_size_that_fits'] or 'too small':>10}"
         )
-    form = "{1:.0%} MFU ({0:.0%} to {2:.0%})"
-    geforce, other = form.format(*GEFORCE_MFU), form.format(*OTHER_MFU)
-    batch_size = "batch_size is the largest that fits by the memory model"
-    return [*lines, f"estimated at {other}, GeForce at {geforce}; {batch_size}"]
+    mfu = f"estimated at {OTHER_MFU[1]:.0%} MFU, GeForce at {GEFORCE_MFU[1]:.0%}"
+    return [*lines, f"{mfu}; batch_size is the largest that fits by the memory model"]
 
 
 # -----------------------------------------------------------------------------
@@ -351,7 +331,7 @@ def main(config: Config, options: Namespace) -> dict:
     return plan
 
 
-def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[Card, Pace]:
+def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
     """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
     card = None
     if options.gpu:

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.console import UserError
 from configurator import FIELDS, parse
-from reports.records import RunRecords, add_totals, known_keys, median, tabulate
+from reports.records import RunRecords, add_totals, known_keys, percentile, tabulate
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 # where nanoGPT's defaults differ from this program's
@@ -22,8 +22,6 @@ LINES = {
     "step": rf"iter (?P<iter>\d+): loss (?P<loss>{N}), time (?P<step_ms>{N})ms, mfu (?P<mfu>{N})%",
     "eval": rf"step (?P<iter>\d+): train loss (?P<train_loss>{N}), val loss (?P<val_loss>{N})",
 }
-TOKENS_LINE = re.compile(r"tokens per iteration will be: ([\d,]+)")
-PARAMETERS_LINE = re.compile(r"number of parameters: ([\d.]+)M")
 CONFIG_LINE = re.compile(r"(?:Overriding: )?(\w+) = ([^#]+)(?:#.*)?")
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the one kind of formula in nanoGPT's config files
 
@@ -46,13 +44,13 @@ def read_nanogpt_log(path: Path) -> RunRecords:
                 found[kind, it] = match.groupdict() | {"kind": kind, "iter": it}
     start = {"kind": "start", "iter": 0} | settings(text.splitlines())
     run = tabulate(path.stem, [start, *found.values()])
-    if tokens := TOKENS_LINE.search(text):
+    if tokens := re.search(r"tokens per iteration will be: ([\d,]+)", text):
         run.tokens_per_iter = float(tokens[1].replace(",", ""))
     else:
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         run.warnings.append(f"{path}: {missing}")
     separate_evaluations(run)
-    parameters = PARAMETERS_LINE.search(text)
+    parameters = re.search(r"number of parameters: ([\d.]+)M", text)
     find_flops(run, 1e6 * float(parameters[1]) if parameters else math.nan)
     return run
 
@@ -87,7 +85,7 @@ def separate_evaluations(run: RunRecords) -> None:
     """Take evaluations and compilation out of the iteration times. Adds tokens and tok/s."""
     step, evals = run.step, run.eval
     evaluated = np.isin(step["iter"], evals["iter"])
-    usual_ms = median(step["step_ms"][~evaluated & (step["iter"] > 0)])
+    usual_ms = percentile(step["step_ms"][~evaluated & (step["iter"] > 0)], 50)
     for i, it in enumerate(evals["iter"]):
         step_ms = step["step_ms"][step["iter"] == it]
         if it > 0 and len(step_ms):
@@ -106,7 +104,7 @@ def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     of one. Only the printed MFU tells how many cards there were. Evaluations pull it down, so it
     serves for no more than that, and it is removed here: it is not the MFU of the run's card.
     """
-    printed_mfu = median(run.step["mfu"][run.step["mfu"] > 0]) / 100
+    printed_mfu = percentile(run.step["mfu"][run.step["mfu"] > 0], 50) / 100
     run.step["mfu"] = np.full(len(run.step["iter"]), math.nan)
     if not run.config:
         return
@@ -114,7 +112,7 @@ def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     run.parameters = matmul_parameters + T * C
     run.flops_per_token = 6 * matmul_parameters + 12 * L * C * T
     # FLOP/s of all cards over those of one
-    cards = run.flops_per_token * median(run.step["tokens_per_sec"])
+    cards = run.flops_per_token * percentile(run.step["tokens_per_sec"], 50)
     cards /= printed_mfu * NANOGPT_PEAK_FLOPS
     if math.isfinite(cards):
         run.flops_per_token /= max(1, round(cards))

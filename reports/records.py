@@ -44,24 +44,17 @@ class RunRecords:
 STEP_COLUMNS = ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu")
 EVAL_COLUMNS = ("iter", "train_loss", "val_loss", "seconds")
 CHECKPOINT_COLUMNS = ("iter", "seconds")
-STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
 
 
-def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
+def read_metrics(path: Path) -> RunRecords:
     """
     Read the metrics.jsonl of one run. Lines that are not records are skipped, such as a last line
-    that a killed run left unfinished. With `most_steps`, a longer file is read with about that many
-    step records, evenly spread.
+    that a killed run left unfinished.
 
     Raises OSError, and ValueError or TypeError if a value is not a number.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    if most_steps is not None and len(lines) > most_steps:
-        steps = [line for line in lines if line.startswith(STEP_LINE)]
-        others = [line for line in lines if not line.startswith(STEP_LINE)]
-        lines = others + steps[:: len(steps) // most_steps + 1]
-    run = tabulate(path.resolve().parent.name, read_records(lines))
+    run = tabulate(path.resolve().parent.name, read_records(text.splitlines()))
     if text and not text.endswith("\n"):
         run.warnings.append(f"{path}: left out the last line, which a killed run left unfinished")
     return run
@@ -112,7 +105,7 @@ def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     evaluations.
     """
     step, evals = run.step, run.eval
-    usual_ms = median(step["step_ms"])
+    usual_ms = percentile(step["step_ms"], 50)
     # a step record stands for the iterations since the record before it
     step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
     known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
@@ -140,10 +133,6 @@ def total_at(x: np.ndarray, known_x: np.ndarray, totals: np.ndarray, slope: floa
     known_x, totals = np.append(0, known_x), np.append(0, totals)
     beyond = totals[-1] + (x - known_x[-1]) * slope
     return np.where(x > known_x[-1], beyond, np.interp(x, known_x, totals))
-
-
-def median(values: np.ndarray) -> float:
-    return percentile(values, 50)
 
 
 def percentile(values: np.ndarray, q: float) -> float:

@@ -1,7 +1,6 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
@@ -146,12 +145,6 @@ def test_no_other_card_is_suggested_for_an_unknown_one(typed):
     with pytest.raises(UserError, match="is not in gpus.csv") as error:
         resolve_gpu(typed)
     assert "did you mean" not in str(error.value)
-
-
-@pytest.mark.parametrize("typed, meant", [("RTX 4090x", "rtx 4090"), ("MI300", "mi300x")])
-def test_a_slip_in_a_name_gets_a_hint(typed, meant):
-    with pytest.raises(UserError, match=f"did you mean {re.escape(meant)}\\?"):
-        resolve_gpu(typed)
 
 
 # -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@ Peak speeds and memory of GPUs, from gpus.csv beside this file, and how much mem
 """
 
 import csv
-import difflib
 import re
 from pathlib import Path
 
@@ -83,8 +82,8 @@ def resolve_gpu(typed: str) -> dict[str, str]:
             asked.update(re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
     candidates = [row for row in rows if asked and asked <= row_words(row)]
     if not candidates:
-        hint = similar_name(typed) or "; write the name as in that table, such as 'RTX 4070'"
-        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{hint}")
+        hint = "write the name as in that table, such as 'RTX 4070'"
+        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}; {hint}")
     fewest_words = min(len(row_words(row)) for row in candidates)
     found = [row for row in candidates if len(row_words(row)) == fewest_words]
     if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
@@ -100,23 +99,6 @@ def split_words(name: str) -> set[str]:
 def row_words(row: dict[str, str]) -> set[str]:
     """Its name's words and its memory, such as 12gb, which tells two RTX 3080 apart."""
     return split_words(short_name(row)) | {f"{row['memory_gib']}gb"}
-
-
-def similar_name(typed: str) -> str:
-    """
-    "; did you mean rtx 4090?" for "rtx 4090x". Only a name with the same digits is offered:
-    other digits are another card.
-    """
-    typed = typed.strip().lower()
-    same_digits = []
-    for row in read_gpu_table():
-        name = short_name(row).lower()
-        # geforce rtx 4090, rtx 4090 and 4090
-        for ending in (name, name.split(maxsplit=1)[-1], name.split(maxsplit=2)[-1]):
-            if re.findall(r"\d", ending) == re.findall(r"\d", typed):
-                same_digits.append(ending)
-    close = difflib.get_close_matches(typed, same_digits, n=1, cutoff=0.85)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def row_peak(row: dict[str, str], dtype: torch.dtype, tf32: bool) -> float | None:
@@ -220,11 +202,9 @@ def fitting_batch(
     The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None where not
     even one sequence fits.
     """
-    best = None
-    for batch_size in divisors(sequences):
-        if memory_needed(config, model, dtype, batch_size) <= capacity:
-            best = batch_size
-    return best
+    sizes = divisors(sequences)
+    fitting = [n for n in sizes if memory_needed(config, model, dtype, n) <= capacity]
+    return max(fitting, default=None)
 
 
 def out_of_memory_advice(
