@@ -389,7 +389,7 @@ def check_folder(name: str) -> None:
     """
     folder = dataset_folder(name)
     if not (folder / "manifest.json").exists():
-        raise UserError(f"{name}: no such folder, or no manifest.json in it to check it against")
+        raise UserError(f"{name}: no such folder, or it has no manifest.json to check it with")
     manifest = read_manifest(folder)
     problems = []
     for shard in manifest["shards"]:
