@@ -141,10 +141,8 @@ def to_ckpt(source: str, out: str) -> None:
     state, path = read_weights(source), Path(out)
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
-    if path.suffix != ".pt":
-        raise UserError(f"{path}: must end with .pt; choose another name")
-    if path.name.startswith("ckpt-"):
-        raise UserError(f"{path}: has the name of a run's own checkpoint; choose another")
+    if path.suffix != ".pt" or path.name.startswith("ckpt-"):
+        raise UserError(f"{path}: must end with .pt and not be the name of a run's own ckpt-N.pt")
     kept = {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
     checkpoint.save(kept, path)
     print(f"{path}: written; train on from it, or sample from it, with --init_from={path}")

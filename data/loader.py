@@ -113,9 +113,8 @@ class TrainBatches:
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
         self.loaded: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
-        self.permits: queue.SimpleQueue[None] = (
-            queue.SimpleQueue()
-        )  # one entry per batch that may be read ahead
+        # One entry per batch that may be read ahead
+        self.permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(PREFETCHED_BATCHES):
             self.permits.put(None)
         self.next_batch: Batch | Exception | None = None  # taken out of `loaded` by ready()

@@ -129,8 +129,7 @@ class TokenStream:
         try:
             self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
         except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
-            raise UserError(f"{problem}; make larger shards, or raise ulimit -n") from None
+            raise UserError(f"{error.filename}: {error.strerror}; raise ulimit -n") from None
         # The thread that reads ahead and an evaluation share the files' positions
         self.lock = threading.Lock()
 
@@ -171,8 +170,7 @@ class TokenStream:
             row, column = np.argwhere(block >= self.vocab)[0]
             number, offset = self.locate(positions[row] + int(column))
             where = f"{self.shards[number].path}: token {block[row, column]} at offset {offset:,}"
-            outside = f"is outside the vocabulary of {self.vocab}"
-            raise RunError(f"{where} {outside}; prepare the dataset again, with its tokenizer")
+            raise RunError(f"{where} is outside the vocabulary of {self.vocab}; prepare it again")
         return block.astype(np.int64)
 
 
@@ -340,9 +338,8 @@ def check_dataset(config: Config) -> list[str]:
     problems = []
     for split, stream in (("train", data.train), ("val", data.val)):
         if len(stream) <= config.block_size:
-            needs = f"{config.block_size} needs {config.block_size + 1} tokens"
-            has = f"the {split} split of {data.source} has {len(stream):,}"
-            problems.append(f"block_size: {needs}; {has}; --block_size={max(len(stream) - 1, 1)}")
+            short = f"the {split} split of {data.source} has only {len(stream):,} tokens"
+            problems.append(f"block_size: {short}; --block_size={max(len(stream) - 1, 1)}")
     return problems
 
 

@@ -86,11 +86,9 @@ def hub_files(
         builder = quiet_datasets().load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        mend = f"mend that, or give local files with {flag}"
-        raise UserError(f"{dataset}: {reason(error)}; {mend}") from None
+        raise UserError(f"{dataset}: {reason(error)}; or give local files with {flag}") from None
     if not files or any(file_ending(file) not in ROW_FILES for file in files):
-        problem = f"{dataset} {name or ''}: has no training split of parquet or jsonl files"
-        raise UserError(f"{problem}; choose another configuration of it")
+        raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
 
 

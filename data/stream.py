@@ -234,15 +234,11 @@ def is_on_hub(name: str) -> bool:
     return bool(re.fullmatch(HUB_NAME, name)) and not glob.glob(name)
 
 
-def stream_files(name: str) -> list[str]:
-    return sources.local_files([name], sources.ROW_FILES, flag="--dataset=")
-
-
 def check_source(config: Config) -> list[str]:
     """What is wrong with the source, one line each, as far as it shows without the network."""
     try:
         if not is_on_hub(config.dataset):
-            stream_files(config.dataset)
+            sources.local_files([config.dataset], sources.ROW_FILES, flag="--dataset=")
     except UserError as error:
         return error.problems
     return []
@@ -261,9 +257,9 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
         files, revision = sources.hub_files(dataset, builder or None, begun, flag="--dataset")
         backoff, modified = sources.BACKOFF_SECONDS, 0.0
     else:
-        files, backoff = stream_files(name), ()
+        files = sources.local_files([name], sources.ROW_FILES, flag="--dataset=")
+        backoff, modified = (), max(map(os.path.getmtime, files))
         revision = sources.describe_files(files)
-        modified = max(map(os.path.getmtime, files))
     tokenizer = Tokenizer(TOKENIZER)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)

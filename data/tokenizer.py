@@ -6,7 +6,6 @@ unknown; a char spec also has the table `itos`, a list of the characters by id.
 """
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,12 @@ class Tokenizer:
     """
     The tokenizer of a spec. Byte 0, which no text needs, is the byte tokenizer's end-of-text; char
     has none. Raises UserError for an unknown kind, and where tiktoken cannot get its vocabulary.
-    """
 
-    vocab: int
-    eot: int | None
-    encode: Callable[[str], np.ndarray | list[int]]  # no special tokens; safe from many threads
-    decode: Callable[[list[int]], str]
+    vocab            the number of ids
+    eot              the id of end-of-text, or None
+    encode(text)     ids, as an array or a list; no special tokens; safe from many threads
+    decode(ids)      text
+    """
 
     def __init__(self, spec: dict):
         self.kind = spec.get("kind")
@@ -46,8 +45,7 @@ class Tokenizer:
             self.encode = lambda text: bpe.encode_to_numpy(text, disallowed_special=())
             self.decode = bpe.decode
         else:
-            what = "the dataset or checkpoint does not say how its ids become text"
-            raise UserError(f"tokenizer: unknown; {what}")
+            raise UserError("tokenizer: unknown, so ids cannot become text")
 
     def prompt(self) -> list[int]:
         """What a sample from nothing starts with: end-of-text, or without one a new line."""
@@ -68,8 +66,7 @@ def gpt2_bpe():
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network throws
         problem = f"tokenizer gpt2: tiktoken cannot get its vocabulary ({type(error).__name__})"
-        cached = "or set TIKTOKEN_CACHE_DIR to a folder that holds it"
-        raise UserError(f"{problem}; connect to the internet once, {cached}") from None
+        raise UserError(f"{problem}; go online once, or set TIKTOKEN_CACHE_DIR") from None
 
 
 def fits(spec, vocab: int) -> bool:

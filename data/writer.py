@@ -113,7 +113,7 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
         raise RunError(*problems) from None
 
 
-def progress_bar(tokens: int, done: int = 0) -> tqdm:
+def progress_bar(tokens: int, done: int) -> tqdm:
     # disable=None: shown on a terminal only
     return tqdm(total=tokens, initial=done, unit="tok", unit_scale=True, disable=None)
 
@@ -194,11 +194,6 @@ class ShardWriter:
     def has_all(self) -> bool:
         return self.totals["train"] >= self.train_tokens
 
-    @property
-    def has_validation(self) -> bool:
-        documents = self.manifest["documents"] + self.documents
-        return self.totals["val"] >= self.plan.val_tokens and documents >= self.plan.val_documents
-
     def add(self, tokens: np.ndarray, file: int, row: int, done: int = 0) -> None:
         """
         Take the document at that place in the source, whose first `done` tokens are in finished
@@ -217,7 +212,9 @@ class ShardWriter:
             done += len(piece)
             if len(piece) == room:
                 self.finish_shard(dict(file=file, row=row, token=done))
-        if self.split == "val" and self.has_validation:
+        documents = self.manifest["documents"] + self.documents
+        enough = self.totals["val"] >= self.plan.val_tokens and documents >= self.plan.val_documents
+        if self.split == "val" and enough:
             self.finish_shard(dict(file=file, row=row, token=done))
             self.split = "train"
 
@@ -377,10 +374,8 @@ def check_space(plan: Plan, done: int) -> None:
     needed = 2 * max(plan.expected_tokens - done, 0) + SPARE_BYTES
     free = free_bytes(plan.folder)
     if free < needed:
-        raise UserError(
-            f"{plan.folder}: needs {needed / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB are free; "
-            "free some, choose another --out, or ask for fewer tokens"
-        )
+        problem = f"needs {needed / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB are free"
+        raise UserError(f"{plan.folder}: {problem}; choose another --out, or fewer tokens")
 
 
 # -----------------------------------------------------------------------------
@@ -394,16 +389,14 @@ def check_folder(name: str) -> None:
     """
     folder = dataset_folder(name)
     if not (folder / "manifest.json").exists():
-        raise UserError(f"{name}: no such folder, or no manifest.json in it to check it against")
+        raise UserError(f"{name}: no such folder, or it has no manifest.json to check it with")
     manifest = read_manifest(folder)
     problems = []
-    with progress_bar(sum(tokens_of(manifest).values())) as bar:
-        for shard in manifest["shards"]:
-            try:
-                check_shard(folder / shard["name"], shard)
-            except UserError as error:
-                problems += error.problems
-            bar.update(shard["tokens"])
+    for shard in manifest["shards"]:
+        try:
+            check_shard(folder / shard["name"], shard)
+        except UserError as error:
+            problems += error.problems
     if problems:
         raise UserError(*problems)
     say(f"{describe(folder, manifest)}: sizes, headers and sha256 agree with manifest.json")

@@ -74,8 +74,7 @@ def read_weights(name_or_path: str) -> dict:
     except UserError:
         raise
     except Exception as error:  # a file from a stranger may raise anything
-        problem = f"{path}: not a model ({type(error).__name__}: {error}); give another"
-        raise UserError(problem) from None
+        raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
     return state
 
 
@@ -155,10 +154,8 @@ def fetch(name: str) -> Path:
         hf_hub_download(f"openai-community/{name}", "model.safetensors")
         return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
     except Exception as error:  # whatever the network throws
-        raise UserError(
-            f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); go "
-            "online once, or give a folder with its config.json and model.safetensors"
-        ) from None
+        problem = f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__})"
+        raise UserError(f"{problem}; go online once, or give its folder") from None
 
 
 def read_hf(folder: Path) -> dict:
@@ -232,8 +229,7 @@ def read_checkpoint(path: Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # a damaged file may raise anything
-        problem = "damaged, cut short, or holds more than tensors and plain values"
-        raise UserError(f"{path}: {problem}; give another") from None
+        raise UserError(f"{path}: damaged, or holds more than tensors and plain values") from None
     if isinstance(state, dict) and "model_config" in state:
         if damage := checkpoint.find_damage(path):
             raise UserError(f"{path}: {damage}")
