@@ -22,7 +22,7 @@ def draw_run(out_dir: Path) -> Path:
     """
     path = out_dir / "loss.png"
     try:
-        save_picture([read_metrics(out_dir / "metrics.jsonl")], path)
+        save_picture([read_metrics(out_dir / "metrics.jsonl", most_steps=6_000)], path)
     except ImportError:  # matplotlib is not needed to train
         pass
     except Exception as error:  # an odd record or a full disk: the run is worth more

@@ -44,17 +44,24 @@ class RunRecords:
 STEP_COLUMNS = ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu")
 EVAL_COLUMNS = ("iter", "train_loss", "val_loss", "seconds")
 CHECKPOINT_COLUMNS = ("iter", "seconds")
+STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
 
 
-def read_metrics(path: Path) -> RunRecords:
+def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     """
     Read the metrics.jsonl of one run. Lines that are not records are skipped, such as a last line
-    that a killed run left unfinished.
+    that a killed run left unfinished. With `most_steps`, a longer file is read with about that many
+    step records, evenly spread.
 
     Raises OSError, and ValueError or TypeError if a value is not a number.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    run = tabulate(path.resolve().parent.name, read_records(text.splitlines()))
+    lines = text.splitlines()
+    if most_steps is not None and len(lines) > most_steps:
+        steps = [line for line in lines if line.startswith(STEP_LINE)]
+        others = [line for line in lines if not line.startswith(STEP_LINE)]
+        lines = others + steps[:: len(steps) // most_steps + 1]
+    run = tabulate(path.resolve().parent.name, read_records(lines))
     if text and not text.endswith("\n"):
         run.warnings.append(f"{path}: left out the last line, which a killed run left unfinished")
     return run
