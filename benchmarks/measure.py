@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import train
-from common.console import RunError, UserError, say
+from common.console import RunError, UserError
 from configurator import Config
 from data.loader import TrainBatches, move
 from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
@@ -137,11 +137,13 @@ def readable_errors() -> Iterator[None]:
 # The measurement
 
 
-def measure(config: Config, trials: int, profile: str | None = None, **how) -> dict:
+def measure(
+    config: Config, trials: int, examine: Callable[[Trainee], dict] | None = None, **how
+) -> dict:
     """
     Train with random weights for a few seconds: compile first, then time `trials` windows.
-    With `profile`, one more iteration is traced and the trace written to that file. `how` may hold
-    read_ahead and host_sync, for the trainee. Raises OutOfMemory.
+    `examine` may look at the trainee afterwards; what it returns is added to the result. `how` may
+    hold read_ahead and host_sync, for the trainee. Raises OutOfMemory.
     """
     hw = hardware.set_up(config)
     memory_before = hw.peak_memory_gib() or 0
@@ -159,7 +161,6 @@ def measure(config: Config, trials: int, profile: str | None = None, **how) -> d
         result["step_ms_range"] = [1000 * min(windows), 1000 * max(windows)]
         result["tokens_per_iter"] = config.iter_tokens
         result["tokens_per_sec"] = config.iter_tokens / seconds
-        result["tflops"] = flops_per_token(model) * result["tokens_per_sec"] / 1e12
         result["mfu"] = hw.mfu(flops_per_token(model), result["tokens_per_sec"])
         # what the whole process has, what training added to it, and what the memory model says
         peak = hw.peak_memory_gib()
@@ -171,20 +172,9 @@ def measure(config: Config, trials: int, profile: str | None = None, **how) -> d
         result["mem_model_gib"] = needed / hardware.GIB
         result["compile_seconds"] = max(first - seconds, 0.0) if config.compile else 0.0
         result["machine"] = machine(hw)
-        if profile:
-            profile_step(trainee, profile)
+        if examine:
+            result |= examine(trainee)
         return result
-
-
-def profile_step(trainee: Trainee, trace: str) -> None:
-    """Print what takes most of an iteration, and write a trace for chrome://tracing."""
-    with torch.profiler.profile() as profiler:
-        trainee.step()
-        trainee.hw.synchronize()
-    profiler.export_chrome_trace(trace)
-    on_gpu = trainee.hw.device.type == "cuda"
-    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    say(profiler.key_averages().table(sort_by=order, row_limit=20))
 
 
 def micro_batch(config: Config) -> dict[str, int]:

@@ -3,6 +3,7 @@ bench.py's modes step, sweep and ladder.
 """
 
 import math
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,12 +13,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.measure import attempt, measure
+from benchmarks.measure import Trainee, attempt, measure
 from common.console import UserError, say
 from configurator import FIELDS, Config
 from data.tokenizer import GPT2_VOCAB
 from training import hardware
-from training.build import model_config
+from training.build import flops_per_token, model_config
 from training.gpus import USABLE_MEMORY, divisors, fitting_batch
 
 # the side of the square matrices whose product step times
@@ -28,18 +29,24 @@ MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
 
 
 def step(config: Config, options: Namespace) -> dict:
-    r = measure(config, options.trials or 5, profile=options.profile)
-    r["matmul_tflops"] = matmul_tflops(hardware.set_up(config))
-    r["mfu_of_matmul"] = r["tflops"] / r["matmul_tflops"]
+    trials = options.trials or 5
+
+    def examine(trainee: Trainee) -> dict:
+        if options.profile:
+            profile_step(trainee, options.profile)
+        return compare_with_matmul(trainee, trials)
+
+    r = measure(config, trials, examine=examine)
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {describe(r)}")
-    windows = f"{r['trials']} windows of {r['iters_per_trial']} iterations"
+    windows = f"{trials} windows of {r['iters_per_trial']} iterations"
     fastest, slowest = r["step_ms_range"]
     say(f"         median of {windows}, {fastest:.1f} to {slowest:.1f} ms")
     say(f"compile  {r['compile_seconds']:.1f} s")
-    reached = f"the step reaches {r['mfu_of_matmul']:.1%} of that"
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; {reached}")
+    low, high = r["mfu_of_matmul_range"]
+    share = f"{r['mfu_of_matmul']:.1%} of that ({low:.1%} to {high:.1%}, measured in turn)"
+    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; the step reaches {share}")
     return r
 
 
@@ -56,6 +63,24 @@ def percent(fraction: float | None) -> str:
     return "n/a" if fraction is None else f"{fraction:.1%}"
 
 
+def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
+    """
+    The rate of the step as a share of what a large matrix product reaches on this machine. The two
+    are timed in turn, so that other work on the machine slows both.
+    """
+    flops = flops_per_token(trainee.model.config) * trainee.config.iter_tokens
+    rates, shares = [], []
+    for _ in range(trials):
+        rate = matmul_tflops(trainee.hw)
+        rates.append(rate)
+        shares.append(flops / trainee.timed(1) / 1e12 / rate)
+    return dict(
+        matmul_tflops=statistics.median(rates),
+        mfu_of_matmul=statistics.median(shares),
+        mfu_of_matmul_range=[min(shares), max(shares)],
+    )
+
+
 def matmul_tflops(hw: hardware.Hardware) -> float:
     """The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten."""
     n = MATMUL_SIZE[hw.device.type]
@@ -68,6 +93,17 @@ def matmul_tflops(hw: hardware.Hardware) -> float:
         hw.synchronize()
         fastest = min(fastest, time.perf_counter() - began)
     return 2 * n**3 / fastest / 1e12
+
+
+def profile_step(trainee: Trainee, trace: str) -> None:
+    """Print what takes most of an iteration, and write a trace for chrome://tracing."""
+    with torch.profiler.profile() as profiler:
+        trainee.step()
+        trainee.hw.synchronize()
+    profiler.export_chrome_trace(trace)
+    on_gpu = trainee.hw.device.type == "cuda"
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    say(profiler.key_averages().table(sort_by=order, row_limit=20))
 
 
 # -----------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def draw(path: Path, rows: list[dict], target: float) -> None:
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
     finish(axes, "tokens", "val loss, nats per token")
     lowest = min(row["val_loss"] for row in rows)
-    axes.set_ylim(lowest - 0.05, lowest + 1.2)
+    highest = max(row["curves"][0]["val_loss"][0] for row in rows)
+    axes.set_ylim(lowest - 0.05, min(highest, lowest + 1.2))
     axes.legend(title=f"mean of {len(rows[0]['curves'])} seeds, band: all of them", frameon=False)
     figure.savefig(path, dpi=120)
 

@@ -401,9 +401,8 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
     # N = 50304 * 32 + 2 * (12 * 32^2 + 2 * 32) + 32 = 1,634,464 and 12 L C T = 24,576
     assert r["mfu"] == pytest.approx((6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 0.5e12)
     assert r["step_ms_range"][0] <= r["step_ms"] <= r["step_ms_range"][1]
-    assert r["matmul_tflops"] > 0
-    achieved = (6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 1e12
-    assert r["mfu_of_matmul"] == pytest.approx(achieved / r["matmul_tflops"])
+    low, high = r["mfu_of_matmul_range"]
+    assert 0 < low <= r["mfu_of_matmul"] <= high and r["matmul_tflops"] > 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert "aten::mm" in capsys.readouterr().out  # what most of the time goes to
     assert calls  # the very step of train.py
