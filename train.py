@@ -238,7 +238,10 @@ def estimate_loss(
 def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
     """For samples. Offline, without its vocabulary, the run goes on without samples."""
     try:
-        return Tokenizer(data.tokenizer)
+        text = Tokenizer(data.tokenizer)
+        if max(text.prompt()) >= data.vocab:
+            raise UserError(f"{data.source} has another vocabulary than its tokenizer")
+        return text
     except UserError as error:
         log.warn(0, f"no samples: {error}")
         return None

@@ -126,8 +126,8 @@ def sweep(config: Config, options: Namespace) -> dict:
     machine = best["machine"]
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
-        row["name"] = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5}"
-        line = f"{row['name']} {describe(row)}"
+        row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
+        line = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {describe(row)}"
         if row is best:
             line += "  <- fastest"
         if row is largest:

@@ -55,6 +55,7 @@ urllib.request warnings weakref wsgiref.handlers wsgiref.validate xml.dom.expatb
 xml.dom.minidom xml.etree.ElementTree xml.etree.ElementPath xml.sax.expatreader xml.sax.handler
 xml.sax.saxutils xml.sax.xmlreader xmlrpc.client xmlrpc.server zipfile
 """.split()
+MOST = 0.9  # of the modules must be there, or the dataset is another one
 
 # -----------------------------------------------------------------------------
 # Which text
@@ -73,9 +74,12 @@ def stdlib_files(names: list[str]) -> list[str]:
 
 
 def stdlib_source() -> tuple[str, list[str], int]:
-    """Title, files, and how many of the first ones are for validation."""
+    """Title, files, and how many of the first ones are for validation. Raises UserError."""
     validation = stdlib_files(VALIDATION)
     files = validation + stdlib_files(TRAINING)
+    if len(files) < MOST * len(VALIDATION + TRAINING):
+        library = sysconfig.get_path("stdlib")
+        raise UserError(f"{library}: holds too few modules as source; name files of your own")
     return f"Python {platform.python_version()} standard library", files, len(validation)
 
 

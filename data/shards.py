@@ -144,16 +144,21 @@ class TokenStream:
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
-        RunError where a file has become shorter.
+        RunError where a file has become shorter or cannot be read.
         """
         filled = 0
         while filled < len(out):
             number, offset = self.locate(position + filled)
             shard, file = self.shards[number], self.files[number]
             piece = out[filled : filled + shard.tokens - offset]
-            with self.lock:
-                file.seek(shard.header_bytes + 2 * offset)
-                size = file.readinto(memoryview(piece).cast("B"))
+            try:
+                with self.lock:
+                    file.seek(shard.header_bytes + 2 * offset)
+                    size = file.readinto(memoryview(piece).cast("B"))
+            except OSError as error:  # a failing disk, a network file system that has gone
+                raise RunError(
+                    f"{shard.path}: {error.strerror}; resume once it can be read"
+                ) from None
             if size != piece.nbytes:
                 raise RunError(f"{shard.path}: cut short: it changed since the run began")
             filled += len(piece)

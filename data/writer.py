@@ -392,11 +392,13 @@ def check_folder(name: str) -> None:
         raise UserError(f"{name}: no such folder, or it has no manifest.json to check it with")
     manifest = read_manifest(folder)
     problems = []
-    for shard in manifest["shards"]:
-        try:
-            check_shard(folder / shard["name"], shard)
-        except UserError as error:
-            problems += error.problems
+    with progress_bar(sum(tokens_of(manifest).values()), done=0) as bar:
+        for shard in manifest["shards"]:
+            try:
+                check_shard(folder / shard["name"], shard)
+            except UserError as error:
+                problems += error.problems
+            bar.update(shard["tokens"])
     if problems:
         raise UserError(*problems)
     say(f"{describe(folder, manifest)}: sizes, headers and sha256 agree with manifest.json")

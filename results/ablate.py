@@ -19,9 +19,11 @@ import math
 import shlex
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -140,7 +142,9 @@ def main(argv: list[str]) -> None:
     target = np.mean([curve["val_loss"][-1] for curve in first])
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print_table(rows, target)
-    result = {"target": target, "variants": rows}
+    command = shlex.join(["python", "results/ablate.py", *argv])
+    result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
+    result |= {"target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
     draw(args.out / "ablation.png", rows, target)
 
