@@ -1,9 +1,5 @@
 """
-Train a GPT.
-
-    python train.py config/quickstart.py                       minutes, on any machine
-    python train.py config/gpt124m_4070.py                     GPT-124M on an RTX 4070
-    python train.py config/gpt124m_4070.py --batch_size=4      override anything
+Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 `main` at the end is the story of a run, its loop on one screen. One iteration is train_step():
 gradient_accumulation_steps micro-batches forward and backward, then one update.
