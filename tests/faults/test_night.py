@@ -8,11 +8,21 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, assert_same_state, flags, load, records, run_here, start_process
+from helpers import (
+    ROOT,
+    assert_same_state,
+    flags,
+    load,
+    records,
+    run_here,
+    start_process,
+    write_dataset,
+)
 
 import train
 from common.console import RunError, UserError, printable
-from training import checkpoint, runlog
+from training import checkpoint, hardware, runlog
+from training.ranks import Ranks
 
 # -----------------------------------------------------------------------------
 # The folder of a run
@@ -334,6 +344,44 @@ def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):
     shown = capsys.readouterr().out.splitlines()
     kept = (tmp_path / "log.txt").read_text().splitlines()
     assert kept == shown
+
+
+def test_data_written_to_since_the_checkpoint_is_warned_of(tmp_path, capsys):
+    data = write_dataset(tmp_path / "data", [200_000])
+    run_here(data, tmp_path / "run", max_iters=2)
+    with open(data / "train_000001.bin", "r+b") as file:
+        file.seek(200_000)  # in the middle, where the fingerprint does not look
+        file.write(bytes(1000))
+    os.utime(data / "train_000001.bin", (1, 2**31))
+    capsys.readouterr()
+    assert run_here(data, tmp_path / "run", init_from="resume") == 0
+    assert f"files of {data} were written after" in capsys.readouterr().err
+
+
+def test_a_problem_of_one_rank_alone_is_said_by_that_rank():
+    ranks = Ranks()
+    ranks.rank, ranks.world_size = 1, 2
+    everywhere = [], ["dataset: only here"]
+    ranks.gather = lambda problems: everywhere
+    with pytest.raises(UserError, match="dataset: only here") as error:
+        ranks.raise_together(everywhere[1])
+    assert not error.value.agreed  # so that it is not muted
+    ranks.rank = 0
+    with pytest.raises(UserError, match="another rank cannot start") as error:
+        ranks.raise_together([])
+    everywhere = ["n_head: 7"], ["n_head: 7"]
+    ranks.rank = 1
+    with pytest.raises(UserError) as error:
+        ranks.raise_together(everywhere[1])
+    assert error.value.agreed  # rank 0 says it for both
+
+
+def test_a_machine_without_a_home_folder_trains(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(hardware.Path, "home", no_home)
+    hardware.set_environment()
 
 
 def test_a_rank_without_a_world_is_a_run_of_its_own(dataset, tmp_path, monkeypatch):
