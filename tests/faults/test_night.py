@@ -381,7 +381,9 @@ def test_a_machine_without_a_home_folder_trains(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(hardware.Path, "home", no_home)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     hardware.set_environment()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # torch's own default stays
 
 
 def test_a_rank_without_a_world_is_a_run_of_its_own(dataset, tmp_path, monkeypatch):
