@@ -161,10 +161,9 @@ def sweep_sizes(config: Config, given: str | None) -> list[int]:
         raise UserError(f"batch_sizes: needs whole numbers such as 4,8,16, got {given!r}") from None
     wrong = [str(n) for n in sizes if n not in allowed]
     if wrong:
-        raise UserError(
-            f"batch_sizes: {', '.join(wrong)} do not divide the {config.iter_sequences} sequences "
-            f"of an iteration; these do: {', '.join(map(str, allowed[:20]))}"
-        )
+        problem = f"batch_sizes: {', '.join(wrong)} do not divide the {config.iter_sequences}"
+        these = ", ".join(map(str, allowed[:20]))
+        raise UserError(f"{problem} sequences of an iteration; these do: {these}")
     return sizes
 
 

@@ -113,11 +113,10 @@ def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
     if not starts or not seconds:
         raise UserError(f"from_run: {file} holds no iteration; give the out_dir of a run")
     start = starts[-1]
-    if start["flops_per_token"] != flops_per_token(model):
-        raise UserError(
-            f"from_run: {run} trained {start['flops_per_token'] / 1e6:.1f} MFLOP/token, this "
-            f"configuration is {flops_per_token(model) / 1e6:.1f}; give the run's own config file"
-        )
+    theirs, ours = start["flops_per_token"] / 1e6, flops_per_token(model) / 1e6
+    if theirs != ours:
+        differ = f"trained {theirs:.1f} MFLOP/token, this configuration is {ours:.1f}"
+        raise UserError(f"from_run: {run} {differ}; give the run's own config file")
     per_token = statistics.median(seconds) / start["tokens_per_iter"] * start.get("world_size", 1)
     card = describe_card(start["device"], start["dtype"], start["peak_tflops"], None)
     return per_token * config.iter_tokens, card

@@ -96,9 +96,8 @@ def parse_count(text: str) -> int:
             return int(number)
     except InvalidOperation:
         pass
-    raise argparse.ArgumentTypeError(
-        f"needs a whole number above 0, such as 8 or 10M, got {text!r}"
-    )
+    problem = f"needs a whole number above 0, such as 8 or 10M, got {text!r}"
+    raise argparse.ArgumentTypeError(problem)
 
 
 def duration(seconds: float) -> str:
@@ -185,9 +184,7 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
             # no permission, a name too long, a full disk, ...
             where = f"{error.filename}: " if error.filename else ""
             complain(f"error: {where}{error.strerror or error}")
-        except (
-            OSError
-        ):  # it is the console: its reader, such as head, has gone, or its disk is full
+        except OSError:  # it is the console: its reader has gone, as head does; or a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
         complain(traceback.format_exc().rstrip())

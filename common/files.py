@@ -46,9 +46,8 @@ def try_lock(file: BinaryIO) -> bool:
     try:
         import fcntl
 
-        fcntl.lockf(
-            file, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # forked workers keep flock's, not this one
+        # forked workers keep flock's, not this one
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except (ImportError, OSError):  # Windows; some network file systems

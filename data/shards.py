@@ -156,9 +156,7 @@ class TokenStream:
                     file.seek(shard.header_bytes + 2 * offset)
                     size = file.readinto(memoryview(piece).cast("B"))
             except OSError as error:  # a failing disk, a network file system that has gone
-                raise RunError(
-                    f"{shard.path}: {error.strerror}; resume once it can be read"
-                ) from None
+                raise RunError(f"{shard.path}: {error.strerror}; resume once readable") from None
             if size != piece.nbytes:
                 raise RunError(f"{shard.path}: cut short: it changed since the run began")
             filled += len(piece)
