@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from common.console import Parser, UserError, duration, run_main, warn
+from common.files import no_pipe
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
@@ -283,7 +284,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     hint = "give the out_dir of a run, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        run = read_metrics(file) if file.suffix == ".jsonl" else read_nanogpt_log(file)
+        run = (read_metrics if file.suffix == ".jsonl" else read_nanogpt_log)(no_pipe(file))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     except (ValueError, TypeError, OverflowError) as error:

@@ -106,7 +106,7 @@ def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
     file = run / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     records = read_records(text.splitlines())
     starts = [r for r in records if r.get("kind") == "start"]
     seconds = [r["step_ms"] / 1000 for r in records if r.get("kind") == "step"]

@@ -3,6 +3,7 @@ Files that survive a kill and a full disk: all-or-nothing writes, locks, free sp
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -61,6 +62,13 @@ def is_same_file(file: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def no_pipe(path: Path) -> Path:
+    """`path`. Raises OSError if it is a named pipe: opening one can take for ever."""
+    if path.is_fifo():
+        raise OSError(errno.EINVAL, "is a named pipe, not a file", str(path))
+    return path
 
 
 def free_bytes(folder: Path) -> int:

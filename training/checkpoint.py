@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
-from common.files import free_bytes, fsync_folder, is_same_file, replacing, try_lock
+from common.files import free_bytes, fsync_folder, is_same_file, no_pipe, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
 
@@ -322,7 +322,8 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(out_dir / "lock", "ab")  # not emptied: it may be a link to something else
+        # not emptied: it may be a link to something else
+        lock = open(no_pipe(out_dir / "lock"), "ab")
         if not try_lock(lock):
             raise UserError(
                 f"out_dir: another run is writing to {out_dir}; stop that one first, or choose "
@@ -342,7 +343,8 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
         fsync_folder(out_dir)
         return lock
     except OSError as error:
-        raise UserError(f"out_dir: {out_dir}: {error.strerror}; choose another --out_dir") from None
+        where = error.filename or out_dir
+        raise UserError(f"out_dir: {where}: {error.strerror}; choose another --out_dir") from None
 
 
 def holds_run(out_dir: Path) -> bool:

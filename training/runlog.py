@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import RunError, count, duration, keep_transcript, say, warn
-from common.files import replacing
+from common.files import no_pipe, replacing
 from configurator import Config, config_values
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import Dataset
@@ -143,7 +143,8 @@ class RunLog:
 
     def open_files(self, mode: str) -> None:
         self.file = open(self.out_dir / "metrics.jsonl", f"{mode}b", buffering=0)
-        keep_transcript(open(self.out_dir / "log.txt", mode, encoding="utf-8", errors="replace"))
+        path = no_pipe(self.out_dir / "log.txt")
+        keep_transcript(open(path, mode, encoding="utf-8", errors="replace"))
 
     def reopen(self) -> None:
         """After out_dir was deleted under the run and made again."""
@@ -427,7 +428,7 @@ class RunLog:
         made a plan.
         """
         try:
-            plan = json.loads((self.out_dir / "plan.json").read_text(encoding="utf-8"))
+            plan = json.loads(no_pipe(self.out_dir / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             return ""  # no plan, or one without an iteration time
@@ -474,10 +475,10 @@ def drop_records(path: Path, progress: Progress) -> None:
     it, evaluated_at = progress.iter_num, progress.evaluated_at
     last = dict(step=it - 1, event=it - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=it)
     last["end"] = -1
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    text = no_pipe(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     kept = [
         record
-        for record in read_records(lines)
+        for record in read_records(text.splitlines())
         if isinstance(record.get("iter"), int)
         and record["iter"] <= last.get(str(record.get("kind")), math.inf)
     ]

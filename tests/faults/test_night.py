@@ -15,6 +15,7 @@ from helpers import (
     load,
     records,
     run_here,
+    run_process,
     start_process,
     write_dataset,
 )
@@ -91,6 +92,30 @@ def test_a_lock_that_is_a_link_does_not_empty_what_it_points_to(dataset, tmp_pat
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
     assert run_here(dataset, tmp_path / "run", max_iters=1) == 0
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+PIPES = ("data/train_000001.bin", "data/manifest.json", "data/meta.pkl")
+PIPES += ("run/lock", "run/log.txt", "run/metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_named_pipe_is_refused_and_not_waited_for(name, dataset, saved, tmp_path):
+    shutil.copytree(dataset, tmp_path / "data")
+    shutil.copytree(saved, tmp_path / "run")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    options = flags(tmp_path / "data", tmp_path / "run", init_from="resume", max_iters=5)
+    code, _, err = run_process("train.py", *options)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert str(tmp_path / name) in err and "named pipe" in err
+
+
+def test_a_named_pipe_in_place_of_a_plan_or_a_log_to_compare_is_not_waited_for(dataset, tmp_path):
+    os.mkfifo(tmp_path / "plan.json")
+    assert run_process("train.py", *flags(dataset, tmp_path, max_iters=1))[0] == 0
+    os.mkfifo(tmp_path / "old.log")
+    code, _, err = run_process("compare.py", str(tmp_path / "old.log"))
+    assert code == 2 and "old.log: is a named pipe, not a file" in err
 
 
 # -----------------------------------------------------------------------------
