@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, did_you_mean
+from common.console import RunError, UserError, did_you_mean, warn
 from common.files import no_pipe, replacing
 from configurator import Config
 from data.tokenizer import GPT2_VOCAB, fits, read_meta
@@ -338,6 +338,9 @@ def check_dataset(config: Config) -> list[str]:
         data = open_dataset(config.dataset)
     except UserError as error:
         return error.problems
+    unread = sorted(p.name for p in Path(data.source).glob("*.bin") if not split_of(p.name))[:3]
+    if unread:
+        warn(f"{data.source}: neither train nor val by name, so not read: {', '.join(unread)}")
     problems = []
     for split, stream in (("train", data.train), ("val", data.val)):
         if len(stream) <= config.block_size:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from common.console import RunError, UserError
 from configurator import Config
 from data.loader import TrainBatches, WindowOrder, eval_batches, move
-from data.shards import HEADER_INTS, TokenStream, open_dataset, open_shard, split_of
+from data.shards import HEADER_INTS, TokenStream, check_dataset, open_dataset, open_shard, split_of
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
 
@@ -289,6 +289,16 @@ def test_bad_data_is_named_in_one_line(name, content, message, tmp_path, capsys)
         "\n" not in problem for problem in error.value.problems
     )
     assert "code ran" not in capsys.readouterr().out
+
+
+def test_files_of_neither_split_are_named_and_not_passed_over_in_silence(tmp_path, capsys):
+    write_dataset(tmp_path, [500])
+    config = Config(dataset=str(tmp_path), block_size=16)
+    assert check_dataset(config) == [] and capsys.readouterr().err == ""
+    for name in ("d.bin", "c.bin", "b.bin", "retrieval.bin"):
+        (tmp_path / name).touch()
+    assert check_dataset(config) == []
+    assert "so not read: b.bin, c.bin, d.bin\n" in capsys.readouterr().err
 
 
 def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path, monkeypatch):
