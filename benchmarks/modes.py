@@ -103,7 +103,7 @@ def profile_step(trainee: Trainee, trace: str) -> None:
     profiler.export_chrome_trace(trace)
     on_gpu = trainee.hw.device.type == "cuda"
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    say(profiler.key_averages().table(sort_by=order, row_limit=20))
+    say(*profiler.key_averages().table(sort_by=order, row_limit=20).splitlines())
 
 
 # -----------------------------------------------------------------------------

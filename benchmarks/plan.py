@@ -322,11 +322,11 @@ def main(config: Config, options: Namespace) -> dict:
             card = card_of_row(row, config)
             pace = estimated_pace(config, model, card, options.gpus)
             plans.append(make_plan(config, model, card, pace, options))
-        say("\n".join(table_lines(plans)))
+        say(*table_lines(plans))
         return dict(plans=plans)
     card, pace = card_and_pace(config, model, options)
     plan = make_plan(config, model, card, pace, options)
-    say("\n".join(plan_lines(plan)))
+    say(*plan_lines(plan))
     return plan
 
 

@@ -39,30 +39,26 @@ def keep_transcript(file: TextIO | None) -> None:
     transcript = file
 
 
-def say(line: str) -> None:
-    """
-    Print to stdout. A console that has gone, or whose disk is full, costs its lines, never the run.
-    """
-    try:
-        print(printable(line), flush=True)
-    except (OSError, ValueError):  # ValueError: somebody has closed it
-        sys.stdout = open(os.devnull, "w")
-    copy(line)
+def say(*lines: str) -> None:
+    """Print to stdout, each line as one: a newline in it, as a name may hold, is escaped."""
+    tell("stdout", lines)
 
 
-def complain(line: str) -> None:
+def complain(*lines: str) -> None:
     """Print to stderr, with the same care."""
+    tell("stderr", lines)
+
+
+def tell(console: str, lines: tuple[str, ...]) -> None:
+    """A console that has gone, or whose disk is full, costs its lines, never the run."""
+    text = "\n".join(printable(line).replace("\n", "\\n") for line in lines)
     try:
-        print(printable(line), file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        sys.stderr = open(os.devnull, "w")
-    copy(line)
-
-
-def copy(line: str) -> None:
+        print(text, file=getattr(sys, console), flush=True)
+    except (OSError, ValueError):  # ValueError: somebody has closed it
+        setattr(sys, console, open(os.devnull, "w"))
     if transcript:
         with contextlib.suppress(OSError, ValueError):  # a full disk; closed meanwhile
-            transcript.write(printable(line) + "\n")
+            transcript.write(text + "\n")
             transcript.flush()
 
 
@@ -187,7 +183,7 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
         except OSError:  # it is the console: its reader has gone, as head does; or a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
-        complain(traceback.format_exc().rstrip())
+        complain(*traceback.format_exc().splitlines())
         code = 1
     end_process(code)
 

@@ -388,7 +388,7 @@ class RunLog:
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
 
     def sample(self, iter_num: int, text: str) -> None:
-        say(f"sample {iter_num}:\n{text}\n")
+        say(f"sample {iter_num}:", *text.split("\n"), "")
         self.record("sample", iter=iter_num, text=text)
 
     def draw(self, now: bool = False) -> None:

@@ -443,6 +443,11 @@ def test_what_the_system_refuses_is_one_line(script, tmp_path, dataset):
     assert code == 2 and err == [f"error: {'a' * 300}: File name too long"]
 
 
+def test_a_newline_in_a_name_forges_no_line(dataset, tmp_path, capsys):
+    assert run_here(dataset, tmp_path / "run\niter 9: loss 0.0", max_iters=1) == 0
+    assert "run\\niter 9" in (output := capsys.readouterr().out) and "\niter 9" not in output
+
+
 def test_control_characters_never_reach_a_console():
     assert printable("a\x1b[2J\tb\nc\x07\x00é\x9b") == "a\\x1b[2J\tb\nc\\x07\\x00é\\x9b"
 
