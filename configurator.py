@@ -231,12 +231,22 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     namespace = before | {"__file__": str(path)}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
-        exec(compile(tree, str(path), "exec"), namespace)
-    except KeyboardInterrupt:
+        # whatever the file puts in the console's place goes when it ends
+        with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):
+            exec(compile(tree, str(path), "exec"), namespace)
+        if sys.stdout.closed or sys.stderr.closed:
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+            raise ValueError("it closes the console")
+        return keys_set(path, tree, known, before, namespace)
+    except (KeyboardInterrupt, UserError):
         raise
-    except BaseException as error:  # whatever a config file raises, even SystemExit
-        message = f"{path}:{error_line(error, path)}: {type(error).__name__}: {error}"
-        raise UserError(message) from None
+    except BaseException as error:  # whatever a config file and its values raise, even SystemExit
+        said = traceback.format_exception_only(error)[-1].strip()
+        raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
+
+
+def keys_set(path: Path, tree: ast.Module, known: dict, before: dict, namespace: dict) -> dict:
+    """The known keys that a file with this `tree` has set in `namespace`. Raises UserError."""
     lines, imported = bound_names(tree)
     found, problems = {}, []
     for name in sorted(namespace, key=lambda name: lines.get(name, 0)):

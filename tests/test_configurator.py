@@ -453,3 +453,27 @@ def test_a_config_file_that_fails_in_any_way_is_one_line(tmp_path, content, scri
     (tmp_path / "odd.py").write_text(content)
     code, _, err = script(main, tmp_path / "odd.py")
     assert code == 2 and len(err) == 1 and err[0].startswith(f"error: {tmp_path / 'odd.py'}:1: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nsys.stdout.close()",
+        "import sys\nsys.stderr.close()",
+        "class _X:\n    def __repr__(self):\n        return 1 / 0\nn_layer = _X()",
+        "class _X:\n    def __eq__(self, other):\n        return 1 / 0\nn_layer = _X()",
+        "class _X(Exception):\n    def __str__(self):\n        return 1 / 0\nraise _X",
+    ],
+    ids=["no stdout", "no stderr", "no repr", "no comparison", "no message"],
+)
+def test_a_hostile_config_file_is_one_line_that_names_it(text, tmp_path):
+    code, _, err = run_process("configurator.py", write(tmp_path, text), cold=True)
+    assert code == 2 and err.startswith(f"error: {tmp_path}/c.py:") and err.count("\n") == 1
+
+
+def test_a_config_file_that_replaces_the_console_costs_no_line(tmp_path):
+    path = write(tmp_path, "import sys\nsys.stdout, sys.stderr = 3, None")
+    code, out, _ = run_process("configurator.py", path)
+    assert code == 0 and "n_layer = 12" in out
+    code, _, err = run_process("configurator.py", path, "--n_layer=x")
+    assert code == 2 and "n_layer" in err
