@@ -138,6 +138,9 @@ def find_keys(keys: type) -> dict[str, Field]:
 
 FIELDS = find_keys(Config)
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+# what other trainers call these keys
+ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
+ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
@@ -175,10 +178,12 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
     known = find_keys(keys)
     values: dict[str, Any] = {}  # in the order in which the keys were last set
     problems: list[str] = []
-    for argument in argv:
+    left = list(argv)
+    while left:
+        argument = left.pop(0)
         try:
             if argument.startswith("-") or "=" in argument:
-                found = read_flag(argument, known)
+                found = read_flag(argument, known, left)
             else:
                 found = read_file(Path(argument), known, values)
         except UserError as error:
@@ -201,16 +206,21 @@ def switch_off_tokens_per_iter(values: dict[str, Any]) -> None:
         complain(f"tokens_per_iter: switched off by the later {order[1]}={steps}")
 
 
-def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
-    """The key and value of a flag. Raises UserError."""
+def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[str, Any]:
+    """
+    The key and value of a flag. Raises UserError. A value typed without the = is the next of the
+    arguments that are `left`, and is taken from there.
+    """
     name, equals, text = argument.lstrip("-").partition("=")
+    if left and not equals and not left[0].startswith("--") and not left[0].endswith(".py"):
+        text = left.pop(0)
     if not argument.startswith("--"):
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
-        raise UserError(f"--{name}: unknown key{did_you_mean(name, known)}")
-    kind = known[name].type
-    if not equals and kind is not bool:
-        raise UserError(f"--{name}: needs a value: --{name}={known[name].default!r}")
+        raise UserError(f"--{name}: unknown key{did_you_mean(ALIASES.get(name, name), known)}")
+    kind, default = known[name].type, known[name].default
+    if not equals and (text or kind is not bool):
+        raise UserError(f"--{name}: needs = and a value: --{name}={text or repr(default)}")
     value = parse(text, kind) if equals else True
     if kind is str and not known[name].metadata["free_text"]:
         value = os.path.expanduser(value)  # shells leave the ~ of --key=~/x alone

@@ -477,3 +477,29 @@ def test_a_config_file_that_replaces_the_console_costs_no_line(tmp_path):
     assert code == 0 and "n_layer = 12" in out
     code, _, err = run_process("configurator.py", path, "--n_layer=x")
     assert code == 2 and "n_layer" in err
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        (["--max_iters", "100"], "--max_iters=100"),
+        (["--min_lr", "-1"], "--min_lr=-1"),
+        (["--compile", "False"], "--compile=False"),
+        (["--lr", "3e-4"], "did you mean learning_rate?"),
+    ],
+)
+def test_a_value_typed_without_its_equals_sign_is_one_line(typed, meant):
+    (problem,) = problems_of(*typed)
+    assert meant in problem
+
+
+def test_a_switch_before_a_config_file_takes_no_value(tmp_path):
+    assert load_config(["--bias", write(tmp_path, "n_layer = 3"), "--compile"]).n_layer == 3
+
+
+@pytest.mark.parametrize(
+    "flag, meant",
+    [("--lr=1", "learning_rate"), ("--bs=8", "batch_size"), ("--epochs=1", "max_iters")],
+)
+def test_other_trainers_names_lead_to_ours(flag, meant):
+    assert problems_of(flag)[0].endswith(f"did you mean {meant}?")
