@@ -287,7 +287,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
         run = (read_metrics if file.suffix == ".jsonl" else read_nanogpt_log)(no_pipe(file))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path}: a record is damaged ({error}); remove that line") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")

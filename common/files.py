@@ -17,6 +17,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     A file that appears under its name once it is whole and on the disk, or, where writing fails,
     not at all.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:

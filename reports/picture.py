@@ -2,12 +2,12 @@
 Pictures of runs: losses, speed and MFU over tokens, and for several runs the loss over time.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
 
 from common.console import count, warn
+from common.files import replacing
 from reports.records import RunRecords, read_metrics
 
 PICTURE_POINTS = 600  # a line in a picture has at most this many points
@@ -40,9 +40,8 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
     size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
     draw(figure, runs)
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def draw(figure, runs: list[RunRecords]) -> None:

@@ -396,6 +396,25 @@ def test_a_value_that_is_no_number_is_one_line(tmp_path, script):
     assert (code, out, len(err)) == (2, "", 1) and "damaged" in err[0]
 
 
+@pytest.mark.parametrize("damage", ['"world_size": 0, "flops_per_token": 1', '"config": 3'])
+def test_a_damaged_start_record_is_one_line(damage, tmp_path, script):
+    text = (
+        f'{{"kind": "start", "iter": 0, {damage}}}\n{{"kind": "step", "iter": 0, "step_ms": 1}}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_text(text)
+    code, out, err = script(compare.main, tmp_path)
+    assert (code, out, len(err)) == (2, "", 1) and "damaged" in err[0]
+
+
+def test_a_folder_given_for_the_picture_is_one_line(tmp_path, script, monkeypatch):
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "a"):
+        code, _, err = script(compare.main, run, f"--png={folder}")
+        assert code == 2 and err == [f"error: {folder}: is a folder; give a file in it"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_line_is_drawn_from_iteration_0(tmp_path, count):
     from matplotlib.figure import Figure
