@@ -257,7 +257,7 @@ def find_warnings(runs: list[RunRecords]) -> list[str]:
 
 
 def time_text(hours: float) -> str:
-    return duration(3600 * hours)
+    return duration(3600 * hours) if hours >= 1 / 360 else f"{3600 * hours:.2g}s"
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:

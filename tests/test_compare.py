@@ -415,6 +415,11 @@ def test_a_folder_given_for_the_picture_is_one_line(tmp_path, script, monkeypatc
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
+def test_a_run_of_less_than_a_second_is_not_shown_as_none():
+    shown = [compare.time_text(seconds / 3600) for seconds in (0.0042, 0.42, 4.2, 42, 4200)]
+    assert shown == ["0.0042s", "0.42s", "4.2s", "42s", "1h10m"]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_line_is_drawn_from_iteration_0(tmp_path, count):
     from matplotlib.figure import Figure
