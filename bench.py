@@ -79,7 +79,7 @@ def make_folder(name: str, path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print((__doc__ or f"python bench.py {'|'.join(MODES)} CONFIG").strip())
         return 0
     mode = argv[0]
     if mode not in MODES:

@@ -36,6 +36,7 @@ def step(config: Config, options: Namespace) -> dict:
             profile_step(trainee, options.profile)
         return compare_with_matmul(trainee, trials)
 
+    say("compiling and warming up, about a minute" if config.compile else "warming up")
     r = measure(config, trials, examine=examine)
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
