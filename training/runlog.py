@@ -433,8 +433,10 @@ class RunLog:
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             return ""  # no plan, or one without an iteration time
         actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
-        off = f" ({actual / planned - 1:+.1%})" if planned else ""
-        return f"; {actual:.3g} h of iterations, {planned:.3g} h planned{off}"
+        if not 0 < planned < math.inf:
+            return ""
+        off = actual / planned - 1
+        return f"; {actual:.3g} h of iterations, {planned:.3g} h planned ({off:+.1%})"
 
 
 def compiled_graphs() -> int:

@@ -1,6 +1,7 @@
 """What a night can bring besides signals and full disks: mostly what attacks have found."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -457,6 +458,11 @@ def test_no_sample_before_the_first_update(dataset, tmp_path, capsys):
     assert [r["iter"] for r in records(tmp_path, "sample")] == [4]
 
 
-def test_a_plan_of_no_iterations_does_not_end_the_run_badly(dataset, tmp_path):
-    (tmp_path / "plan.json").write_text(json.dumps(dict(hours=1, max_iters=0)))
+PLANS = [dict(hours=hours, max_iters=8) for hours in (math.nan, math.inf, -1, 0, 10**400, "1", [])]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, dict(hours=1, max_iters=0), [], 3])
+def test_a_plan_of_nonsense_does_not_end_the_run_badly(plan, dataset, tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert run_here(dataset, tmp_path, max_iters=2) == 0
+    assert capsys.readouterr().out.endswith("end: max_iters after 2 iterations, 256 tokens\n")
