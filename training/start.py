@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, say, warn
+from common.console import UserError, did_you_mean, say, warn
 from configurator import FIELDS, Config, config_values, fit, print_config, read_config, resolve
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
@@ -80,9 +80,10 @@ def find_start(config: Config, ranks: Ranks) -> Start:
         start.problems += error.problems
         return start
     if not start.weights and config.init_from == "resume":
+        runs = [str(path) for path in out_dir.parent.glob("*") if list_checkpoints(path)]
         start.problems.append(
             f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where "
-            "there is none"
+            f"there is none{did_you_mean(str(out_dir), runs)}"
         )
     if not start.weights and config.init_from == "auto":
         if ranks.from_first(Path.exists, out_dir / "best.pt"):

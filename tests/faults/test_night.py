@@ -466,3 +466,10 @@ def test_a_plan_of_nonsense_does_not_end_the_run_badly(plan, dataset, tmp_path, 
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert run_here(dataset, tmp_path, max_iters=2) == 0
     assert capsys.readouterr().out.endswith("end: max_iters after 2 iterations, 256 tokens\n")
+
+
+def test_a_mistyped_folder_to_resume_is_told_from_the_runs_beside_it(dataset, tmp_path):
+    run_here(dataset, tmp_path / "quickstart", max_iters=1)
+    (tmp_path / "quikstar").mkdir()  # nearer, but no run
+    with pytest.raises(UserError, match=f"did you mean {tmp_path}/quickstart\\?"):
+        run_here(dataset, tmp_path / "quikstart", init_from="resume")
