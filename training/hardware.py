@@ -50,7 +50,7 @@ CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
-NO_ROOM = "device: no room for the model; is another process using the GPU? nvidia-smi"
+NO_ROOM = "device: no room for the model; what else uses the memory? nvidia-smi (CPU: top)"
 # What torch, cuBLAS, Triton and the system say when memory runs out
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 

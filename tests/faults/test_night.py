@@ -473,3 +473,11 @@ def test_a_mistyped_folder_to_resume_is_told_from_the_runs_beside_it(dataset, tm
     (tmp_path / "quikstar").mkdir()  # nearer, but no run
     with pytest.raises(UserError, match=f"did you mean {tmp_path}/quickstart\\?"):
         run_here(dataset, tmp_path / "quikstart", init_from="resume")
+
+
+def test_a_cpu_without_room_for_the_model_is_told_more_than_nvidia_smi(
+    dataset, tmp_path, monkeypatch
+):
+    at_call(monkeypatch, train, "build_model", 0, lambda: exec("raise MemoryError"))
+    with pytest.raises(RunError, match="no room for the model.*CPU: top"):
+        run_here(dataset, tmp_path)
