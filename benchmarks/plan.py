@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, count, say, warn
+from common.console import UserError, count, say
 from configurator import Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
@@ -29,7 +29,7 @@ from training.gpus import (
     row_peak,
     short_name,
 )
-from training.runlog import read_records
+from training.runlog import read_records, warn_of_epochs
 
 # What compiled GPT-2 training reaches, as (low, likely, high). GeForce: users' logs of an RTX 4070
 # have 69 and 82 %. Others: A100 PCIe 32 %, A100 SXM 60 %, H100 40 % (throughput published by llm.c
@@ -37,8 +37,6 @@ from training.runlog import read_records
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 OTHER_MFU = (0.30, 0.40, 0.60)
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
-# repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
-MOST_EPOCHS = 4
 
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
@@ -343,14 +341,6 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
     if options.iter_seconds:
         return card, known_pace("given", options.iter_seconds, options.gpus)
     return card, estimated_pace(config, model, card, options.gpus)
-
-
-def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
-    tokens = config.iter_tokens * config.max_iters
-    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
-        epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
-        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
-        warn(f"{epochs}; prepare a larger dataset, or --max_iters={enough}")
 
 
 def check_inputs(config: Config, options: Namespace) -> None:

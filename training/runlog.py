@@ -35,6 +35,8 @@ from training.tracker import Tracker
 CATEGORIES = "start-up, compile, steps, data wait, evaluation, checkpoints, other".split(", ")
 MOST_ITERATIONS = 1000  # whose tensors are kept until a log line
 SPIKE = 1.25  # a loss this many times its running mean gets a warning
+# repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
+MOST_EPOCHS = 4
 LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
 
 # -----------------------------------------------------------------------------
@@ -235,6 +237,7 @@ class RunLog:
         total = c.iter_tokens * c.max_iters
         epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
         say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
+        warn_of_epochs(c, self.file and self.train_tokens)  # once for all ranks
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.start_record = dict(
@@ -437,6 +440,14 @@ class RunLog:
             return ""
         off = actual / planned - 1
         return f"; {actual:.3g} h of iterations, {planned:.3g} h planned ({off:+.1%})"
+
+
+def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
+    tokens = config.iter_tokens * config.max_iters
+    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
+        epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
+        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
+        warn(f"{epochs}; prepare a larger dataset, or --max_iters={enough}")
 
 
 def compiled_graphs() -> int:
