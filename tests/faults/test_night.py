@@ -488,3 +488,15 @@ def test_a_cpu_without_room_for_the_model_is_told_more_than_nvidia_smi(
     at_call(monkeypatch, train, "build_model", 0, lambda: exec("raise MemoryError"))
     with pytest.raises(RunError, match="no room for the model.*CPU: top"):
         run_here(dataset, tmp_path)
+
+
+def test_the_last_lines_of_a_resumed_run_tell_this_start_from_all(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path, max_iters=4)
+    newest = checkpoint.list_checkpoints(tmp_path)[-1]
+    state = checkpoint.load(newest)
+    state["ledger"] |= dict(steps=3600.0, evaluation=60.0)
+    checkpoint.save(state, newest)
+    run_here(dataset, tmp_path, init_from="resume", max_iters=6)
+    last = capsys.readouterr().out
+    assert re.search(r"time: 1h01m wall \(this start \d+s\) = .*steps 3600", last)
+    assert "evaluation with sample and picture 60." in last
