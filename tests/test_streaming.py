@@ -444,6 +444,19 @@ def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
         run_here(path, tmp_path / "out", stream=True, data_workers=0, init_from="resume")
 
 
+def test_a_source_written_to_since_the_checkpoint_is_warned_of(tmp_path, capsys):
+    path, texts = tmp_path / "a.jsonl", documents(200)
+    write_jsonl(path, texts)
+    run_here(path, tmp_path / "out", stream=True, data_workers=0, max_iters=2)
+    # as long as before, and its beginning, which is held out, is the same
+    write_jsonl(path, [*texts[:100], *(text and text[::-1] for text in texts[100:])])
+    os.utime(path, (1, 2**31))
+    capsys.readouterr()
+    options = dict(stream=True, data_workers=0, max_iters=4, init_from="resume")
+    assert run_here(path, tmp_path / "out", **options) == 0
+    assert f"files of {path} were written after" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_a_share_of_the_batches_leaves_the_others_unread(tmp_path, monkeypatch, form):
     """

@@ -567,6 +567,18 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(
     )
 
 
+def test_the_silence_of_compiling_is_announced_before_it(dataset, tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def compile(model):
+        seen.append(capsys.readouterr().out.splitlines()[-1])
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile)
+    assert run_here(dataset, tmp_path, compile=True, max_iters=1) == 0
+    assert seen == ["compiling: about a minute without a line"]
+
+
 def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
     dataset, tmp_path, monkeypatch, capsys
 ):

@@ -237,7 +237,8 @@ class RunLog:
         total = c.iter_tokens * c.max_iters
         epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
         say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
-        warn_of_epochs(c, self.file and self.train_tokens)  # once for all ranks
+        if self.ranks.first and not c.eval_only:
+            warn_of_epochs(c, self.train_tokens)
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.start_record = dict(

@@ -22,7 +22,7 @@ from helpers import (
 )
 
 import train
-from common.console import RunError, UserError, printable
+from common.console import RunError, UserError, printable, warn
 from training import checkpoint, hardware, runlog
 from training.ranks import Ranks
 
@@ -197,14 +197,24 @@ def test_the_command_that_an_out_of_memory_line_advises_starts(dataset, tmp_path
         assert train.main([*changed, *advised]) == 0
 
 
-def test_a_long_log_interval_keeps_few_tensors_and_still_counts_skips(
-    dataset, tmp_path, monkeypatch
-):
+def test_a_long_log_interval_is_looked_at_before_its_line(dataset, tmp_path, monkeypatch):
+    """Each iteration kept 35 kB until the next line, and max_skips was looked at only then."""
     monkeypatch.setattr(runlog, "MOST_ITERATIONS", 4)
+    check_skips, kept = runlog.RunLog.check_skips, []
+
+    def count_kept(log):
+        kept.append(len(log.iterations))
+        check_skips(log)
+
+    monkeypatch.setattr(runlog.RunLog, "check_skips", count_kept)
+    options = dict(log_interval=10**6, eval_interval=100)
+    assert run_here(dataset, tmp_path / "long", max_iters=30, **options) == 0
+    assert sum(kept) == 30 and max(kept) == 4
+    # three skips in a row end the run at the first look, not at its last line
+    diverging = options | dict(learning_rate=1e30, max_skips=3)
     with pytest.raises(RunError, match="3 updates in a row skipped"):
-        run_here(
-            dataset, tmp_path, log_interval=10**6, learning_rate=1e30, max_skips=3, max_iters=100
-        )
+        run_here(dataset, tmp_path / "bad", max_iters=100, **diverging)
+    assert sum(kept) - 30 < 10
 
 
 def test_a_diverged_model_is_not_sampled(dataset, tmp_path, capsys):
@@ -402,6 +412,24 @@ def test_a_problem_of_one_rank_alone_is_said_by_that_rank():
     assert error.value.agreed  # rank 0 says it for both
 
 
+@pytest.mark.parametrize(
+    "world_size, agreed, said", [("2", True, False), ("2", False, True), (None, True, True)]
+)
+def test_only_what_all_ranks_agree_on_is_left_to_the_first(
+    world_size, agreed, said, script, monkeypatch
+):
+    def fail(argv):
+        error = UserError("only here")
+        error.agreed = agreed
+        raise error
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr("common.console.end_process", sys.exit)
+    assert script(fail)[::2] == (2, ["error: only here"] if said else [])
+
+
 def test_a_machine_without_a_home_folder_trains(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
@@ -451,6 +479,70 @@ def test_a_newline_in_a_name_forges_no_line(dataset, tmp_path, capsys):
 
 def test_control_characters_never_reach_a_console():
     assert printable("a\x1b[2J\tb\nc\x07\x00é\x9b") == "a\\x1b[2J\tb\nc\\x07\\x00é\\x9b"
+
+
+def test_a_line_on_a_console_is_printable(dataset, tmp_path, monkeypatch, capsys):
+    """A model of bytes samples ESC and BEL, and a file's name may hold them."""
+    monkeypatch.setattr(train, "Tokenizer", lambda spec: Escapes())
+    run_here(dataset, tmp_path, sample_tokens=5, max_iters=2, eval_interval=2)
+    warn("a\x1b]0;b\x07.bin")
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err + (tmp_path / "log.txt").read_text()
+    assert "sample 2:\n\\x1b[31m\n" in output.out and "a\\x1b]0;b\\x07.bin" in output.err
+
+
+class Escapes:
+    def prompt(self):
+        return [0]
+
+    def decode(self, ids):
+        return "\x1b[31m"
+
+
+FULL_CONSOLES = {
+    "sample": (1, ["--out_dir=RUN", "--device=cpu", "--num_samples=1", "--max_new_tokens=2"]),
+    "compare": (1, ["RUN"]),
+    "configurator": (1, []),
+    "train": (0, ["RUN'S FLAGS"]),  # of a run that is finished
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("name", FULL_CONSOLES)
+def test_a_full_console_is_one_line(name, saved, dataset):
+    expected, arguments = FULL_CONSOLES[name]
+    words = [word.replace("RUN", str(saved)) for word in arguments]
+    if name == "train":
+        words = flags(dataset, saved, max_iters=4, lr_decay_iters=8, init_from="resume")
+    code = (
+        f"import os, {name}; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        f"from common import console\nconsole.run_main({name}.main)"
+    )
+    code, _, err = run_process("-c", code, *words)
+    problems = [line for line in err.splitlines() if not line.startswith("model: ")]
+    assert code == expected
+    assert problems == (["error: No space left on device"] if expected else [])
+
+
+def test_a_folder_without_permission_is_one_line(dataset, tmp_path):
+    (tmp_path / "private").mkdir(mode=0)
+    folder = str(tmp_path / "private" / "x")
+    # root may look anywhere, so give up all of root's privileges first
+    unprivileged = (
+        "import ctypes, importlib, sys; from common import console\n"
+        "version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
+        "assert ctypes.CDLL(None).capset(version_3, none) == 0\n"
+        "console.run_main(importlib.import_module(sys.argv.pop(1)).main)"
+    )
+    for command in (
+        ["train", *flags(dataset, folder)],
+        ["train", *flags(folder, tmp_path / "run")],
+        ["compare", folder],
+        ["data.prepare_text", __file__, f"--out={folder}"],
+    ):
+        code, _, err = run_process("-c", unprivileged, *command)
+        assert code == 2 and err.startswith(f"error: {folder}")
+        assert err.endswith(": Permission denied\n") and err.count("\n") == 1
 
 
 def test_no_sample_before_the_first_update(dataset, tmp_path, capsys):
