@@ -8,7 +8,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -135,24 +135,88 @@ class Block(nn.Module):
 # The loss
 
 
-def mean_loss(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def mean_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None = None
+) -> Tensor:
     """
-    Cross-entropy of head(x), x (B, T, C), against targets (B, T), the mean in nats over those that
-    are not -1. With a chunk > 0 the logits of only so many tokens exist at once; the backward pass
-    computes them again, for 2 C V more FLOPs a token.
+    Cross-entropy of the head's logits against targets (B, T): the mean in nats over those that are
+    not -1. x is (B, T, C), the head's weight (V, C), `cap` as in `cap_logits`.
+
+    With a chunk > 0 the logits of only so many tokens exist at once, and their gradient is made
+    along with them. Not in float16, whose small gradients need GradScaler's factor, which is known
+    only in the backward pass: that one computes the logits again, for 2 C V more FLOPs a token.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
+
+    def loss(x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        logits = F.linear(x, weight).float()
+        if cap is not None:
+            logits = cap_logits(logits, cap)
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+
     if not 0 < chunk < len(x):
-        return F.cross_entropy(head(x).float(), targets, ignore_index=-1)
-
-    def loss_sum(x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(head(x).float(), targets, ignore_index=-1, reduction="sum")
-
-    parts = zip(x.split(chunk), targets.split(chunk))
-    sums = [
-        checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
-    ]
+        return loss(x, targets, "mean")
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if torch.is_grad_enabled() and dtype != torch.float16:
+        return LossWithGradients.apply(x, weight, targets, chunk, cap, dtype)
+    sums = []
+    for part in zip(x.split(chunk), targets.split(chunk)):
+        sums.append(checkpoint(loss, *part, "sum", use_reentrant=False, preserve_rng_state=False))
     return torch.stack(sums).sum() / (targets != -1).sum()
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Logits squeezed smoothly into (-cap, cap): cap z / sqrt(z^2 + cap^2)."""
+    return cap * logits * torch.rsqrt(logits.square() + cap**2)
+
+
+class LossWithGradients(torch.autograd.Function):
+    """
+    The loss of `mean_loss` for x (N, C) and targets (N,), with its gradients made in the forward
+    pass, chunk by chunk: no logits are kept or computed twice. Products run in `dtype`; the
+    weight's gradient is summed in at least float32. There is no second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk, cap, dtype) -> Tensor:
+        head = weight.to(dtype)
+        dx, loss_sum = [], 0.0
+        dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+        for x_part, targets_part in zip(x.to(dtype).split(chunk), targets.split(chunk)):
+            loss_part, dlogits = logit_gradients(x_part @ head.T, targets_part, cap)
+            loss_sum = loss_sum + loss_part
+            dx.append(dlogits @ head)
+            dweight += dlogits.T @ x_part
+            del dlogits  # before the next chunk's are made
+        count = (targets != -1).sum()
+        # without a target to count the loss is NaN and the gradients are 0, as in F.cross_entropy
+        ctx.save_for_backward(torch.cat(dx), dweight, count.clamp(min=1))
+        return loss_sum / count
+
+    @staticmethod
+    def backward(ctx, dloss: Tensor):
+        dx, dweight, count = ctx.saved_tensors
+        scale = dloss / count
+        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None
+
+
+def logit_gradients(logits: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    """The loss of logits (n, V) against targets (n,), summed, and its gradient for them."""
+    dtype, sum_dtype = logits.dtype, torch.promote_types(logits.dtype, torch.float32)
+    if cap is not None:
+        logits = cap_logits(logits.to(sum_dtype), cap)
+    counted = (targets != -1)[:, None]  # (n, 1)
+    targets = targets.clamp(min=0)[:, None]
+    logp = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
+    loss_sum = -(logp.gather(1, targets) * counted).sum()
+
+    # the softmax, less 1 at the target
+    dlogits = logp.exp_().scatter_add_(1, targets, -torch.ones_like(logp[:, :1])).mul_(counted)
+    if cap is not None:
+        dlogits *= (1 - (logits / cap).square()) ** 1.5
+    return loss_sum, dlogits.to(dtype)
 
 
 # -----------------------------------------------------------------------------
@@ -200,7 +264,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        return mean_loss(self.lm_head, x, targets, self.config.loss_chunk)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

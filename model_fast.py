@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPTConfig, KVCache, mean_loss, plain_attention
+from model import GPTConfig, KVCache, cap_logits, mean_loss, plain_attention
 
 # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts
 # (records)
@@ -84,7 +84,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # ReLU^2 learns faster than GELU (Primer, arXiv:2109.08668)
-        return self.c_proj(self.c_fc(x).relu().square())
+        h = self.c_fc(x).relu()
+        return self.c_proj(h * h)  # CUDA's autocast would run square() in float32
 
 
 class Block(nn.Module):
@@ -135,7 +136,7 @@ class FastGPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(self.logits, x, targets, self.config.loss_chunk)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk, LOGIT_CAP)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
@@ -154,8 +155,7 @@ class FastGPT(nn.Module):
         return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        z = self.lm_head(x).float()
-        return LOGIT_CAP * z * torch.rsqrt(z.square() + LOGIT_CAP**2)
+        return cap_logits(self.lm_head(x).float(), LOGIT_CAP)
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """
