@@ -1,6 +1,8 @@
 """Muon against an SVD, torch's own Muon and AdamW; the split of parameters; skipped updates."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,31 +71,49 @@ def test_newton_schulz_in_half_precision_stays_close(dtype, tolerance):
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
-def test_matrices_move_as_with_torchs_own_muon(shape):
+def test_matrices_move_as_with_torchs_own_muon():
     torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(shape))
-    theirs = nn.Parameter(ours.detach().clone())
-    group = dict(params=[ours], lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
-    optimizers = (
-        Muon([group], torch.bfloat16),
-        torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.2),
-    )
+    shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = copy.deepcopy(ours)
+    group = dict(params=ours, lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
+    reference = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2)
+    optimizers = (Muon([group], torch.bfloat16), reference)
     for _ in range(5):
-        ours.grad = torch.randn(shape)
-        theirs.grad = ours.grad.clone()
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
     # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
-    torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=0)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, atol=5e-3, rtol=0)
+
+
+def operators(step: Callable[[], None]) -> int:
+    """How many operators a step calls itself: about as many kernels as it starts on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    parents = [e.cpu_parent for e in profiler.events() if e.name.startswith("aten::")]
+    return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
+
+
+def test_a_step_starts_few_kernels():
+    """Matrices of one shape move together: 12 layers in a fifth of the kernels of torch's Muon."""
+    model = FastGPT(replace(SMALL, n_layer=12, bias=False))
+    give_gradients(model, 0)
+    ours = build_optimizer(model, CONFIG, torch.bfloat16)
+    roles = parameters_by_role(model)
+    theirs = torch.optim.Muon(roles["matrices"] + roles["qkv"])
+    ours.step()  # makes its state
+    theirs.step()
+    assert 5 * operators(ours.step) < operators(theirs.step)
 
 
 def test_q_k_and_v_are_a_matrix_each():
     torch.manual_seed(0)
-    fused, apart = (
-        nn.Parameter(torch.zeros(48, 16)),
-        [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)],
-    )
+    fused = nn.Parameter(torch.zeros(48, 16))
+    apart = [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)]
     fused.grad = torch.randn(48, 16)
     for p, grad in zip(apart, fused.grad.chunk(3)):
         p.grad = grad.clone()
@@ -158,13 +178,9 @@ def test_a_skipped_update_changes_nothing():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
     model = fast_model()
-    optimizer, scaler = (
-        build_optimizer(model, CONFIG, torch.float32),
-        torch.amp.GradScaler("cpu", init_scale=1024.0),
-    )
-    optimizer = Muon(
-        [dict(group, fused=fused) for group in optimizer.param_groups], torch.float32, fused
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    groups = build_optimizer(model, CONFIG, torch.float32).param_groups
+    optimizer = Muon([dict(group, fused=fused) for group in groups], torch.float32, fused)
     before = copy.deepcopy(model.state_dict())
     idx = torch.arange(8)[None]
     for factor, moved in ((float("inf"), False), (1.0, True)):
@@ -174,6 +190,5 @@ def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
         scaler.update()
         optimizer.zero_grad()
         assert scaler.get_scale() == 512.0
-        assert (
-            any(not torch.equal(p, before[name]) for name, p in model.state_dict().items()) == moved
-        )
+        state = model.state_dict()
+        assert moved == any(not torch.equal(state[name], before[name]) for name in state)

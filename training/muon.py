@@ -22,10 +22,11 @@ ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    Newton-Schulz: matrices (n, rows, cols) with rows <= cols -> U V^T of each one's singular value
-    decomposition U S V^T, nearly: singular values end between 0.7 and 1.2. The products run in
-    `dtype`.
+    Newton-Schulz: matrices (n, rows, cols) -> U V^T of each one's singular value decomposition
+    U S V^T, nearly: singular values end between 0.7 and 1.2. The products run in `dtype`.
     """
+    if matrices.size(1) > matrices.size(2):
+        return orthogonalize(matrices.mT, dtype).mT  # products of the shorter side are cheaper
     a, b, c = NEWTON_SCHULZ
     # divided by their norms, no singular value is above 1
     X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
@@ -63,35 +64,34 @@ class Muon(torch.optim.Optimizer):
         """
         With momentum mu and gradient g: m <- m + (1 - mu) (g - m), then the matrix moves by lr *
         sqrt(max(1, rows / cols)) along the orthogonal matrix nearest to g + mu (m - g), Nesterov's
-        look ahead, and decays by lr * weight_decay.
+        look ahead, and decays by lr * weight_decay. Matrices of one shape move together, in a few
+        kernels: on a GPU, one after the other would be hundreds of small ones.
         """
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
         skipped = found_inf
         if skipped is None:
-            skipped = torch.zeros((), device=group["params"][0].device)
-        lr, parts = group["lr"] * (1 - skipped), group["parts"]
-        # matrices of one shape are orthogonalized together: (matrix, its update, scale of its rate)
-        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
-        for p in group["params"]:
-            if p.grad is None:
-                continue
+            skipped = torch.zeros((), device=params[0].device)
+        lr, skipped = group["lr"] * (1 - skipped), skipped.bool()
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for p in params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            m = self.state[p]["momentum"]
-            g = torch.where(skipped.bool(), m, p.grad)
+            by_shape.setdefault(p.shape, []).append(p)
+        for (rows, cols), same in by_shape.items():
+            momenta = [self.state[p]["momentum"] for p in same]
+            m = torch.stack(momenta)  # (n, rows, cols)
+            g = torch.where(skipped, m, torch.stack([p.grad for p in same]))
             m.lerp_(g, 1 - group["momentum"])
-            p.mul_(1 - lr * group["weight_decay"])
-            look_ahead = g.lerp(m, group["momentum"])
-            for matrix, update in zip(p.chunk(parts), look_ahead.chunk(parts)):
-                rows, cols = matrix.shape
-                scale = max(1, rows / cols) ** 0.5
-                if rows > cols:
-                    matrix, update = matrix.mT, update.mT
-                by_shape.setdefault(matrix.shape, []).append((matrix, update, scale))
-        for triples in by_shape.values():
-            updates = torch.stack([update for _, update, _ in triples])
-            directions = orthogonalize(updates, self.dtype)
-            for (matrix, _, scale), direction in zip(triples, directions):
-                matrix.sub_(direction.float() * (lr * scale))  # float16 has no room for small rates
+            torch._foreach_copy_(momenta, m.unbind())
+            rows //= group["parts"]
+            look_ahead = g.lerp_(m, group["momentum"]).view(-1, rows, cols)
+            directions = orthogonalize(look_ahead, self.dtype).reshape(m.shape)
+            # in float32: float16 has no room for small rates
+            updates = directions.float() * (lr * max(1, rows / cols) ** 0.5)
+            torch._foreach_sub_(same, updates.unbind())
 
     def step_others(self, group: dict, found_inf: Tensor | None) -> None:
         params = [p for p in group["params"] if p.grad is not None]
