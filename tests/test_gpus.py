@@ -1,7 +1,9 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from common.console import UserError
 from configurator import Config, load_config
 from model import GPTConfig
 from training import hardware
+from training.build import model_config
 from training.gpus import (
     WORKSPACE_BYTES,
+    block_bytes,
     fitting_batch,
     memory_bytes,
     memory_needed,
@@ -23,6 +27,10 @@ from training.gpus import (
 
 BF16 = torch.bfloat16
 GPT124M = GPTConfig(bias=False)
+CONFIG_FOLDER = Path(__file__).parent.parent / "config"
+CONFIG_FILES = [
+    path for path in sorted(CONFIG_FOLDER.glob("*.py")) if "# modelled" in path.read_text()
+]
 GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
 
 
@@ -79,6 +87,8 @@ def test_parts_of_gpt124m_by_hand():
     assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
+    chunked = memory_bytes(replace(GPT124M, loss_chunk=1024), 8, BF16, compiled=False)
+    assert chunked["logits"] == 50304 * (10 * 1024 + 4 * 768)  # and the head's gradient in float32
 
 
 def test_recompute_keeps_the_stream_at_each_blocks_entry():
@@ -145,6 +155,21 @@ def test_no_other_card_is_suggested_for_an_unknown_one(typed):
     with pytest.raises(UserError, match="is not in gpus.csv") as error:
         resolve_gpu(typed)
     assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
+def test_what_a_configs_comments_say_about_memory_is_modelled(path):
+    """`batch_size = 8  # modelled: 6.5 GB; 16 would need 10.1 GB`"""
+    config = load_config([str(path)])
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("batch_size = ")]
+    claims = dict([(config.batch_size, float(re.search(r"modelled: ([\d.]+) GB", line)[1]))])
+    for batch_size, gigabytes in re.findall(r"(\d+) would need ([\d.]+) GB", line):
+        claims[int(batch_size)] = float(gigabytes)
+    dtype = dict(bfloat16=torch.bfloat16, float16=torch.float16)[config.dtype]
+    for batch_size, gigabytes in claims.items():
+        needed = memory_needed(config, model_config(config, 50257), dtype, batch_size)
+        assert gigabytes == pytest.approx(needed / 1e9, abs=0.06)
+        assert batch_size * config.block_size * 50304 < 2**31  # logits, for 32-bit indices
 
 
 # -----------------------------------------------------------------------------
@@ -226,6 +251,10 @@ def trainee(folder, **changes) -> measure.Trainee:
             dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow
         ),
         pytest.param(
+            dict(n_layer=2, n_embd=256, dtype="bfloat16", compile=True, loss_chunk="256"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True, compile=True),
             marks=pytest.mark.slow,
         ),
@@ -242,6 +271,41 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path, monke
     measured = peak_bytes(t)
     modelled = memory_needed(t.config, t.model.config, t.hw.dtype, 4) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, tmp_path, monkeypatch):
+    """
+    What autograd saves for four layers, less that for two. The compiler decides this in the same
+    way for a GPU. Autocast's copies of the matrices are among it.
+    """
+    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
+    saved, storages = {}, {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    for n_layer in (2, 4):
+        keys = dict(n_layer=n_layer, n_embd=256, model=model, tie_weights=False, dtype=dtype)
+        t = trainee(tmp_path, **keys, loss_chunk="off")
+        forward = torch.compile(t.model) if compiled else t.model
+        storages.clear()
+        saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+        with saving, torch.autocast("cpu", enabled=dtype == "bfloat16"):
+            forward(*torch.zeros(2, 4, 256, dtype=torch.long))
+        for p in t.model.parameters():
+            storages.pop(p.untyped_storage().data_ptr(), None)
+        saved[n_layer] = sum(x.untyped_storage().nbytes() for x in storages.values())
+    half = dtype == "bfloat16"
+    copies = 2 * 12 * 256**2 if half else 0
+    of_a_block = (saved[4] - saved[2]) / 2 - copies
+    modelled = block_bytes(t.model.config, half, compiled)
+    assert of_a_block / (4 * 256) == pytest.approx(modelled, rel=0.002)
 
 
 @pytest.mark.slow

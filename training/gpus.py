@@ -23,19 +23,23 @@ USABLE_MEMORY = 0.95
 # CUDA context, cuBLAS workspaces and fragmentation
 WORKSPACE_BYTES = 0.6e9
 # kept until the backward pass, per token and channel of a block, by (model, half)
-BLOCK_BYTES = {("gpt2", True): 36, ("gpt2", False): 64, ("fast", True): 50, ("fast", False): 76}
-# the same in eager mode for one logit, by model; compiled code keeps the logit alone
+BLOCK_BYTES = {("gpt2", True): 36, ("gpt2", False): 64, ("fast", True): 48, ("fast", False): 72}
+# compiled code computes the fast model's rotations again
+COMPILED_BLOCK_BYTES = BLOCK_BYTES | {("fast", True): 40}
+# the most that lives for one logit in eager mode, by model; compiled code keeps the logit alone
 LOGIT_BYTES = {"gpt2": 12, "fast": 28}
+# the same where the loss is made in chunks with its gradients, by (model, half)
+CHUNKED_BYTES = {("gpt2", True): 10, ("gpt2", False): 8, ("fast", True): 18, ("fast", False): 16}
 # the residual stream at a block's entry, per token and channel: all that recompute keeps of a block
 STREAM_BYTES = 4
 # the last norm and the head's input, per token and channel, by half
 LAST_NORM_BYTES = {True: 6, False: 8}
-# both dropout masks of a block, per token and channel
+# both dropout masks of a block in eager mode, per token and channel; compiled code draws them again
 DROPOUT_BYTES = 2
 # plain attention's weights, per head and pair of tokens, by half
 ATTENTION_BYTES = {True: 6, False: 4}
 # gradients inside the block that recompute runs again, per token and channel, by (model, half)
-RECOMPUTE_BYTES = {("gpt2", True): 10, ("gpt2", False): 16, ("fast", True): 28, ("fast", False): 47}
+RECOMPUTE_BYTES = {("gpt2", True): 10, ("gpt2", False): 16, ("fast", True): 18, ("fast", False): 34}
 
 # -----------------------------------------------------------------------------
 # The table
@@ -147,14 +151,19 @@ def memory_bytes(
     if optimizer == "muon":
         moments -= model.n_layer * matrices_of_a_block
 
-    # the logits of loss_chunk tokens at once, and the gradient of the head's weights
-    logits_at_once = min(tokens, model.loss_chunk or tokens)
-    logits = (element if compiled else LOGIT_BYTES[model.model]) * logits_at_once
-    if compiled or logits_at_once < tokens:
-        logits += element * C
+    # for each id of the vocabulary: its logits, and the gradient of the head's weights beside them
+    chunk = model.loss_chunk
+    if 0 < chunk < tokens and compiled:
+        logits = 2 * element * chunk + (10 if half else 4) * C
+    elif 0 < chunk < tokens:
+        logits = CHUNKED_BYTES[model.model, half] * chunk + 4 * C
+    elif compiled:
+        logits = element * (tokens + C)
+    else:
+        logits = LOGIT_BYTES[model.model] * tokens
     logits *= model.vocab_size
 
-    block = block_bytes(model, half)
+    block = block_bytes(model, half, compiled)
     kept_of_a_block = STREAM_BYTES * C if model.recompute else block
     activations = tokens * (model.n_layer * kept_of_a_block + LAST_NORM_BYTES[half] * C)
     if model.recompute:
@@ -173,10 +182,11 @@ def memory_bytes(
     )
 
 
-def block_bytes(model: GPTConfig, half: bool) -> int:
+def block_bytes(model: GPTConfig, half: bool, compiled: bool) -> int:
     """What one block keeps of a token until its backward pass, in bytes."""
-    per_channel = BLOCK_BYTES[model.model, half]
-    if model.dropout:
+    kept = COMPILED_BLOCK_BYTES if compiled else BLOCK_BYTES
+    per_channel = kept[model.model, half]
+    if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
     # two float32 numbers for each of the two norms, one for each head
     size = per_channel * model.n_embd + 16 + 4 * model.n_head
