@@ -162,6 +162,14 @@ def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
     assert device in problem
 
 
+@pytest.mark.parametrize("build, mend", [("12.8", "nvidia-smi"), (None, "install a CUDA build")])
+def test_a_missing_driver_is_told_from_a_torch_without_cuda(build, mend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    (problem,) = hardware.check_device(Config(device="cuda"))
+    assert mend in problem
+
+
 def test_only_float16_scales_its_loss():
     assert hw(None, FP16).grad_scaler().is_enabled()
     assert not hw(None, BF16).grad_scaler().is_enabled()

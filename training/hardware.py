@@ -140,8 +140,9 @@ def check_device(config: Config) -> list[str]:
     if device is None or device.type not in ("cuda", "mps", "cpu"):
         return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
     if device.type == "cuda" and not torch.cuda.is_available():
+        mend = "check the driver with nvidia-smi" if torch.version.cuda else "install a CUDA build"
         here = f"torch {torch.__version__} sees no CUDA GPU"
-        return [f"device: {wanted}, but {here}; another build, or --device=cpu"]
+        return [f"device: {wanted}, but {here}; {mend}, or --device=cpu"]
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         return [f"device: there is no {wanted}; the GPUs here are cuda:0 to cuda:{last}"]
