@@ -201,7 +201,8 @@ knobs() {
     cd "$work/bf16_stream" || exit
     step 100 bf16_stream "$batch" --dtype=bfloat16
   )
-  if [ "$dry" = dry ]; then # they differ in a variable alone
+  step 100 loss_chunk "$batch" --loss_chunk=$((tokens / 16))
+  if [ "$dry" = dry ]; then # the others differ in a variable alone
     return
   fi
   TORCH_CUDNN_SDPA_DEPRIORITIZED=1 step 90 cudnn_deprioritized "$batch"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs GNU t
 PARTS = {
     "correct": ["machine.json", "real_shapes.json", "other_tests.json"],
     "speed": ["step_4.json", "fast_step.json"],
-    "knobs": ["baseline.json", "bf16_stream.json"],
+    "knobs": ["baseline.json", "bf16_stream.json", "loss_chunk.json"],
     "recipe": ["prepare.json", "classic.json", "classic.jsonl", "fast.json", "fast.jsonl"]
     + ["compare.json"],
     "eager": ["peer_eager.json"],
