@@ -236,7 +236,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     if not os.path.isfile(path):
         folders = (path.parent, Path("config"))
         files = [str(file) for folder in folders for file in sorted(folder.glob("*.py"))]
-        raise UserError(f"{path}: no such config file{did_you_mean(str(path), files)}")
+        hint = f"; for the run in it: --out_dir={path}" if path.is_dir() else ""
+        raise UserError(f"{path}: no such config file{hint or did_you_mean(str(path), files)}")
     before = {name: f.default for name, f in (FIELDS | known).items()} | values
     namespace = before | {"__file__": str(path)}
     try:

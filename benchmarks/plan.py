@@ -77,7 +77,8 @@ def card_here(config: Config) -> dict:
 
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     if not card["peak_tflops"]:
-        unknown = "unknown peak: name a card with --gpu, or give --iter_seconds or --from_run"
+        mend = "another --dtype or --gpu, or give --iter_seconds or --from_run"
+        unknown = f"unknown peak in {card['dtype']}: {mend}"
         return dict(pace=unknown, iter_seconds=None)
     low, likely, high = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}"

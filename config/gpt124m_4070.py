@@ -1,4 +1,4 @@
-# GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens, 50 to 60 hours.
+# GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens, about 60 hours.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 # Users measured 9,340 ms per iteration with this batch: 56,134 tokens/s, 82 % of the card's
 # 58.3 TFLOP/s.

@@ -239,7 +239,7 @@ def missing_dataset(name: str, folder: Path) -> str:
     """The message where the folder is not there."""
     problem = f"dataset: there is no folder {folder}"
     if name == "openwebtext":  # the default, which most likely nobody asked for
-        problem += "; try python train.py config/quickstart.py, which needs no data"
+        problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     command = "prepare_fineweb.py --tokens=10B" if "fineweb" in name else "prepare_text.py FILE"
     make = f"make it with: python data/{command} --out={folder}"

@@ -210,7 +210,11 @@ def test_many_epochs_are_warned_of(tmp_path, capsys):
     """20 * 524,288 tokens of 300,000 are 34.95 epochs; 2 iterations are 3.5, 3 are 5.2."""
     run(tmp_path, "plan", GPT124M, "--gpu=4070", "--max_iters=20", "--dataset_tokens=300k")
     err = capsys.readouterr().err
-    assert err.startswith("warning: 35.0 epochs") and err.endswith("or --max_iters=2\n")
+    # 2 iterations would not even warm up
+    assert err.startswith("warning: 35.0 epochs") and err.endswith("prepare a larger dataset\n")
+    flags = ("--gpu=4070", "--max_iters=20", "--warmup_iters=0", "--dataset_tokens=300k")
+    run(tmp_path, "plan", GPT124M, *flags)
+    assert capsys.readouterr().err.endswith("larger dataset, or --max_iters=2\n")
     run(tmp_path, "plan", GPT124M, "--gpu=4070", "--max_iters=2", "--dataset_tokens=300k")
     assert capsys.readouterr().err == ""
 
@@ -218,7 +222,13 @@ def test_many_epochs_are_warned_of(tmp_path, capsys):
 def test_without_a_known_peak_plan_asks_for_a_card(tmp_path, capsys):
     p = run(tmp_path, "plan", GPT124M, "--device=cpu")
     assert p["hours"] is None and p["link_gb_per_sec"] is None
-    assert "time     n/a, unknown peak: name a card with --gpu, or" in capsys.readouterr().out
+    assert "time     n/a, unknown peak in" in capsys.readouterr().out
+
+
+def test_a_card_without_bfloat16_asks_for_another_dtype(tmp_path, capsys):
+    run(tmp_path, "plan", GPT124M, "--gpu=T4")
+    assert "unknown peak in bfloat16: another --dtype" in capsys.readouterr().out
+    assert run(tmp_path, "plan", GPT124M, "--gpu=T4", "--dtype=float16")["hours"] > 0
 
 
 @pytest.mark.parametrize("mode, flag", [("plan", "--watts"), ("sweep", "--write")])
@@ -285,7 +295,7 @@ def test_help_without_docstrings(monkeypatch, script):
     "arguments, message",
     [
         ("plam", "plam: no such mode; one of .*; did you mean plan\\?"),
-        ("plan --gpu=4071", "gpu: '4071' is not in gpus.csv; write the name as in that table"),
+        ("plan --gpu=4071", "gpu: '4071' is not in gpus.csv; --gpu=all lists it"),
         ("plan --iter_seconds=0", "iter_seconds: needs a number above 0, got '0'"),
         ("plan --watts=-5", "watts: needs a number above 0, got '-5'"),
         ("plan --price_kwh=cheap", "price_kwh: needs a number above 0, got 'cheap'"),

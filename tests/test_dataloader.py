@@ -310,7 +310,7 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path, monkeypatch)
         ("empty", "empty: holds no tokens for train"),
         ("fineweb", f"fineweb; did you mean fineweb_edu?; {make}/prepare_fineweb.py --tokens=10B"),
         ("mine", f"no folder data/mine; {make}/prepare_text.py FILE --out=data/mine"),
-        ("openwebtext", "try python train.py config/quickstart.py, which needs no data"),
+        ("openwebtext", "the default; config/quickstart.py needs no data; make it with"),
     ):
         with pytest.raises(UserError) as raised:
             open_dataset(name)

@@ -250,7 +250,11 @@ def test_a_finished_run_says_so(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run_here(dataset, tmp_path, init_from="resume") == 0
-    assert "is finished: 8 iterations" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(
+        "has made its 8 iterations; a larger --max_iters goes on\n"
+    )
+    assert run_here(dataset, tmp_path, init_from="resume", learning_rate=1e-4) == 0
+    assert "for a new run with learning_rate = 0.0001: another" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -283,11 +287,14 @@ def test_resume_refuses_other_data(dataset, tmp_path):
         run_here(other, tmp_path / "run", init_from="resume")
 
 
-def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
+def test_a_fresh_run_does_not_touch_another(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path, max_iters=4)
     with pytest.raises(UserError, match="init_from=auto.*out_dir.*overwrite"):
         run_here(dataset, tmp_path)
     run_here(dataset, tmp_path, overwrite=True, max_iters=2, n_layer=1)
+    assert f"overwrite: deleting the run in {tmp_path}, up to ckpt-00000004.pt" in (
+        capsys.readouterr().out
+    )
     assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1]
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["best.pt", "ckpt-00000002.pt"]
 
@@ -295,10 +302,9 @@ def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
 def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
-    assert (
-        "the rate's decay still ends at iteration 8; --lr_decay_iters=6 moves that"
-        in capsys.readouterr().out
-    )
+    warning = capsys.readouterr().err
+    assert "a run of 8 iterations, and the rate's decay still ends there" in warning
+    assert "--lr_decay_iters=6 moves that; for a new run: another --out_dir" in warning
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.console import RunError, UserError, warn
+from common.console import RunError, UserError, say, warn
 from common.files import free_bytes, fsync_folder, is_same_file, no_pipe, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
@@ -336,6 +336,8 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
             )
         if not os.access(out_dir, os.W_OK):
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
+        if fresh and known:
+            say(f"overwrite: deleting the run in {out_dir}, up to {known[-1].name}")
         if fresh:
             prune(out_dir, keep=0)
             for name in ("best.pt", "metrics.jsonl", "log.txt", "loss.png"):

@@ -46,7 +46,6 @@ def set_environment() -> None:
 set_environment()
 
 GIB = 2**30
-CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
@@ -190,8 +189,6 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         forbid_spilling(device)
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    if device.type == "cpu" and config.device == "auto" and config.iter_tokens > CPU_TOKENS:
-        warn(f"torch {torch.__version__} sees no GPU here, so this trains on the CPU, very slowly")
     dtype = choose_dtype(config, device)
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matrix products
     # leave the tensor cores idle.

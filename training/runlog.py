@@ -37,6 +37,7 @@ MOST_ITERATIONS = 1000  # whose tensors are kept until a log line
 SPIKE = 1.25  # a loss this many times its running mean gets a warning
 # repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
 MOST_EPOCHS = 4
+CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
 LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
 
 # -----------------------------------------------------------------------------
@@ -239,6 +240,8 @@ class RunLog:
         say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.first and not c.eval_only:
             warn_of_epochs(c, self.train_tokens)
+            if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
+                warn("torch sees no GPU here, so this trains on the CPU, very slowly")
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.start_record = dict(
@@ -421,7 +424,8 @@ class RunLog:
         )
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         if not self.config.eval_only and iters < self.config.max_iters:
-            more = "" if self.config.init_from == "auto" else " --init_from=resume"
+            more = " --overwrite=False" if self.config.overwrite else ""
+            more += "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
@@ -449,7 +453,8 @@ def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
     if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
         epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
         enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
-        warn(f"{epochs}; prepare a larger dataset, or --max_iters={enough}")
+        fewer = f", or --max_iters={enough}" if enough > 2 * config.warmup_iters else ""
+        warn(f"{epochs}; prepare a larger dataset{fewer}")
 
 
 def compiled_graphs() -> int:

@@ -194,8 +194,16 @@ def is_finished(config: Config, start: Start) -> bool:
     n, evaluated_at = (start.resumed["progress"][name] for name in ("iter_num", "evaluated_at"))
     if n < config.max_iters or evaluated_at < config.max_iters:
         return False
-    say(f"{config.out_dir} is finished: {n:,} iterations; a larger --max_iters goes on")
+    asked = [f"{name} = {getattr(config, name)!r}" for name in changed_keys(config, start)]
+    another = f"; for a new run with {', '.join(asked)}: another --out_dir" if asked else ""
+    say(f"{config.out_dir} has made its {n:,} iterations; a larger --max_iters goes on{another}")
     return True
+
+
+def changed_keys(config: Config, start: Start) -> list[str]:
+    """Those whose values are not the checkpoint's."""
+    values, saved = config_values(config), start.resumed["config"]
+    return [n for n in values if n in saved and saved[n] != values[n] and n != "init_from"]
 
 
 def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
@@ -205,14 +213,17 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
     progress = Progress(**start.resumed["progress"])
     path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"
     say(f"resume: {path}, iteration {progress.iter_num:,} of {config.max_iters:,}")
-    values, saved = config_values(config), start.resumed["config"]
-    changed = [n for n in values if n in saved and saved[n] != values[n] and n != "init_from"]
+    changed = changed_keys(config, start)
     for name in changed:
-        say(f"resume: {name} = {values[name]!r} (the checkpoint had {saved[name]!r})")
+        before = start.resumed["config"][name]
+        say(f"resume: {name} = {getattr(config, name)!r} (the checkpoint had {before!r})")
     horizon = progress.lr_horizon
-    if horizon != config.max_iters and "lr_decay_iters" not in config.given:
-        move = f"--lr_decay_iters={config.max_iters} moves that"
-        say(f"resume: the rate's decay still ends at iteration {horizon}; {move}")
+    if horizon != config.max_iters and "lr_decay_iters" not in config.given and ranks.first:
+        warn(
+            f"{config.out_dir} began as a run of {horizon:,} iterations, and the rate's decay "
+            f"still ends there; --lr_decay_iters={config.max_iters} moves that; for a new run: "
+            "another --out_dir"
+        )
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
         rounding.append("number of processes")

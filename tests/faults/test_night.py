@@ -372,11 +372,14 @@ def test_an_interrupted_run_prints_the_command_that_goes_on(dataset, tmp_path, c
     monkeypatch.setattr(sys, "argv", ["train.py", "config/x.py"])
     run_here(dataset, tmp_path, max_minutes=1e-6)
     assert "to go on: python train.py config/x.py --init_from=resume" in capsys.readouterr().out
+    run_here(dataset, tmp_path, overwrite=True, max_minutes=1e-6)
+    # the last of equal flags counts, so this goes on and deletes nothing
+    assert "config/x.py --overwrite=False --init_from=resume" in capsys.readouterr().out
 
 
 def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):
-    run_here(dataset, tmp_path, max_iters=4)
-    run_here(dataset, tmp_path, max_iters=8, init_from="resume")
+    run_here(dataset, tmp_path, max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path, max_iters=8, lr_decay_iters=8, init_from="resume")
     shown = capsys.readouterr().out.splitlines()
     kept = (tmp_path / "log.txt").read_text().splitlines()
     assert kept == shown
