@@ -40,7 +40,7 @@ def keep_transcript(file: TextIO | None) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print to stdout, each line as one: a newline in it, as a name may hold, is escaped."""
+    """Print lines to stdout. A newline inside one, which a file name may hold, is escaped."""
     tell("stdout", lines)
 
 
