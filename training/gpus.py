@@ -18,7 +18,7 @@ GPU_TABLE = Path(__file__).with_name("gpus.csv")
 # The memory model. docs/memory.md explains each number; tests/test_gpus.py checks them on a CPU.
 # `half` in the keys below: matrix products run in bfloat16 or float16.
 
-# the driver, and often a desktop, need the rest of a card's memory
+# the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95
 # CUDA context, cuBLAS workspaces and fragmentation
 WORKSPACE_BYTES = 0.6e9
@@ -151,7 +151,7 @@ def memory_bytes(
     if optimizer == "muon":
         moments -= model.n_layer * matrices_of_a_block
 
-    # for each id of the vocabulary: its logits, and the gradient of the head's weights beside them
+    # per id of the vocabulary: its logits, and beside them the gradient of its row of the head
     chunk = model.loss_chunk
     if 0 < chunk < tokens and compiled:
         logits = 2 * element * chunk + (10 if half else 4) * C
