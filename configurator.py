@@ -241,7 +241,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     namespace = before | {"__file__": str(path)}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
-        # whatever the file puts in the console's place goes when it ends
+        # what the file assigns to sys.stdout and sys.stderr ends with it
         with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):
             exec(compile(tree, str(path), "exec"), namespace)
         if sys.stdout.closed or sys.stderr.closed:
