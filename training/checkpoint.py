@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
-from common.files import free_bytes, fsync_folder, is_same_file, no_pipe, replacing, try_lock
+from common.files import fsync_folder, is_same_file, lack_of_space, no_pipe, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
 
@@ -211,11 +211,8 @@ def check_space(state: dict, folder: Path) -> None:
     """Raises OSError where the folder's disk has no room for the state."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
-    needed, free = sum(sizes.values()) + (1 << 20), free_bytes(folder)
-    if free < needed:
-        raise OSError(
-            f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB"
-        )
+    if lacks := lack_of_space(folder, sum(sizes.values()) + (1 << 20)):
+        raise OSError(lacks)
 
 
 def find_damage(path: Path) -> str:
