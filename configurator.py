@@ -357,10 +357,8 @@ def resolve(config: Config) -> list[str]:
     if config.wandb_log:
         config.tracker = "wandb"
     if config.overwrite and config.init_from in ("resume", "auto"):
-        problems.append(
-            f"overwrite: leaves nothing for init_from={config.init_from} to resume; to start anew: "
-            "--init_from=scratch --overwrite=True"
-        )
+        nothing = f"overwrite: leaves nothing for init_from={config.init_from} to resume"
+        problems.append(f"{nothing}; to start anew: --init_from=scratch --overwrite=True")
     return problems
 
 

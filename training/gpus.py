@@ -234,7 +234,6 @@ def out_of_memory_advice(
     batch_size = min(fits or 1, smaller[-1])
     gigabytes = f"{memory_needed(config, model, dtype, batch_size) / 1e9:.1f} GB"
     accumulation = sequences // batch_size * world_size
-    return (
-        f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in "
-        f"about {gigabytes}: --batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
-    )
+    pair = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
+    fitting = f"the same tokens per iteration in about {gigabytes}: {pair}"
+    return f"out of memory with batch_size={config.batch_size}; {fitting}"

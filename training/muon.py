@@ -140,9 +140,7 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         elif isinstance(owner, nn.Linear):
             role = "qkv" if name.endswith("c_attn.weight") else "matrices"
         else:
-            raise ValueError(
-                f"{name}: neither a matrix, an embedding, the head nor a vector; Muon has no rule "
-                "for it"
-            )
+            problem = "neither a matrix, an embedding, the head nor a vector"
+            raise ValueError(f"{name}: {problem}; Muon has no rule for it")
         roles[role].append(p)
     return roles
