@@ -143,10 +143,9 @@ class Checkpoints:
             log.warn(it, f"{self.out_dir} was deleted under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
-            raise RunError(
-                f"iter {it}: some weights are not finite and are not saved; the checkpoint before "
-                "stands: --init_from=resume with a lower rate"
-            )
+            problem = f"iter {it}: some weights are not finite and are not saved"
+            mend = "the checkpoint before stands: --init_from=resume with a lower rate"
+            raise RunError(f"{problem}; {mend}")
         try:
             size = save(state, path)
         except OSError as error:
@@ -278,10 +277,8 @@ def load_newest(
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
-        raise UserError(
-            f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew "
-            "in another --out_dir"
-        )
+        problem = f"none of its {len(paths)} checkpoints is valid"
+        raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
     return None
 
 
@@ -322,15 +319,11 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
         # not emptied: it may be a link to something else
         lock = open(no_pipe(out_dir / "lock"), "ab")
         if not try_lock(lock):
-            raise UserError(
-                f"out_dir: another run is writing to {out_dir}; stop that one first, or choose "
-                "another --out_dir"
-            )
+            mend = "stop that one first, or choose another --out_dir"
+            raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
         if list_checkpoints(out_dir) != known:
-            raise UserError(
-                f"out_dir: another run was writing to {out_dir} until now; the same command goes "
-                "on from there"
-            )
+            problem = f"another run was writing to {out_dir} until now"
+            raise UserError(f"out_dir: {problem}; the same command goes on from there")
         if not os.access(out_dir, os.W_OK):
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
         if fresh:
