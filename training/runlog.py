@@ -356,13 +356,10 @@ class RunLog:
             if micro_batch is not None:
                 sequence = it.sequences + micro_batch * self.config.batch_size
                 where = f"micro-batch {micro_batch} reads {self.windows.locate(sequence)}"
-            message = f"update skipped, its gradient is not finite; {where}"
-            self.warn(it.iter_num, message)
+            self.warn(it.iter_num, f"update skipped, its gradient is not finite; {where}")
             if self.skips_in_a_row >= self.config.max_skips:
-                error = RunError(
-                    f"{self.skips_in_a_row} updates in a row skipped, their gradients are not "
-                    "finite; a lower learning_rate or dtype=float32 may help"
-                )
+                problem = f"{self.skips_in_a_row} updates in a row skipped, gradients not finite"
+                error = RunError(f"{problem}; a lower learning_rate or dtype=float32 may help")
                 error.agreed = True  # all ranks have the same gradients
                 raise error
 
@@ -377,13 +374,10 @@ class RunLog:
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float) -> None:
         """Inside book("evaluation")."""
         seconds = self.ledger.clock() - self.ledger.since
-        say(
-            f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, "
-            f"time {seconds:.1f}s"
-        )
-        self.record(
-            "eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds
-        )
+        losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+        say(f"step {iter_num}: {losses}, time {seconds:.1f}s")
+        values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
+        self.record("eval", iter=iter_num, **values)
         self.draw(now=True)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
@@ -415,10 +409,8 @@ class RunLog:
         spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
-        say(
-            f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens"
-            f"{self.against_plan(iters)}"
-        )
+        done = f"{iters:,} iterations, {count(tokens)} tokens"
+        say(f"end: {reason} after {done}{self.against_plan(iters)}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         if not self.config.eval_only and iters < self.config.max_iters:
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
