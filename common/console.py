@@ -113,7 +113,11 @@ class UserError(Exception):
     """
 
     exit_code = 2  # found before any long work
-    agreed = False  # whether all processes raise it together
+
+    def __init__(self, *problems: str, agreed: bool = False):
+        """`agreed`: all processes raise it together."""
+        super().__init__(*problems)
+        self.agreed = agreed
 
     @property
     def problems(self) -> list[str]:

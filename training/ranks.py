@@ -161,9 +161,8 @@ class Ranks:
         if not any(everywhere):
             return
         mine = everywhere[self.rank]
-        error = UserError(*(mine or ["another rank cannot start; its own lines say why"]))
-        error.agreed = mine in ([], everywhere[0])
-        raise error
+        said = mine or ["another rank cannot start; its own lines say why"]
+        raise UserError(*said, agreed=mine in ([], everywhere[0]))
 
     def check_same(self, what: str, value: str) -> None:
         """Raises UserError on every rank where one has another value than the first."""
@@ -171,9 +170,7 @@ class Ranks:
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
                 problem = f"rank {rank} has another {what} than rank 0"
-                error = UserError(f"{problem}; start all processes with the same")
-                error.agreed = True
-                raise error
+                raise UserError(f"{problem}; start all processes with the same", agreed=True)
 
     def check_config(self, config: Config) -> list[str]:
         """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
