@@ -223,10 +223,9 @@ class RunLog:
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         dtype = str(hw.dtype).removeprefix("torch.")
-        say(
-            f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> "
-            f"{model.vocab_size}, {self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
-        )
+        vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
+        flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
+        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {dtype}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         say(
@@ -359,9 +358,8 @@ class RunLog:
             self.warn(it.iter_num, f"update skipped, its gradient is not finite; {where}")
             if self.skips_in_a_row >= self.config.max_skips:
                 problem = f"{self.skips_in_a_row} updates in a row skipped, gradients not finite"
-                error = RunError(f"{problem}; a lower learning_rate or dtype=float32 may help")
-                error.agreed = True  # all ranks have the same gradients
-                raise error
+                hint = "a lower learning_rate or dtype=float32 may help"
+                raise RunError(f"{problem}; {hint}", agreed=True)  # all have the same gradients
 
     def first_bad_micro_batch(self, it: Iteration) -> int | None:
         """The first micro-batch of all ranks whose loss is not finite. None: all are finite."""
