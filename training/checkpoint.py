@@ -173,11 +173,10 @@ class HashingWriter:
     """A file for torch.save that hashes what passes through it."""
 
     def __init__(self, file):
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+        self.file, self.sha256 = file, hashlib.sha256()
 
     def write(self, data) -> int:
         self.sha256.update(data)
-        self.bytes += len(data)
         return self.file.write(data)
 
     def flush(self) -> None:
@@ -203,7 +202,7 @@ def save(state: dict, path: Path) -> int:
         if damage := find_damage(Path(file.name)):
             raise OSError(f"{file.name} reads back wrong: {damage}")
     fsync_folder(path.parent)  # the rename itself must reach the disk
-    return writer.bytes + TRAILER_BYTES
+    return path.stat().st_size
 
 
 def check_space(state: dict, folder: Path) -> None:

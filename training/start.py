@@ -180,10 +180,11 @@ def is_finished(config: Config, start: Start) -> bool:
     """Whether the resumed run has nothing left to do. Says so."""
     if not start.resumed or config.eval_only:
         return False
-    n, evaluated_at = (start.resumed["progress"][name] for name in ("iter_num", "evaluated_at"))
-    if n < config.max_iters or evaluated_at < config.max_iters:
+    progress = Progress(**start.resumed["progress"])
+    if min(progress.iter_num, progress.evaluated_at) < config.max_iters:
         return False
-    say(f"{config.out_dir} is finished: {n:,} iterations; a larger --max_iters goes on")
+    done = f"{progress.iter_num:,} iterations"
+    say(f"{config.out_dir} is finished: {done}; a larger --max_iters goes on")
     return True
 
 
