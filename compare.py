@@ -257,7 +257,8 @@ def find_warnings(runs: list[RunRecords]) -> list[str]:
 
 
 def time_text(hours: float) -> str:
-    return duration(3600 * hours) if hours >= 1 / 360 else f"{3600 * hours:.2g}s"
+    seconds = 3600 * hours
+    return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:
@@ -284,7 +285,8 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     hint = "give the out_dir of a run, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        run = (read_metrics if file.suffix == ".jsonl" else read_nanogpt_log)(no_pipe(file))
+        read = read_metrics if file.suffix == ".jsonl" else read_nanogpt_log
+        run = read(no_pipe(file))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:

@@ -242,7 +242,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     namespace = before | {"__file__": str(path)}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
-        # whatever the file puts in the console's place goes when it ends
+        # what the file assigns to sys.stdout and sys.stderr ends with it
         with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):
             exec(compile(tree, str(path), "exec"), namespace)
         if sys.stdout.closed or sys.stderr.closed:
@@ -358,10 +358,8 @@ def resolve(config: Config) -> list[str]:
     if config.wandb_log:
         config.tracker = "wandb"
     if config.overwrite and config.init_from in ("resume", "auto"):
-        problems.append(
-            f"overwrite: leaves nothing for init_from={config.init_from} to resume; to start anew: "
-            "--init_from=scratch --overwrite=True"
-        )
+        nothing = f"overwrite: leaves nothing for init_from={config.init_from} to resume"
+        problems.append(f"{nothing}; to start anew: --init_from=scratch --overwrite=True")
     return problems
 
 

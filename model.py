@@ -142,9 +142,9 @@ def mean_loss(
     Cross-entropy of the head's logits against targets (B, T): the mean in nats over those that are
     not -1. x is (B, T, C), the head's weight (V, C), `cap` as in `cap_logits`.
 
-    With a chunk > 0 the logits of only so many tokens exist at once, and their gradient is made
-    along with them. Not in float16, whose small gradients need GradScaler's factor, which is known
-    only in the backward pass: that one computes the logits again, for 2 C V more FLOPs a token.
+    With a chunk > 0 the logits of only so many tokens exist at once. Their gradient is made along
+    with them, except in float16: its small gradients need GradScaler's factor, which is known only
+    in the backward pass, so that pass computes the logits again, for 2 C V more FLOPs a token.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
 
@@ -203,7 +203,10 @@ class LossWithGradients(torch.autograd.Function):
 
 
 def logit_gradients(logits: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-    """The loss of logits (n, V) against targets (n,), summed, and its gradient for them."""
+    """
+    The summed loss of logits (n, V), not capped yet, against targets (n,), in nats, and its
+    gradient with respect to the logits, (n, V).
+    """
     dtype, sum_dtype = logits.dtype, torch.promote_types(logits.dtype, torch.float32)
     if cap is not None:
         logits = cap_logits(logits.to(sum_dtype), cap)
@@ -215,7 +218,8 @@ def logit_gradients(logits: Tensor, targets: Tensor, cap: float | None) -> tuple
     # the softmax, less 1 at the target
     dlogits = logp.exp_().scatter_add_(1, targets, -torch.ones_like(logp[:, :1])).mul_(counted)
     if cap is not None:
-        dlogits *= (1 - (logits / cap).square()) ** 1.5
+        # the slope of cap_logits; rounding may take a logit past its cap
+        dlogits *= (1 - (logits / cap).square()).clamp(min=0) ** 1.5
     return loss_sum, dlogits.to(dtype)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import RunError, UserError, complain, printable, run_main, warn
+from common.console import UserError, complain, printable, run_main, warn
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, generate_stream
@@ -140,14 +140,11 @@ def main(argv: list[str]) -> int:
         complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
     idx = torch.tensor([ids] * config.num_samples, device=model.lm_head.weight.device)
     try:
-        samples = stream_samples(model, idx, text, vocab, config)
+        with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
+            samples = stream_samples(model, idx, text, vocab, config)
     except KeyboardInterrupt:
         print()
         return 130
-    except (RuntimeError, MemoryError) as error:
-        if not hardware.is_out_of_memory(error):
-            raise
-        raise RunError("out of memory; fewer --num_samples") from None
     for sample in samples[1:]:
         print(f"{RULER}\n{printable(text.decode(sample))}")
     print(RULER)

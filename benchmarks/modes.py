@@ -54,10 +54,8 @@ def step(config: Config, options: Namespace) -> dict:
 def describe(r: dict) -> str:
     if r["tokens_per_sec"] is None:
         return "out of memory"
-    return (
-        f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s, "
-        f"mfu {percent(r['mfu'])}, mem {r['mem_gib'] or math.nan:.1f} GiB"
-    )
+    speed = f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s"
+    return f"{speed}, mfu {percent(r['mfu'])}, mem {r['mem_gib'] or math.nan:.1f} GiB"
 
 
 def percent(fraction: float | None) -> str:

@@ -35,10 +35,8 @@ def main(config: Config, options: Namespace) -> dict:
         given = options.nanogpt or "not given"
         raise UserError(f"nanogpt: {given}; --nanogpt= needs a checkout of karpathy/nanoGPT")
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
-        raise UserError(
-            "tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2 and AdamW; "
-            "with anything else the work is not the same"
-        )
+        theirs = "nanoGPT has tied weights, GPT-2 and AdamW; with others the work is not the same"
+        raise UserError(f"tie_weights, model, optimizer: {theirs}")
     hw = hardware.set_up(config)
     with measure.readable_errors():
         first, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)

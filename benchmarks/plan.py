@@ -254,10 +254,9 @@ def plan_lines(p: dict) -> list[str]:
         *memory_lines(p),
     ]
     if p["gpus"] > 1:
-        lines.append(
-            f"link     {p['exchange_gb']:.3g} GB sent and received by each GPU per iteration; "
-            f"90 % efficiency needs {p['link_gb_per_sec']:.3g} GB/s"
-        )
+        needed = f"90 % efficiency needs {p['link_gb_per_sec']:.3g} GB/s"
+        sent = f"{p['exchange_gb']:.3g} GB sent and received by each GPU per iteration"
+        lines.append(f"link     {sent}; {needed}")
     if p["kwh"] is None:
         return [*lines, "energy   n/a (--watts= the draw of one GPU)"]
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"

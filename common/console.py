@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
 import traceback
-import unicodedata
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TextIO
@@ -17,18 +17,15 @@ from typing import TextIO
 # -----------------------------------------------------------------------------
 # Lines
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, but newline and tab
+
 
 def printable(text: str) -> str:
     """
     `text` with control characters other than newline and tab escaped, so that a terminal shows and
     never obeys them.
     """
-    shown = []
-    for char in text:
-        if unicodedata.category(char) == "Cc" and char not in "\n\t":
-            char = f"\\x{ord(char):02x}"
-        shown.append(char)
-    return "".join(shown)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 transcript: TextIO | None = None  # a copy of every line goes there: log.txt of a run
@@ -40,7 +37,7 @@ def keep_transcript(file: TextIO | None) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print to stdout, each line as one: a newline in it, as a name may hold, is escaped."""
+    """Print lines to stdout. A newline inside one, which a file name may hold, is escaped."""
     tell("stdout", lines)
 
 
@@ -116,7 +113,11 @@ class UserError(Exception):
     """
 
     exit_code = 2  # found before any long work
-    agreed = False  # whether all processes raise it together
+
+    def __init__(self, *problems: str, agreed: bool = False):
+        """`agreed`: all processes raise it together."""
+        super().__init__(*problems)
+        self.agreed = agreed
 
     @property
     def problems(self) -> list[str]:
@@ -136,11 +137,9 @@ class RunError(UserError):
 class Parser(argparse.ArgumentParser):
     """argparse with this project's error line in place of its own, and no abbreviated flags."""
 
-    def __init__(self, description: str | None = None, **kwargs):
+    def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            description=description, formatter_class=formatter, allow_abbrev=False, **kwargs
-        )
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
 
     def error(self, message: str):
         raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name

@@ -73,9 +73,14 @@ def no_pipe(path: Path) -> Path:
     return path
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space on the disk that `folder`, which need not exist yet, is or would be on."""
-    folder = folder.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def lack_of_space(folder: Path, needed: int) -> str:
+    """
+    A message where the disk that `folder`, which need not exist yet, is or would be on has less
+    than the `needed` bytes free. Empty where it has.
+    """
+    existing = folder.absolute()
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    lacks = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB free"
+    return lacks if free < needed else ""

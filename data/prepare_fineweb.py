@@ -27,7 +27,7 @@ from data.writer import MAX_SHARD_TOKENS, Plan, check_folder, prepare, read_mani
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     hub, out = "HuggingFaceFW/fineweb-edu", Path("data", "fineweb_edu")
     add("--dataset", default=hub, help="dataset on the hub (default: %(default)s)")

@@ -147,7 +147,7 @@ def cut_in_two(source: Source, fraction: float) -> Source:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("files", nargs="*", help="files, folders, patterns; none: the Python standard library")
     add("--tokenizer", choices=("byte", "gpt2"), default="byte", help="256 or 50,257 ids")

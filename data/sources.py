@@ -127,10 +127,8 @@ def read_rows(
     others' shares have None for texts and are not decoded. Raises UserError where there is no
     text, and whatever reading throws.
     """
-    if file_ending(name) == ".parquet":
-        yield from read_parquet(name, row, piece, share)
-    else:
-        yield from read_json(name, row, piece, share)
+    read = read_parquet if file_ending(name) == ".parquet" else read_jsonl
+    return read(name, row, piece, share)
 
 
 def read_parquet(name: str, row: int, piece: int, share: Share):
@@ -183,7 +181,7 @@ def rows_per_piece(parquet, group: int) -> int:
     return min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
 
 
-def read_json(name: str, row: int, piece: int, share: Share):
+def read_jsonl(name: str, row: int, piece: int, share: Share):
     """read_rows of a jsonl file, with the datasets library."""
     files = [name if "://" in name else glob.escape(name)]
     # errors="replace" is ignored for an encoding spelt utf-8

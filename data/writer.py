@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, say
-from common.files import free_bytes, fsync_folder, no_pipe, replacing, try_lock
+from common.files import fsync_folder, lack_of_space, no_pipe, replacing, try_lock
 from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
 from data.tokenizer import Tokenizer
@@ -334,7 +334,9 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
         raise UserError(f"{folder}: holds shards of another program; choose another --out")
     if manifest["complete"]:
         return manifest, None
-    check_space(plan, sum(tokens_of(manifest).values()))
+    to_come = max(plan.expected_tokens - sum(tokens_of(manifest).values()), 0)
+    if lacks := lack_of_space(folder, 2 * to_come + SPARE_BYTES):  # a token takes 2 bytes
+        raise UserError(f"{lacks}; choose another --out, or fewer tokens")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder, manifest)
@@ -367,15 +369,6 @@ def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
     if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
         raise UserError(f"{another} has just written to it; type the same command again")
     return lock
-
-
-def check_space(plan: Plan, done: int) -> None:
-    """Raises UserError where the disk cannot hold the tokens still to come, 2 bytes each."""
-    needed = 2 * max(plan.expected_tokens - done, 0) + SPARE_BYTES
-    free = free_bytes(plan.folder)
-    if free < needed:
-        problem = f"needs {needed / 1e9:,.2f} GB of disk, {free / 1e9:,.2f} GB are free"
-        raise UserError(f"{plan.folder}: {problem}; choose another --out, or fewer tokens")
 
 
 # -----------------------------------------------------------------------------

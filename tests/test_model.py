@@ -256,6 +256,16 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
+def test_gradients_of_logits_far_beyond_their_cap_are_finite():
+    """In float32 such a logit rounds to a little more than its cap."""
+    head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
+    x = torch.ones(1, 2, 1)
+    for chunk in (0, 1):
+        loss = mean_loss(x, head, torch.tensor([[0, 999]]), chunk, 15.0)
+        (gradient,) = torch.autograd.grad(loss, head)
+        assert gradient.isfinite().all()
+
+
 def test_a_loss_without_targets_is_nan_and_changes_nothing():
     for chunk in (0, 7):
         x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, say, warn
-from common.files import free_bytes, fsync_folder, is_same_file, no_pipe, replacing, try_lock
+from common.files import fsync_folder, is_same_file, lack_of_space, no_pipe, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
 
@@ -143,10 +143,9 @@ class Checkpoints:
             log.warn(it, f"{self.out_dir} was deleted under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
-            raise RunError(
-                f"iter {it}: some weights are not finite and are not saved; the checkpoint before "
-                "stands: --init_from=resume with a lower rate"
-            )
+            problem = f"iter {it}: some weights are not finite and are not saved"
+            mend = "the checkpoint before stands: --init_from=resume with a lower rate"
+            raise RunError(f"{problem}; {mend}")
         try:
             size = save(state, path)
         except OSError as error:
@@ -174,11 +173,10 @@ class HashingWriter:
     """A file for torch.save that hashes what passes through it."""
 
     def __init__(self, file):
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+        self.file, self.sha256 = file, hashlib.sha256()
 
     def write(self, data) -> int:
         self.sha256.update(data)
-        self.bytes += len(data)
         return self.file.write(data)
 
     def flush(self) -> None:
@@ -204,18 +202,15 @@ def save(state: dict, path: Path) -> int:
         if damage := find_damage(Path(file.name)):
             raise OSError(f"{file.name} reads back wrong: {damage}")
     fsync_folder(path.parent)  # the rename itself must reach the disk
-    return writer.bytes + TRAILER_BYTES
+    return path.stat().st_size
 
 
 def check_space(state: dict, folder: Path) -> None:
     """Raises OSError where the folder's disk has no room for the state."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
-    needed, free = sum(sizes.values()) + (1 << 20), free_bytes(folder)
-    if free < needed:
-        raise OSError(
-            f"{folder} has {free / 1e9:.2f} GB free, a checkpoint needs {needed / 1e9:.2f} GB"
-        )
+    if lacks := lack_of_space(folder, sum(sizes.values()) + (1 << 20)):
+        raise OSError(lacks)
 
 
 def find_damage(path: Path) -> str:
@@ -281,10 +276,8 @@ def load_newest(
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
-        raise UserError(
-            f"{out_dir}: none of its {len(paths)} checkpoints is valid; restore one, or start anew "
-            "in another --out_dir"
-        )
+        problem = f"none of its {len(paths)} checkpoints is valid"
+        raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
     return None
 
 
@@ -325,15 +318,11 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
         # not emptied: it may be a link to something else
         lock = open(no_pipe(out_dir / "lock"), "ab")
         if not try_lock(lock):
-            raise UserError(
-                f"out_dir: another run is writing to {out_dir}; stop that one first, or choose "
-                "another --out_dir"
-            )
+            mend = "stop that one first, or choose another --out_dir"
+            raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
         if list_checkpoints(out_dir) != known:
-            raise UserError(
-                f"out_dir: another run was writing to {out_dir} until now; the same command goes "
-                "on from there"
-            )
+            problem = f"another run was writing to {out_dir} until now"
+            raise UserError(f"out_dir: {problem}; the same command goes on from there")
         if not os.access(out_dir, os.W_OK):
             raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
         if fresh and known:

@@ -18,7 +18,7 @@ GPU_TABLE = Path(__file__).with_name("gpus.csv")
 # The memory model. docs/memory.md explains each number; tests/test_gpus.py checks them on a CPU.
 # `half` in the keys below: matrix products run in bfloat16 or float16.
 
-# the driver, and often a desktop, need the rest of a card's memory
+# the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95
 # CUDA context, cuBLAS workspaces and fragmentation
 WORKSPACE_BYTES = 0.6e9
@@ -151,7 +151,7 @@ def memory_bytes(
     if optimizer == "muon":
         moments -= model.n_layer * matrices_of_a_block
 
-    # for each id of the vocabulary: its logits, and the gradient of the head's weights beside them
+    # per id of the vocabulary: its logits, and beside them the gradient of its row of the head
     chunk = model.loss_chunk
     if 0 < chunk < tokens and compiled:
         logits = 2 * element * chunk + (10 if half else 4) * C
@@ -234,7 +234,6 @@ def out_of_memory_advice(
     batch_size = min(fits or 1, smaller[-1])
     gigabytes = f"{memory_needed(config, model, dtype, batch_size) / 1e9:.1f} GB"
     accumulation = sequences // batch_size * world_size
-    return (
-        f"out of memory with batch_size={config.batch_size}; the same tokens per iteration in "
-        f"about {gigabytes}: --batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
-    )
+    pair = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
+    fitting = f"the same tokens per iteration in about {gigabytes}: {pair}"
+    return f"out of memory with batch_size={config.batch_size}; {fitting}"

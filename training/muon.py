@@ -4,8 +4,8 @@ training loop.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that every direction in it
 moves by the same amount (K. Jordan et al., "Muon: an optimizer for hidden layers in neural
-networks", 2024). torch.optim.Muon is the same mathematics; this one also takes products of a dtype
-the card has, all matrices of a shape in one batched product, the parts of a fused q, k, v matrix
+networks", 2024). torch.optim.Muon is the same mathematics; this one also runs its products in a
+dtype that the card has, batches all matrices of a shape, takes the parts of a fused q, k, v matrix
 apart, and skips an update on the device where a gradient is not finite.
 """
 
@@ -62,18 +62,17 @@ class Muon(torch.optim.Optimizer):
 
     def step_matrices(self, group: dict, found_inf: Tensor | None) -> None:
         """
-        With momentum mu and gradient g: m <- m + (1 - mu) (g - m), then the matrix moves by lr *
-        sqrt(max(1, rows / cols)) along the orthogonal matrix nearest to g + mu (m - g), Nesterov's
-        look ahead, and decays by lr * weight_decay. Matrices of one shape move together, in a few
-        kernels: on a GPU, one after the other would be hundreds of small ones.
+        With momentum mu and gradient g: the matrix shrinks by the share lr * weight_decay, m <- m +
+        (1 - mu) (g - m), and the matrix moves by lr * sqrt(max(1, rows / cols)) against the
+        orthogonal matrix nearest to g + mu (m - g), Nesterov's look-ahead. Matrices of one shape
+        move together, in a few kernels: one by one they would take hundreds of small ones.
         """
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        skipped = found_inf
-        if skipped is None:
-            skipped = torch.zeros((), device=params[0].device)
-        lr, skipped = group["lr"] * (1 - skipped), skipped.bool()
+        if found_inf is None:
+            found_inf = torch.zeros((), device=params[0].device)
+        skipped, lr = found_inf.bool(), group["lr"] * (1 - found_inf)
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for p in params:
@@ -86,11 +85,11 @@ class Muon(torch.optim.Optimizer):
             g = torch.where(skipped, m, torch.stack([p.grad for p in same]))
             m.lerp_(g, 1 - group["momentum"])
             torch._foreach_copy_(momenta, m.unbind())
-            rows //= group["parts"]
-            look_ahead = g.lerp_(m, group["momentum"]).view(-1, rows, cols)
+            part_rows = rows // group["parts"]
+            look_ahead = g.lerp_(m, group["momentum"]).view(-1, part_rows, cols)
             directions = orthogonalize(look_ahead, self.dtype).reshape(m.shape)
             # in float32: float16 has no room for small rates
-            updates = directions.float() * (lr * max(1, rows / cols) ** 0.5)
+            updates = directions.float() * (lr * max(1, part_rows / cols) ** 0.5)
             torch._foreach_sub_(same, updates.unbind())
 
     def step_others(self, group: dict, found_inf: Tensor | None) -> None:
@@ -141,9 +140,7 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         elif isinstance(owner, nn.Linear):
             role = "qkv" if name.endswith("c_attn.weight") else "matrices"
         else:
-            raise ValueError(
-                f"{name}: neither a matrix, an embedding, the head nor a vector; Muon has no rule "
-                "for it"
-            )
+            problem = "neither a matrix, an embedding, the head nor a vector"
+            raise ValueError(f"{name}: {problem}; Muon has no rule for it")
         roles[role].append(p)
     return roles

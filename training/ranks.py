@@ -104,10 +104,8 @@ class Ranks:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
                 raise
             reason = str(error).partition("\n")[0]
-            raise RunError(
-                f"rank {self.rank} lost another rank ({reason}): look at that one's last lines, "
-                "or at the network between the machines"
-            ) from None
+            mend = "look at that one's last lines, or at the network between the machines"
+            raise RunError(f"rank {self.rank} lost another rank ({reason}): {mend}") from None
 
     def reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
         """Each value's sum (or op) over all ranks, in float64."""
@@ -163,20 +161,16 @@ class Ranks:
         if not any(everywhere):
             return
         mine = everywhere[self.rank]
-        error = UserError(*(mine or ["another rank cannot start; its own lines say why"]))
-        error.agreed = mine in ([], everywhere[0])
-        raise error
+        said = mine or ["another rank cannot start; its own lines say why"]
+        raise UserError(*said, agreed=mine in ([], everywhere[0]))
 
     def check_same(self, what: str, value: str) -> None:
         """Raises UserError on every rank where one has another value than the first."""
         everywhere = self.gather(value)
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
-                error = UserError(
-                    f"rank {rank} has another {what} than rank 0; start all processes with the same"
-                )
-                error.agreed = True
-                raise error
+                problem = f"rank {rank} has another {what} than rank 0"
+                raise UserError(f"{problem}; start all processes with the same", agreed=True)
 
     def check_config(self, config: Config) -> list[str]:
         """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
@@ -187,15 +181,12 @@ class Ranks:
         if accum % n:
             below, above = accum // n * n, accum // n * n + n
             fits = f"{below} or {above}" if below else f"{above}"
-            problems.append(
-                f"gradient_accumulation_steps: {accum} micro-batches cannot be shared out to {n} "
-                f"processes; {fits} can"
-            )
+            shared = f"{accum} micro-batches cannot be shared out to {n} processes"
+            problems.append(f"gradient_accumulation_steps: {shared}; {fits} can")
         if torch.cuda.is_available() and config.device != "cpu":
             if config.device not in ("auto", "cuda"):
-                problems.append(
-                    f"device: {config.device} for {n} processes; --device=cuda gives each its own"
-                )
+                mend = "--device=cuda gives each its own"
+                problems.append(f"device: {config.device} for {n} processes; {mend}")
             here, gpus = read_environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
             if here > gpus:
                 problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")
@@ -246,9 +237,8 @@ class Signals:
             return
         self.received, self.since = number, time.monotonic()
         if self.ranks.first:
-            complain(
-                "stopping after this micro-batch; a checkpoint is saved first; again to stop now"
-            )
+            then = "a checkpoint is saved first; again to stop now"
+            complain(f"stopping after this micro-batch; {then}")
 
     def check(self, ready: Callable[[], bool] = lambda: True) -> None:
         """

@@ -224,10 +224,9 @@ class RunLog:
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         dtype = str(hw.dtype).removeprefix("torch.")
-        say(
-            f"model: {parameters / 1e6:.2f}M parameters, vocabulary {data.vocab} -> "
-            f"{model.vocab_size}, {self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
-        )
+        vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
+        flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
+        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {dtype}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         say(
@@ -359,15 +358,11 @@ class RunLog:
             if micro_batch is not None:
                 sequence = it.sequences + micro_batch * self.config.batch_size
                 where = f"micro-batch {micro_batch} reads {self.windows.locate(sequence)}"
-            message = f"update skipped, its gradient is not finite; {where}"
-            self.warn(it.iter_num, message)
+            self.warn(it.iter_num, f"update skipped, its gradient is not finite; {where}")
             if self.skips_in_a_row >= self.config.max_skips:
-                error = RunError(
-                    f"{self.skips_in_a_row} updates in a row skipped, their gradients are not "
-                    "finite; a lower learning_rate or dtype=float32 may help"
-                )
-                error.agreed = True  # all ranks have the same gradients
-                raise error
+                problem = f"{self.skips_in_a_row} updates in a row skipped, gradients not finite"
+                hint = "a lower learning_rate or dtype=float32 may help"
+                raise RunError(f"{problem}; {hint}", agreed=True)  # all have the same gradients
 
     def first_bad_micro_batch(self, it: Iteration) -> int | None:
         """The first micro-batch of all ranks whose loss is not finite. None: all are finite."""
@@ -380,13 +375,10 @@ class RunLog:
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float) -> None:
         """Inside book("evaluation")."""
         seconds = self.ledger.clock() - self.ledger.since
-        say(
-            f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, "
-            f"time {seconds:.1f}s"
-        )
-        self.record(
-            "eval", iter=iter_num, train_loss=train_loss, val_loss=val_loss, seconds=seconds
-        )
+        losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+        say(f"step {iter_num}: {losses}, time {seconds:.1f}s")
+        values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
+        self.record("eval", iter=iter_num, **values)
         self.draw(now=True)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
@@ -418,10 +410,8 @@ class RunLog:
         spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
-        say(
-            f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens"
-            f"{self.against_plan(iters)}"
-        )
+        done = f"{iters:,} iterations, {count(tokens)} tokens"
+        say(f"end: {reason} after {done}{self.against_plan(iters)}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         if not self.config.eval_only and iters < self.config.max_iters:
             more = " --overwrite=False" if self.config.overwrite else ""

@@ -62,15 +62,11 @@ def find_start(config: Config, ranks: Ranks) -> Start:
     start = Start(known=list_checkpoints(out_dir))
     if not (resuming or config.overwrite) and ranks.from_first(holds_run, out_dir):
         if not config.eval_only:
-            start.problems.append(
-                f"out_dir: {out_dir} holds an earlier run; go on with it: --init_from=auto; or "
-                "choose another: --out_dir=...; or delete it: --overwrite=True"
-            )
+            ways = "--init_from=auto goes on; or another --out_dir=; or --overwrite=True deletes it"
+            start.problems.append(f"out_dir: {out_dir} holds an earlier run; {ways}")
         elif config.init_from == "scratch":
-            start.problems.append(
-                "init_from: scratch would evaluate random weights, not those of the run in "
-                f"{out_dir}; --init_from=resume"
-            )
+            problem = "scratch would evaluate random weights, not those of the run in"
+            start.problems.append(f"init_from: {problem} {out_dir}; --init_from=resume")
     try:
         if resuming:
             start.resumed = start.weights = ranks.from_first(load_newest, out_dir, validate)
@@ -81,16 +77,12 @@ def find_start(config: Config, ranks: Ranks) -> Start:
         return start
     if not start.weights and config.init_from == "resume":
         runs = [str(path) for path in out_dir.parent.glob("*") if list_checkpoints(path)]
-        start.problems.append(
-            f"init_from: {out_dir} holds no checkpoint to resume; --init_from=auto starts where "
-            f"there is none{did_you_mean(str(out_dir), runs)}"
-        )
+        hint = f"--init_from=auto starts where there is none{did_you_mean(str(out_dir), runs)}"
+        start.problems.append(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
     if not start.weights and config.init_from == "auto":
         if ranks.from_first(Path.exists, out_dir / "best.pt"):
-            start.problems.append(
-                f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; "
-                f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
-            )
+            hint = f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
+            start.problems.append(f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; {hint}")
     return start
 
 
@@ -131,10 +123,9 @@ def validate(state: dict, path: Path) -> None:
                 ):
                     raise ValueError(f"optimizer state {name}")
     except Exception as error:  # a stranger's file may hold anything
-        raise UserError(
-            f"{path}: cannot be resumed, made by another version of this program or changed "
-            f"({type(error).__name__}: {error})"
-        ) from None
+        origin = "made by another version of this program or changed"
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: cannot be resumed, {origin} ({reason})") from None
 
 
 def read_pretrained(config: Config) -> dict:
@@ -177,11 +168,9 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
     ]
     problems = []
     if different and start.resumed:
-        problems.append(
-            f"out_dir: {config.out_dir} holds a run with {', '.join(different)}; use its "
-            "values to go on with it; or start another: --out_dir=...; or delete it: "
-            "--init_from=scratch --overwrite=True"
-        )
+        holds = f"holds a run with {', '.join(different)}; use its values, or another --out_dir="
+        delete = "--init_from=scratch --overwrite=True deletes it"
+        problems.append(f"out_dir: {source} {holds}, or {delete}")
     elif different:
         problems.append(f"init_from: {source} has {', '.join(different)}; use its values")
     return replace(config, **values), problems
@@ -191,12 +180,13 @@ def is_finished(config: Config, start: Start) -> bool:
     """Whether the resumed run has nothing left to do. Says so."""
     if not start.resumed or config.eval_only:
         return False
-    n, evaluated_at = (start.resumed["progress"][name] for name in ("iter_num", "evaluated_at"))
-    if n < config.max_iters or evaluated_at < config.max_iters:
+    progress = Progress(**start.resumed["progress"])
+    if min(progress.iter_num, progress.evaluated_at) < config.max_iters:
         return False
     asked = [f"{name} = {getattr(config, name)!r}" for name in changed_keys(config, start)]
     another = f"; for a new run with {', '.join(asked)}: another --out_dir" if asked else ""
-    say(f"{config.out_dir} has made its {n:,} iterations; a larger --max_iters goes on{another}")
+    done = f"has made its {progress.iter_num:,} iterations"
+    say(f"{config.out_dir} {done}; a larger --max_iters goes on{another}")
     return True
 
 
@@ -272,22 +262,17 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         data = open_dataset(config.dataset)
     problems = []
     if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
-        problems.append(
-            f"dataset: {data.source} is not what the checkpoint was trained on, or has changed "
-            "since; restore it, or start anew with another --out_dir"
-        )
+        other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
+        problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
     if start.weights and start.weights["vocab"] < data.vocab:
-        problems.append(
-            f"dataset: its vocabulary is {data.vocab}, that of init_from={config.init_from} only "
-            f"{start.weights['vocab']}"
-        )
+        known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
+        problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
     theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
     if "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
-        problems.append(
-            f"dataset: {data.source} holds {data.tokenizer['kind']} tokens, the weights of "
-            f"init_from={config.init_from} know {theirs['kind']} tokens; prepare the text again "
-            f"with --tokenizer={theirs['kind']}"
-        )
+        held = f"dataset: {data.source} holds {data.tokenizer['kind']} tokens"
+        known = f"the weights of init_from={config.init_from} know {theirs['kind']} tokens"
+        mend = f"prepare the text again with --tokenizer={theirs['kind']}"
+        problems.append(f"{held}, {known}; {mend}")
     ranks.raise_together(problems)
     ranks.check_same("dataset", data.fingerprint)
     if start.resumed and start.resumed.get("data_modified", data.modified) != data.modified:
