@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from benchmarks.measure import Trainee, attempt, measure
 from common.console import UserError, say
-from configurator import FIELDS, Config
+from configurator import FIELDS, Config, divisors
 from data.tokenizer import GPT2_VOCAB
 from training import hardware
 from training.build import flops_per_token, model_config
-from training.gpus import USABLE_MEMORY, divisors, fitting_batch
+from training.gpus import USABLE_MEMORY, fitting_batch
 
 # the side of the square matrices whose product step times
 MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
