@@ -99,8 +99,7 @@ def main(argv: list[str]) -> int:
     checks = () if mode == "plan" else (hardware.check_device,)
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
-        path = getattr(options, name, None)
-        if path:
+        if path := getattr(options, name, None):
             make_folder(name, Path(path))
     result = run_mode(config, options)
     if options.json:

@@ -385,10 +385,14 @@ def check_model(config: Config) -> list[str]:
     return problems
 
 
+def divisors(n: int) -> list[int]:
+    """Ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def nearest_divisor(total: int, wanted: int) -> int:
     """The divisor of `total` that is nearest to `wanted`; the smaller of two."""
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    return min(divisors, key=lambda n: abs(n - wanted))
+    return min(divisors(total), key=lambda n: abs(n - wanted))
 
 
 # -----------------------------------------------------------------------------

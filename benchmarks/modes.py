@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from benchmarks.measure import Trainee, attempt, measure
 from common.console import UserError, say
-from configurator import FIELDS, Config
+from configurator import FIELDS, Config, divisors
 from data.tokenizer import GPT2_VOCAB
 from training import hardware
 from training.build import flops_per_token, model_config
-from training.gpus import USABLE_MEMORY, divisors, fitting_batch
+from training.gpus import USABLE_MEMORY, fitting_batch
 
 # the side of the square matrices whose product step times
 MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
@@ -234,8 +234,7 @@ def climb(
     rows = []
     first_rate = last_rate = None
     for name, changes, more_arguments in LADDER:
-        why = missing(name, device, config)
-        if why:
+        if why := missing(name, device, config):
             rows.append(dict(name=name, tokens_per_sec=None, why=why))
             say(f"{name:<18}   n/a: {why}")
             continue

@@ -242,9 +242,7 @@ def plan_lines(p: dict) -> list[str]:
         return [*lines, f"time     n/a, {p['pace']}", *memory_lines(p)]
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
     low, high = p["hours_range"]
-    span = ""
-    if low < high:
-        span = f" ({hours_text(low)} to {hours_text(high)})"
+    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
     lines += [
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
         f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",

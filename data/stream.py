@@ -200,9 +200,8 @@ class Stream:
     def locate(self, n: int) -> str:
         """Where the n-th sequence stands, for messages."""
         place = self.position(n)
-        file, row, token = place["file"], place["row"], place["token"]
-        name = self.workers.pieces.files[file]
-        return f"{name}, {token:,} tokens after the beginning of row {row:,}"
+        name = self.workers.pieces.files[place["file"]]
+        return f"{name}, {place['token']:,} tokens after the beginning of row {place['row']:,}"
 
     def read(self, first: int, count: int) -> np.ndarray:
         """

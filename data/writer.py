@@ -305,9 +305,8 @@ def read_manifest(folder: Path) -> dict:
 
 def is_whole(shard) -> bool:
     """Whether a manifest's entry for a shard has all fields, and names a file in its folder."""
-    if not has_fields(shard, SHARD_FIELDS):
-        return False
-    return is_file_name(shard["name"]) and split_of(shard["name"]) is not None
+    in_folder = has_fields(shard, SHARD_FIELDS) and is_file_name(shard["name"])
+    return in_folder and split_of(shard["name"]) is not None
 
 
 def has_fields(values, fields: dict[str, type]) -> bool:

@@ -58,15 +58,12 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
             group["initial_lr"] = config.learning_rate
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     roles = parameters_by_role(model)
-    muon = dict(
-        initial_lr=config.muon_lr,
-        momentum=config.muon_momentum,
-        weight_decay=config.muon_weight_decay,
-    )
+    muon = dict(momentum=config.muon_momentum, weight_decay=config.muon_weight_decay)
     adam = dict(betas=betas, weight_decay=config.weight_decay)
     groups = [
-        dict(muon, params=roles["matrices"], parts=1),
-        dict(muon, params=roles["qkv"], parts=3),  # q, k and v are a matrix each
+        dict(muon, params=roles["matrices"], initial_lr=config.muon_lr, parts=1),
+        # q, k and v are a matrix each
+        dict(muon, params=roles["qkv"], initial_lr=config.muon_lr, parts=3),
         dict(adam, params=roles["embedding"], initial_lr=config.embed_lr),
         dict(adam, params=roles["head"], initial_lr=config.head_lr),
         dict(adam, params=roles["vectors"], initial_lr=config.vector_lr, weight_decay=0.0),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError
-from configurator import Config
+from configurator import Config, divisors
 from model import GPTConfig
 from training.build import count_parameters
 
@@ -193,10 +193,6 @@ def block_bytes(model: GPTConfig, half: bool, compiled: bool) -> int:
     if not model.flash:
         size += ATTENTION_BYTES[half] * model.n_head * model.block_size
     return size
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def memory_needed(config: Config, model: GPTConfig, dtype: torch.dtype, batch_size: int) -> float:

@@ -23,12 +23,9 @@ class Tracker:
             if self.kind == "wandb":
                 import wandb
 
-                self.writer = wandb.init(
-                    project=config.wandb_project,
-                    name=config.wandb_run_name,
-                    dir=config.out_dir,
-                    config=config_values(config),
-                )
+                names = dict(project=config.wandb_project, name=config.wandb_run_name)
+                values = config_values(config)
+                self.writer = wandb.init(**names, dir=config.out_dir, config=values)
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
