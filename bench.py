@@ -72,8 +72,8 @@ MODES = {
 
 def make_folder(name: str, path: Path) -> None:
     """Make the folder of an output file before the measurement, not after it."""
-    if path.is_dir():
-        raise UserError(f"{name}: {path} is a folder; give a file in it")
+    if path.exists() and not path.is_file():  # root would put a file in a device's place
+        raise UserError(f"{name}: {path} is a folder or a device; give a file")
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -99,8 +99,7 @@ def main(argv: list[str]) -> int:
     checks = () if mode == "plan" else (hardware.check_device,)
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
-        path = getattr(options, name, None)
-        if path:
+        if path := getattr(options, name, None):
             make_folder(name, Path(path))
     result = run_mode(config, options)
     if options.json:

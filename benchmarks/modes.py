@@ -234,8 +234,7 @@ def climb(
     rows = []
     first_rate = last_rate = None
     for name, changes, more_arguments in LADDER:
-        why = missing(name, device, config)
-        if why:
+        if why := missing(name, device, config):
             rows.append(dict(name=name, tokens_per_sec=None, why=why))
             say(f"{name:<18}   n/a: {why}")
             continue
