@@ -3,6 +3,7 @@ Peak speeds and memory of GPUs, from gpus.csv beside this file, and how much mem
 """
 
 import csv
+import math
 import re
 from pathlib import Path
 
@@ -196,7 +197,8 @@ def block_bytes(model: GPTConfig, half: bool, compiled: bool) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def memory_needed(config: Config, model: GPTConfig, dtype: torch.dtype, batch_size: int) -> float:
@@ -212,9 +214,8 @@ def fitting_batch(
     The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None where not
     even one sequence fits.
     """
-    sizes = divisors(sequences)
-    fitting = [n for n in sizes if memory_needed(config, model, dtype, n) <= capacity]
-    return max(fitting, default=None)
+    sizes = reversed(divisors(sequences))
+    return next((n for n in sizes if memory_needed(config, model, dtype, n) <= capacity), None)
 
 
 def out_of_memory_advice(
