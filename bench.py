@@ -72,8 +72,8 @@ MODES = {
 
 def make_folder(name: str, path: Path) -> None:
     """Make the folder of an output file before the measurement, not after it."""
-    if path.is_dir():
-        raise UserError(f"{name}: {path} is a folder; give a file in it")
+    if path.exists() and not path.is_file():  # root would put a file in a device's place
+        raise UserError(f"{name}: {path} is a folder or a device; give a file")
     path.parent.mkdir(parents=True, exist_ok=True)
 
 

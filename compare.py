@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.console import Parser, UserError, duration, run_main, warn
+from common.console import Parser, UserError, duration, run_main, say, warn
 from common.files import no_pipe
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
@@ -269,9 +269,9 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     widths = [max(len(cell) for cell in column) for column in zip(*lines)]
     for label, *cells, end in lines:
         cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        print("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
+        say("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
     if len(names) > 1:
-        print(FOOTNOTE)
+        say(*FOOTNOTE.splitlines())
 
 
 # -----------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     """
     A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError.
     """
-    hint = "give the out_dir of a run, or a file with nanoGPT's output"
+    hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         read = read_metrics if file.suffix == ".jsonl" else read_nanogpt_log
@@ -360,10 +360,13 @@ def main(argv: list[str]) -> None:
     values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
     verdicts = {row.key: verdict(row, names) for row in rows if verdict(row, names)}
     table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
-    if png:
-        save_picture(runs, png)
-    if args.json:
-        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    try:
+        if path := png:
+            save_picture(runs, path)
+        if path := args.json:
+            no_pipe(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

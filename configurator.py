@@ -386,8 +386,8 @@ def check_model(config: Config) -> list[str]:
 
 
 def divisors(n: int) -> list[int]:
-    """Ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def nearest_divisor(total: int, wanted: int) -> int:

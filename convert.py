@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from common.console import Parser, UserError, run_main
+from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.shards import read_json
 from model import GPTConfig
@@ -23,8 +23,8 @@ from training import checkpoint
 from training.pretrained import GPT2_ONLY, TRANSPOSED, read_weights
 
 # What an earlier export, or a tool that worked on it, may have left beside its weights
-STALE_WEIGHTS = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer*.json", "special_tokens_map.json")
+STALE_FILES = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
+STALE_FILES += ("vocab.json", "merges.txt", "tokenizer*.json", "special_tokens_map.json")
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
@@ -34,8 +34,10 @@ GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 def ckpt_to_hf(source: str, out: str) -> None:
     """The model as GPT2LMHeadModel in float32. Raises UserError."""
+    if not out:
+        raise UserError("ckpt-to-hf: '' is no folder; give its name")
     folder = Path(out)
-    check_target(folder)
+    stale = check_target(folder)
     state = read_weights(source)
     if state["model_config"].get("model", "gpt2") != "gpt2":
         raise UserError("ckpt-to-hf: Hugging Face has no architecture for the fast model")
@@ -44,26 +46,30 @@ def ckpt_to_hf(source: str, out: str) -> None:
         file.write(to_safetensors(hf_weights(state), metadata={"format": "pt"}))
     with replacing(folder / "config.json") as file:
         file.write(json.dumps(hf_config(state), indent=2).encode() + b"\n")
-    for pattern in STALE_WEIGHTS + TOKENIZER_FILES:
-        for path in folder.glob(pattern):
-            path.unlink()
+    for path in stale:
+        path.unlink()
     kind = state["tokenizer"]["kind"]
     if kind != "gpt2":
-        print(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
+        say(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
     elif not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):
-        print("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
-    print(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r})")
+        say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
+    say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r})")
 
 
-def check_target(folder: Path) -> None:
-    """Raise UserError if an export to `folder` would damage a run or somebody else's model."""
+def check_target(folder: Path) -> list[Path]:
+    """
+    What an export to `folder` has to remove. Raises UserError if it would damage a run or somebody
+    else's model.
+    """
     if checkpoint.list_checkpoints(folder) or (folder / "best.pt").exists():
         raise UserError(f"{folder}: holds a run, not an export; give another folder")
-    config, strange = folder / "config.json", any(folder.glob("*.safetensors"))
+    stale = [path for pattern in STALE_FILES for path in folder.glob(pattern)]
+    config, strange = folder / "config.json", stale or any(folder.glob("*.safetensors"))
     if config.is_file():
         strange = "tokenizer_spec" not in read_json(config, mend="give another folder")
     if strange:
         raise UserError(f"{folder}: holds a model that convert.py did not write; give another")
+    return stale
 
 
 def hf_weights(state: dict) -> dict[str, torch.Tensor]:
@@ -145,9 +151,9 @@ def to_ckpt(source: str, out: str) -> None:
         raise UserError(f"{path}: must end with .pt and not be the name of a run's own ckpt-N.pt")
     kept = {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
     checkpoint.save(kept, path)
-    print(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
+    say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
     if state["tokenizer"]["kind"] == "unknown":
-        print("tokenizer: not known from the files; the model trains, but sample.py refuses it")
+        say("tokenizer: not known from the files; the model trains, but sample.py refuses it")
 
 
 def main(argv: list[str]) -> None:
@@ -165,7 +171,7 @@ def main(argv: list[str]) -> None:
         why = error.strerror or error
         raise UserError(f"{args.out}: cannot be written ({why}); choose another place") from None
     if args.mode == "nanogpt-to-ckpt":
-        print("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
+        say("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from common.console import RunError, UserError
 from configurator import Config
 from data.loader import TrainBatches, move
 from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
+from data.stream import set_up_worker
 from data.tokenizer import GPT2_VOCAB
 from data.writer import write_shard
 from training import hardware
@@ -201,8 +202,11 @@ def attempt(config: Config, **arguments) -> dict:
 
 
 def new_process() -> ProcessPoolExecutor:
-    """One process, spawned rather than forked: CUDA does not survive a fork."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    """
+    One process, which ends when this one does, in whatever way. Spawned rather than forked: CUDA
+    does not survive a fork.
+    """
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_up_worker, (0,))
 
 
 def machine(hw: hardware.Hardware) -> dict:

@@ -328,11 +328,12 @@ def main(config: Config, options: Namespace) -> dict:
 
 def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
     """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
-    card = None
-    if options.gpu:
-        card = card_of_row(resolve_gpu(options.gpu), config)
+    card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
     if options.from_run:
-        seconds, card_of_run = read_run(config, model, Path(options.from_run))
+        try:
+            seconds, card_of_run = read_run(config, model, Path(options.from_run))
+        except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            raise UserError(f"from_run: {options.from_run}: damaged ({error!r})") from None
         pace = known_pace(f"measured in {options.from_run}", seconds, options.gpus)
         return card or card_of_run, pace
     card = card or card_here(config)

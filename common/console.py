@@ -95,7 +95,7 @@ def parse_count(text: str) -> int:
 
 def duration(seconds: float) -> str:
     """11520 -> 3h12m"""
-    seconds = round(seconds)
+    seconds = round(min(seconds, 1e12))  # a damaged log may say infinite
     if seconds < 60:
         return f"{seconds}s"
     minutes, hours = seconds // 60, seconds // 3600

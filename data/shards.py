@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import hashlib
 import json
+import os
 import re
 import threading
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ def open_shard(path: Path, listed: dict | None = None) -> Shard:
     header_bytes = 4 * HEADER_INTS
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's: only tokens
         header_bytes, tokens = 0, size // 2
-        if size == 0 or size % 2:
-            raise UserError(f"{path}: its {size:,} bytes are not tokens of 2; prepare it again")
+        if size == 0 or size % 2 or header.tobytes().startswith(b"\x93NUMPY"):
+            raise UserError(f"{path}: its {size:,} bytes are not uint16 alone; prepare it again")
     elif magic != SHARD_MAGIC:
         raise UserError(f"{path}: its magic number is {magic}, a shard's is {SHARD_MAGIC}")
     elif version != SHARD_VERSION:
@@ -302,6 +303,9 @@ def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]
     if problems:
         raise UserError(*problems)
     for split in shards:
+        names = [shard.path.name for shard in shards[split]]
+        if f"{split}.bin" in names and len(names) > 1:
+            raise UserError(f"{folder}: {' and '.join(names[:3])} are two datasets; remove one")
         if not any(shard.tokens for shard in shards[split]):
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
@@ -318,7 +322,9 @@ def check_tokens(listed: dict[str, dict], streams: list[TokenStream]) -> str:
         for shard, end in zip(stream.shards, stream.ends):
             length = min(shard.tokens, CHECKED_TOKENS)
             tokens = stream.read_windows([end - shard.tokens, end - length], length)
-            fingerprint.update(f"{shard.path.name} {shard.tokens} ".encode() + tokens.tobytes())
+            if not shard.header_bytes and tokens[0, ::2].any() and not tokens[0, 1::2].any():
+                raise RunError(f"{shard.path}: every second token is 0, as in int32; write uint16")
+            fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
     return fingerprint.hexdigest()
 
 

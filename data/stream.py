@@ -36,7 +36,7 @@ from configurator import Config
 from data import sources
 from data.shards import Dataset, HeldTokens
 from data.tokenizer import Tokenizer
-from data.writer import encode_rows
+from data.writer import PLACE, encode_rows, has_fields
 
 TOKENIZER = {"kind": "gpt2"}
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again
@@ -259,6 +259,9 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
         files = sources.local_files([name], sources.ROW_FILES, flag="--dataset=")
         backoff, modified = (), max(map(os.path.getmtime, files))
         revision = sources.describe_files(files)
+    known = has_fields(position, PLACE | dict(sequence=int, held_out=int))
+    if position and not (known and position["file"] < len(files)):
+        raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
     tokenizer = Tokenizer(TOKENIZER)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)

@@ -35,6 +35,8 @@ IDENTITY = ("format", "tokenizer", "vocab", "eot", "source", "revision", "settin
 # What a manifest must hold, for itself and for each shard
 FIELDS = dict(tokenizer=str, source=str, revision=str, documents=int, complete=bool, shards=list)
 SHARD_FIELDS = dict(name=str, tokens=int, sha256=str, documents=int)
+# Where the next shard begins: a document in the source, and its first token that is in no shard yet
+PLACE = dict(file=int, row=int, token=int)
 
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
@@ -67,7 +69,7 @@ class Plan:
         tokens = self.tokenizer
         manifest = dict(format=FORMAT, tokenizer=tokens.kind, vocab=tokens.vocab, eot=tokens.eot)
         manifest |= dict(source=self.source, revision=self.revision, settings=settings)
-        return manifest | dict(documents=0, complete=False, shards=[])
+        return manifest | dict(documents=0, complete=False, shards=[], next=dict.fromkeys(PLACE, 0))
 
 
 def prepare(plan: Plan, source: Source, workers: int, next_command: str = "") -> int:
@@ -92,19 +94,23 @@ def prepare(plan: Plan, source: Source, workers: int, next_command: str = "") ->
 
 def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     """Write what comes after the finished shards. Raises RunError."""
-    start = writer.manifest.get("next") or dict(file=0, row=0, token=0)
+    start = writer.manifest["next"]
     begin = (start["file"], start["row"])
+    found = writer.has_all or not any(start.values())
     batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
     try:
         with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
             while not writer.has_all and (batch := next(batches, None)):
                 file, documents = batch
                 for row, tokens in documents:
-                    if (file, row) >= begin:
-                        done = start["token"] if (file, row) == begin else 0
+                    done = start["token"] if (file, row) == begin else 0
+                    found = found or ((file, row) == begin and done <= len(tokens))
+                    if found:
                         writer.add(tokens, file, row, done)
                 bar.update(writer.tokens - bar.n)
         batches.close()  # ends the threads
+        if not found:
+            raise RunError(damaged(writer.folder))
         writer.complete()
     except RunError:
         raise
@@ -298,9 +304,14 @@ def read_manifest(folder: Path) -> dict:
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{path}: was not made by this program; choose another folder")
-    if not has_fields(manifest, FIELDS) or not all(map(is_whole, manifest["shards"])):
-        raise UserError(f"{path}: damaged; delete {folder} and prepare the dataset again")
+    whole = has_fields(manifest, FIELDS) and all(map(is_whole, manifest["shards"]))
+    if not whole or not (manifest["complete"] or has_fields(manifest.get("next"), PLACE)):
+        raise UserError(damaged(folder))
     return manifest
+
+
+def damaged(folder: Path) -> str:
+    return f"{folder / 'manifest.json'}: damaged; delete {folder} and prepare the dataset again"
 
 
 def is_whole(shard) -> bool:
@@ -310,9 +321,10 @@ def is_whole(shard) -> bool:
 
 
 def has_fields(values, fields: dict[str, type]) -> bool:
-    if not isinstance(values, dict):
+    """Whether all fields are there and of their types; an int must not be below 0."""
+    if not isinstance(values, dict) or not all(type(values.get(k)) is fields[k] for k in fields):
         return False
-    return all(isinstance(values.get(name), kind) for name, kind in fields.items())
+    return all(values[name] >= 0 for name, kind in fields.items() if kind is int)
 
 
 # -----------------------------------------------------------------------------
@@ -361,7 +373,7 @@ def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
     Keep other preparations out for as long as the file returned is open. Raises UserError where
     another one is in, or was in until now: then `manifest` is out of date.
     """
-    lock = open(no_pipe(folder / "lock"), "wb")
+    lock = open(no_pipe(folder / "lock"), "ab")  # it may be a link to a file that is not empty
     another = f"{folder}: another preparation"
     if not try_lock(lock):
         raise UserError(f"{another} is writing to it; wait for that one, or choose another --out")

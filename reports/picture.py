@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import count, warn
-from common.files import replacing
+from common.files import no_pipe, replacing
 from reports.records import RunRecords, read_metrics
 
 PICTURE_POINTS = 600  # a line in a picture has at most this many points
@@ -35,12 +35,14 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
     Write a PNG of one run or of several. Raises OSError, and then leaves the old file as it was.
     """
     # not pyplot: it keeps every figure and may look for a screen
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    draw(figure, runs)
-    with replacing(path) as file:
+    # a "$" in a run's name begins no formula
+    with rc_context({"text.parse_math": False}), replacing(no_pipe(path)) as file:
+        draw(figure, runs)
         figure.savefig(file, format="png", dpi=110)
 
 

@@ -75,8 +75,8 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
     run = RunRecords(
         name=name,
         config=known_keys(last.get("config") or {}),
-        device=last.get("device"),
-        dtype=last.get("dtype"),
+        device=str(last.get("device") or "") or None,
+        dtype=str(last.get("dtype") or "") or None,
         parameters=number(last.get("parameters")),
         tokens_per_iter=number(last.get("tokens_per_iter")),
         # tok/s are those of all cards together, but MFU is that of one card

@@ -6,15 +6,18 @@ own log, one line for bad input.
 import json
 import math
 import multiprocessing
+import os
 import re
+import signal
 import statistics
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
-from helpers import ROOT, records, run_here, run_process, write_dataset
+from helpers import ROOT, records, run_here, run_process, start_process, write_dataset
 
 import bench
 import train
@@ -358,6 +361,25 @@ def test_bad_input_to_measurements_is_one_line(arguments, message, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("flag", ["json", "png", "write", "profile"])
+def test_an_output_that_is_no_plain_file_is_refused_and_left_alone(flag, tmp_path):
+    """A trace or a picture is renamed into place, which as root would replace a device."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=f"{flag}: .* is a folder or a device"):
+        bench.make_folder(flag, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("start", [{}, dict(flops_per_token="x")])
+def test_a_damaged_record_of_a_run_is_one_line(start, tmp_path):
+    lines = [dict(kind="start", **start), dict(kind="step", step_ms=5 if start else "x")]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match="from_run: ") as error:
+        bench.main(["plan", "--gpu=4070", f"--from_run={tmp_path}"])
+    assert len(error.value.problems) == 1
+
+
 def test_bad_input_exits_with_2_and_no_traceback():
     code, out, err = run_process("bench.py", "plan", "--gpu=4071", "--watts=-1")
     assert code == 2 and out == "" and err == "error: --watts: needs a number above 0, got '-1'\n"
@@ -480,6 +502,27 @@ def test_sweep_measures_for_real(tmp_path):
     assert (row["batch_size"], row["gradient_accumulation_steps"]) == (2, 4)
     assert row["tokens_per_iter"] == 256 and row["tokens_per_sec"] > 0 and row["trials"] == 1
     assert (r["fastest"], r["largest_that_fits"]) == (2, 2)
+
+
+IDLE = """
+import time
+from benchmarks import measure
+if __name__ == "__main__":
+    pool = measure.new_process()
+    print(pool.submit(measure.os.getpid).result(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_measurements_process_ends_with_bench(number, tmp_path):
+    (tmp_path / "idle.py").write_text(IDLE)
+    process = start_process(str(tmp_path / "idle.py"), cold=True, PYTHONPATH=str(ROOT))
+    child = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs([child], timeout=60)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_sweep_writes_the_fastest_as_a_config_of_its_own(tmp_path, monkeypatch, capsys):

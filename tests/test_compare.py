@@ -3,8 +3,10 @@ compare.py says what can be worked out by hand from the same records and logs, a
 never stop a run.
 """
 
+import errno
 import json
 import math
+import os
 import struct
 from pathlib import Path
 
@@ -413,6 +415,62 @@ def test_a_folder_given_for_the_picture_is_one_line(tmp_path, script, monkeypatc
         code, _, err = script(compare.main, run, f"--png={folder}")
         assert code == 2 and err == [f"error: {folder}: is a folder; give a file in it"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path, script):
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "no" / "x.out", tmp_path / "pipe"):
+        for name in ("png", "json"):
+            code, _, err = script(compare.main, run, f"--{name}={path}")
+            assert code == 2 and len(err) == 1 and err[0].startswith(f"error: {path}: "), err
+
+
+@pytest.mark.parametrize("flag", ["png", "json"])
+def test_a_full_disk_names_the_file_that_was_given(flag, tmp_path, script, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    monkeypatch.setattr(compare, "save_picture", full if flag == "png" else lambda *_: None)
+    monkeypatch.setattr(Path, "write_text", full)
+    _, _, err = script(compare.main, run, f"--{flag}={tmp_path / 'x'}")
+    assert err == [f"error: {tmp_path / 'x'}: No space left on device"]
+
+
+def test_a_dollar_in_a_runs_name_is_no_formula(tmp_path):
+    runs = [write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0}) for name in ("$\\frac{$", "b")]
+    for some in (runs, runs[:1]):
+        picture.save_picture(compare.read_runs(some, None), tmp_path / "x.png")
+        png_size(tmp_path / "x.png")
+
+
+def test_a_runs_name_forges_no_line_of_the_table(tmp_path, script):
+    run = write_run(tmp_path / "a\nbest\x1b[31m", 10, {0: 8.0, 5: 3.0})
+    code, out, _ = script(compare.main, run)
+    assert code == 0 and "\x1b" not in out and "\nbest\\x1b" not in out
+
+
+def test_a_run_by_its_name_alone_is_told_where_runs_are(tmp_path, script, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = script(compare.main, "quickstart")
+    assert code == 2 and "such as out/quickstart" in err[0]
+
+
+@pytest.mark.parametrize(
+    "record, change",
+    [("start", dict(device=["a"], dtype={})), ("start", dict(device=5, dtype=1.5))]
+    + [("eval", dict(seconds=1e308)), ("checkpoint", dict(seconds=math.inf))],
+)
+def test_odd_devices_and_endless_seconds_are_shown(record, change, tmp_path, script):
+    runs = [write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0, 9: 2.5}) for name in "ab"]
+    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.update(change if line["kind"] == record else {})
+    (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for some in (runs, runs[:1]):
+        code, _, err = script(compare.main, *some, f"--png={tmp_path / 'x.png'}")
+        assert code == 0, err
 
 
 def test_a_run_of_less_than_a_second_is_not_shown_as_none():

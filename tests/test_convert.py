@@ -171,6 +171,24 @@ def test_an_export_over_a_run_or_a_strangers_model_is_refused(dataset, tmp_path,
         assert (folder / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt", "generation_config.json"])
+def test_an_export_deletes_no_tokenizer_of_the_users(name, tmp_path, script, monkeypatch):
+    path, theirs = save(random_gpt(), tmp_path / "x.pt", 128), tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / name).write_text("mine")
+    monkeypatch.chdir(theirs)
+    for folder, word in ((".", "did not write"), ("", "'' is no folder")):
+        assert_refused(script, convert.main, "ckpt-to-hf", path, folder, words=(word,))
+    assert os.listdir(theirs) == [name] and (theirs / name).read_text() == "mine"
+
+
+def test_a_name_with_control_characters_forges_no_line(tmp_path, script, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save(random_gpt(), tmp_path / "x.pt", 128)
+    code, out, _ = script(convert.main, "hf-to-ckpt", path, "a\nerror: forged\x1b[31m.pt")
+    assert code == 0 and "\nerror" not in out and "\x1b" not in out
+
+
 def test_an_export_over_an_older_one_leaves_none_of_it(tmp_path, script):
     folder = tmp_path / "hf"
     export(script, save(random_gpt(bias=False), tmp_path / "old.pt", 128), folder)

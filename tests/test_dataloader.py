@@ -255,6 +255,8 @@ BAD_SHARDS = {
     "empty shard": ("train_000001.bin", b"", "magic"),
     "empty raw file": ("train.bin", b"", "prepare it again"),
     "odd bytes": ("train.bin", b"abc", "prepare it again"),
+    "a .npy file": ("train.bin", b"\x93NUMPY" + bytes(250), "not uint16 alone"),
+    "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "as in int32"),
     "no tokens at all": ("train_000001.bin", header(20240520, 1, 0), "no tokens"),
     "broken manifest": ("manifest.json", b"{", "JSON"),
     "manifest too deep": ("manifest.json", b'{"a":' * 100_000, "JSON"),
@@ -289,6 +291,20 @@ def test_bad_data_is_named_in_one_line(name, content, message, tmp_path, capsys)
         "\n" not in problem for problem in error.value.problems
     )
     assert "code ran" not in capsys.readouterr().out
+
+
+def test_two_datasets_in_a_folder_are_not_read_as_one(tmp_path):
+    write_shard(tmp_path / "val_000000.bin", np.arange(30))
+    write_shard(tmp_path / "train_000001.bin", np.arange(30))
+    np.arange(30, dtype="<u2").tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="train.bin and train_000001.bin are two datasets"):
+        open_dataset(str(tmp_path))
+
+
+def test_a_shards_name_need_not_be_utf8(tmp_path):
+    write_shard(tmp_path / "val_000000.bin", np.arange(30))
+    write_shard(tmp_path / os.fsdecode(b"\xff_train_1.bin"), np.arange(30))
+    assert len(open_dataset(str(tmp_path)).train) == 30
 
 
 def test_files_of_neither_split_are_named_and_not_passed_over_in_silence(tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import measure
 from common.console import UserError
-from configurator import Config, load_config
+from configurator import Config, divisors, load_config
 from model import GPTConfig
 from training import hardware
 from training.build import model_config
@@ -116,6 +116,11 @@ def test_largest_micro_batch_that_fits_divides_the_sequences():
     assert fitting_batch(Config(), GPT124M, BF16, 512, 9e9) == 8
     assert fitting_batch(Config(), GPT124M, BF16, 480, 9e9) == 12
     assert fitting_batch(Config(), GPT124M, BF16, 512, 2e9) is None
+
+
+def test_divisors_of_a_number_too_large_to_count_to():
+    assert divisors(2**40) == [2**n for n in range(41)]
+    assert [divisors(n) for n in (1, 36)] == [[1], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
 
 
 def test_out_of_memory_names_the_pair_that_fits():

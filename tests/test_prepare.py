@@ -28,7 +28,7 @@ from common.console import RunError, UserError, parse_count
 from data import prepare_fineweb, prepare_text, sources
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
-from data.writer import Plan, check_folder, prepare
+from data.writer import Plan, check_folder, lock_folder, prepare
 
 EOT = 50256
 
@@ -348,6 +348,42 @@ def test_stopped_anywhere_the_same_command_ends_with_the_same_bytes(source, stra
             with pytest.raises(UserError, match="unfinished"):
                 open_dataset(str(out))
     assert contents(out) == contents(straight)
+
+
+PLACES = [None, "x", [1], {}, dict(file=0, row=1), dict(file="x", row=1, token=0)]
+PLACES += [dict(file=9, row=1, token=0), dict(file=0, row=10**6, token=0)]
+PLACES += [dict(file=0, row=-1, token=0), dict(file=0, row=1, token=10**6)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_place_that_the_source_lacks_makes_no_short_or_doubled_dataset(place, tmp_path):
+    source = sources.files_source([str(write_jsonl(tmp_path / "a.jsonl", documents(60)))])
+    plan = Plan(
+        folder=tmp_path / "out",
+        source="a",
+        revision="1",
+        tokenizer=Tokenizer({"kind": "byte"}),
+        expected_tokens=10_000,
+        shard_tokens=1_000,
+    )
+    assert prepare(plan, source, workers=1) == 0
+
+    def unfinish(manifest):
+        manifest["shards"] = manifest["shards"][:2]
+        manifest.update(complete=False, next=place)
+
+    edit_manifest(plan.folder, unfinish)
+    with pytest.raises(UserError, match="manifest.json: damaged; delete") as error:
+        prepare(plan, source, workers=1)
+    assert len(error.value.problems) == 1
+
+
+def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "out/lock").symlink_to(tmp_path / "mine")
+    lock_folder(tmp_path / "out", {}).close()
+    assert (tmp_path / "mine").read_text() == "kept"
 
 
 def test_two_preparations_in_one_folder_do_not_touch_each_other(source, straight, tmp_path):

@@ -3,6 +3,7 @@ sample.py and GPT.generate: the text is what the model says, whole, and never fr
 """
 
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -375,11 +376,28 @@ def test_a_missing_checkpoint_names_the_runs_that_are_there(run, tmp_path, scrip
         sample.main,
         words=(
             "no checkpoint",
-            "runs here: out/a, out/b",
+            "runs here: out/",
         ),
     )
-    words = ("out/c: no such", "runs here: out/a, out/b")
+    words = ("out/c: no such", "out/a", "out/b")
     assert_refused(script, sample.main, "--out_dir=out/c", words=words)
+    for number in range(7):
+        (tmp_path / f"out/new{number}").mkdir()
+        (tmp_path / f"out/new{number}/ckpt-00000001.pt").touch()
+        os.utime(tmp_path / f"out/new{number}", (2**32 + number,) * 2)
+    newest = "runs here: out/new6, out/new5, out/new4, out/new3, out/new2"
+    _, _, err = script(sample.main, "--out_dir=out/c")
+    assert err[0].endswith(newest)
+
+
+def test_a_pipe_in_place_of_a_prompt_or_of_weights_is_one_line_and_no_wait(tmp_path, script):
+    os.mkfifo(tmp_path / "prompt")
+    prompt = f"--start=FILE:{tmp_path / 'prompt'}"
+    assert_refused(script, sample.main, prompt, words=("start: ", "cannot be read"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    os.mkfifo(tmp_path / "model.safetensors")
+    words = ("model.safetensors: missing or cut short",)
+    assert_refused(script, sample.main, f"--init_from={tmp_path}", words=words)
 
 
 def test_a_missing_vocabulary_is_one_line(run, tmp_path):

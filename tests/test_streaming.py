@@ -444,6 +444,18 @@ def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
         run_here(path, tmp_path / "out", stream=True, data_workers=0, init_from="resume")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [dict(row=None), dict(file="x"), dict(file=99), dict(token=-5), dict(token=3.5)]
+    + [dict(held_out="x")],
+)
+def test_a_position_that_is_no_place_in_the_source_is_one_line(folder, change):
+    position = take(config_for(folder), 1)[1]
+    with pytest.raises(UserError, match="has no such place as the checkpoint's") as error:
+        stream.open_stream(config_for(folder), position | change)
+    assert len(error.value.problems) == 1
+
+
 def test_a_source_written_to_since_the_checkpoint_is_warned_of(tmp_path, capsys):
     path, texts = tmp_path / "a.jsonl", documents(200)
     write_jsonl(path, texts)

@@ -3,6 +3,7 @@ Peak speeds and memory of GPUs, from gpus.csv beside this file, and how much mem
 """
 
 import csv
+import math
 import re
 from pathlib import Path
 
@@ -208,9 +209,8 @@ def fitting_batch(
     The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None where not
     even one sequence fits.
     """
-    sizes = divisors(sequences)
-    fitting = [n for n in sizes if memory_needed(config, model, dtype, n) <= capacity]
-    return max(fitting, default=None)
+    sizes = reversed(divisors(sequences))
+    return next((n for n in sizes if memory_needed(config, model, dtype, n) <= capacity), None)
 
 
 def out_of_memory_advice(

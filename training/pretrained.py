@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.console import UserError
+from common.files import no_pipe
 from data.shards import dataset_folder, read_json
 from data.tokenizer import GPT2_VOCAB, fits, read_meta
 from model import GPTConfig
@@ -89,16 +90,16 @@ def read_any(path: Path) -> dict:
         return read_checkpoint(path / "ckpt.pt")
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
-    runs = [str(run) for run in sorted(Path("out").glob("*")) if checkpoint.list_checkpoints(run)]
+    runs = [run for run in Path("out").glob("*") if checkpoint.list_checkpoints(run)]
     if runs:
-        hint = f"runs here: {', '.join(runs)}"
+        newest = sorted(runs, key=os.path.getmtime, reverse=True)[:5]
+        hint = f"runs here: {', '.join(map(str, newest))}"
     raise UserError(f"{path}: {what}; {hint}")
 
 
 def describe(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
-    progress = state.get("progress")
-    if not progress:
+    if not (progress := state.get("progress")):
         return str(path)
     iter_num = progress["iter_num"]
     if path.is_dir():
@@ -214,7 +215,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     weights = {}
     for name in names:
         try:
-            weights |= load_file(folder / name)
+            weights |= load_file(no_pipe(folder / name))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{folder / name}: missing or cut short ({error})") from None
     return weights
