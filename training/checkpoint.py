@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, say, warn
-from common.files import fsync_folder, is_same_file, lack_of_space, no_pipe, replacing, try_lock
+from common.files import fsync_folder, is_same_file, lack_of_space, plain_file, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
 
@@ -316,7 +316,7 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         # not emptied: it may be a link to something else
-        lock = open(no_pipe(out_dir / "lock"), "ab")
+        lock = open(plain_file(out_dir / "lock"), "ab")
         if not try_lock(lock):
             mend = "stop that one first, or choose another --out_dir"
             raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import RunError, count, duration, keep_transcript, say, warn
-from common.files import no_pipe, replacing
+from common.files import plain_file, replacing
 from configurator import Config, config_values
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import Dataset
@@ -146,7 +146,7 @@ class RunLog:
 
     def open_files(self, mode: str) -> None:
         self.file = open(self.out_dir / "metrics.jsonl", f"{mode}b", buffering=0)
-        path = no_pipe(self.out_dir / "log.txt")
+        path = plain_file(self.out_dir / "log.txt")
         keep_transcript(open(path, mode, encoding="utf-8", errors="replace"))
 
     def reopen(self) -> None:
@@ -427,7 +427,7 @@ class RunLog:
         made a plan.
         """
         try:
-            plan = json.loads(no_pipe(self.out_dir / "plan.json").read_text(encoding="utf-8"))
+            plan = json.loads(plain_file(self.out_dir / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             return ""  # no plan, or one without an iteration time
@@ -485,7 +485,7 @@ def drop_records(path: Path, progress: Progress) -> None:
     it, evaluated_at = progress.iter_num, progress.evaluated_at
     last = dict(step=it - 1, event=it - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=it)
     last["end"] = -1
-    text = no_pipe(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = plain_file(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     kept = [
         record
         for record in read_records(text.splitlines())

@@ -5,7 +5,9 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from helpers import (
 
 import train
 from common.console import RunError, UserError, printable, warn
+from common.files import plain_file
 from training import checkpoint, hardware, runlog
 from training.ranks import Ranks
 
@@ -116,7 +119,17 @@ def test_a_named_pipe_in_place_of_a_plan_or_a_log_to_compare_is_not_waited_for(d
     assert run_process("train.py", *flags(dataset, tmp_path, max_iters=1))[0] == 0
     os.mkfifo(tmp_path / "old.log")
     code, _, err = run_process("compare.py", str(tmp_path / "old.log"))
-    assert code == 2 and "old.log: is a named pipe, not a file" in err
+    assert code == 2 and "old.log: is a named pipe" in err and "not a file" in err
+
+
+def test_a_device_or_a_socket_in_place_of_a_file_is_refused_and_not_read(tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    for path in (Path("/dev/zero"), tmp_path / "socket"):
+        with pytest.raises(OSError, match="a device, not a file"):
+            plain_file(path)
+    for path in (tmp_path, tmp_path / "missing"):
+        assert plain_file(path) == path
 
 
 # -----------------------------------------------------------------------------
