@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(path.name + ".tmp")  # X.tmp may be a file of the user's
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -290,7 +290,7 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     good = paths[: paths.index(newest) + 1] if newest in paths else paths
     kept = good[-keep:] if keep else []
     unwanted = [path for path in paths if path not in kept]
-    for path in [*unwanted, *out_dir.glob("ckpt-*.tmp"), out_dir / "best.tmp"]:
+    for path in [*unwanted, *out_dir.glob("ckpt-*.tmp"), out_dir / "best.pt.tmp"]:
         path.unlink(missing_ok=True)
 
 
@@ -298,7 +298,7 @@ def mark_best(path: Path) -> None:
     """
     Make best.pt the same file as `path`, atomically. A copy where the file system has no links.
     """
-    best, temporary = path.with_name("best.pt"), path.with_name("best.tmp")
+    best, temporary = path.with_name("best.pt"), path.with_name("best.pt.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)

@@ -100,7 +100,7 @@ def full_disk_at(monkeypatch, iter_num: int) -> None:
 
     def full(saved, path):
         if path.name == f"ckpt-{iter_num:08}.pt":
-            path.with_suffix(".tmp").write_bytes(b"half")
+            path.with_name(f"{path.name}.tmp").write_bytes(b"half")
             raise OSError(28, "No space left on device")
         return save(saved, path)
 
