@@ -160,6 +160,20 @@ def test_a_kill_between_a_checkpoint_and_its_mark_as_the_best_is_made_up_for(
     assert best_iter(tmp_path) == 4
 
 
+def test_the_best_evaluation_is_kept_where_the_sample_after_it_fails(
+    dataset, tmp_path, monkeypatch
+):
+    def failing(*args):
+        if args[-1].iter_num == 4:
+            raise RuntimeError("no sample")
+
+    scripted_losses(monkeypatch, 9.0, 8.0, 5.0)
+    monkeypatch.setattr(train, "show_sample", failing)
+    with pytest.raises(RuntimeError, match="no sample"):
+        run_here(dataset, tmp_path, eval_interval=2, sample_tokens=5)
+    assert best_iter(tmp_path) == 4
+
+
 def test_a_run_that_still_saves_while_the_next_one_starts_loses_nothing(
     dataset, tmp_path, monkeypatch
 ):
