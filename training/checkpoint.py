@@ -87,6 +87,7 @@ class Checkpoints:
     def open_folder(self, resumed: dict | None, known: list[Path]) -> None:
         # released when this file is closed
         self.lock = make_out_dir(self.out_dir, fresh=resumed is None, known=known)
+        self.known = list_checkpoints(self.out_dir)  # a run that has been here leaves others
         if resumed and resumed["progress"]["best_iter"] == resumed["progress"]["iter_num"]:
             # the run may have been killed after saving it and before marking it
             with contextlib.suppress(OSError):
@@ -94,15 +95,17 @@ class Checkpoints:
 
     def keep_folder(self) -> bool:
         """
-        Make the folder again if somebody has deleted it under the run; returns whether that was
-        so. Raises RunError where another run has begun there since.
+        Make the folder or its lock again if somebody has deleted or replaced it under the run;
+        returns whether that was so. Raises RunError where another run has begun there since.
         """
         if is_same_file(self.lock, self.out_dir / "lock"):
             return False
         try:
-            self.lock = make_out_dir(self.out_dir, fresh=False, known=[])
+            left = [path for path in self.known if path.exists()]
+            self.lock = make_out_dir(self.out_dir, fresh=False, known=left)
         except UserError as error:
-            raise RunError(f"{self.out_dir} was deleted under this run. {error}") from None
+            lost = f"{self.out_dir} or its lock was deleted under this run"
+            raise RunError(f"{lost}. {error}") from None
         return True
 
     def path(self, iter_num: int) -> Path:
@@ -138,9 +141,10 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
-        if self.keep_folder():
-            log.reopen()
-            log.warn(it, f"{self.out_dir} was deleted under the run; made again")
+        lost = ["lock"] * self.keep_folder() + ["metrics.jsonl"] * log.reopen()
+        if lost:
+            names = " and ".join(lost)
+            log.warn(it, f"{self.out_dir}: {names} deleted or replaced under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"
@@ -162,6 +166,7 @@ class Checkpoints:
             prune(self.out_dir, self.config.keep_checkpoints, path)
         except OSError as error:  # the checkpoint itself is safe
             log.warn(it, f"{path} is saved, but deleting old ones failed: {error}")
+        self.known = list_checkpoints(self.out_dir)
         return size
 
 

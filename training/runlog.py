@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import RunError, count, duration, keep_transcript, say, warn
-from common.files import plain_file, replacing
+from common.files import is_same_file, plain_file, replacing
 from configurator import Config, config_values
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import Dataset
@@ -145,14 +145,25 @@ class RunLog:
             self.open_files("a" if progress else "w")
 
     def open_files(self, mode: str) -> None:
-        self.file = open(self.out_dir / "metrics.jsonl", f"{mode}b", buffering=0)
+        self.file = open(plain_file(self.out_dir / "metrics.jsonl"), f"{mode}b", buffering=0)
         path = plain_file(self.out_dir / "log.txt")
         keep_transcript(open(path, mode, encoding="utf-8", errors="replace"))
 
-    def reopen(self) -> None:
-        """After out_dir was deleted under the run and made again."""
-        self.open_files("a")
-        self.record("start", **self.start_record)
+    def reopen(self) -> bool:
+        """
+        Go on in another metrics.jsonl where somebody has deleted or replaced it under the run;
+        returns whether that was so.
+        """
+        if is_same_file(self.file, self.out_dir / "metrics.jsonl"):
+            return False
+        try:
+            self.open_files("a")
+        except OSError as error:  # a folder in its place: the run is worth more than its records
+            warn(f"metrics.jsonl: {error.strerror}; going on")
+            return False
+        if self.file.tell() == 0:
+            self.record("start", **self.start_record)
+        return True
 
     # -------------------------------------------------------------------------
     # Booking time
