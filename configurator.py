@@ -264,8 +264,7 @@ def keys_set(path: Path, tree: ast.Module, known: dict, before: dict, namespace:
     found, problems = {}, []
     for name in sorted(namespace, key=lambda name: lines.get(name, 0)):
         value = namespace[name]
-        no_setting = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
-        if no_setting and name not in known:
+        if name not in known and (name[:1] == "_" or isinstance(value, (Callable, ModuleType))):
             continue
         if name not in lines and value is before.get(name):
             continue
@@ -332,8 +331,7 @@ def fit(value: Any, f: Field, where: str) -> Any:
     # up to here floats are exact for whole numbers
     high = 2**53 if kind is int and m["high"] == math.inf else m["high"]
     if kind in (int, float) and not m["low"] <= value <= high:
-        open_end = m["high"] == math.inf and value < m["low"]
-        span = f"{m['low']} or more" if open_end else f"{m['low']} to {high}"
+        span = f"{m['low']} or more" if value < m["low"] else f"{high} or less"
         # Python prints no int of over 4300 digits
         got = value if abs(value) < 2**64 else "one far beyond"
         raise UserError(f"{where}: must be {span}, got {got}")

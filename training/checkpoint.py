@@ -101,11 +101,9 @@ class Checkpoints:
         if is_same_file(self.lock, self.out_dir / "lock"):
             return False
         try:
-            left = [path for path in self.known if path.exists()]
-            self.lock = make_out_dir(self.out_dir, fresh=False, known=left)
+            self.lock = make_out_dir(self.out_dir, False, [*filter(Path.exists, self.known)])
         except UserError as error:
-            lost = f"{self.out_dir} or its lock was deleted under this run"
-            raise RunError(f"{lost}. {error}") from None
+            raise RunError(f"{self.out_dir}/lock was deleted under this run. {error}") from None
         return True
 
     def path(self, iter_num: int) -> Path:
@@ -141,10 +139,8 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
-        lost = ["lock"] * self.keep_folder() + ["metrics.jsonl"] * log.reopen()
-        if lost:
-            names = " and ".join(lost)
-            log.warn(it, f"{self.out_dir}: {names} deleted or replaced under the run; made again")
+        if lost := " and ".join(["lock"] * self.keep_folder() + ["metrics.jsonl"] * log.reopen()):
+            log.warn(it, f"{self.out_dir}: {lost} deleted or replaced under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"
@@ -346,6 +342,5 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
 def holds_run(out_dir: Path) -> bool:
     """Whether there is something to lose: a checkpoint, or the log of a run that saved one."""
     log = out_dir / "metrics.jsonl"
-    if list_checkpoints(out_dir) or (out_dir / "best.pt").exists():
-        return True
-    return log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()
+    saved = log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()
+    return saved or (out_dir / "best.pt").exists() or bool(list_checkpoints(out_dir))

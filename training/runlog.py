@@ -154,16 +154,14 @@ class RunLog:
         Go on in another metrics.jsonl where somebody has deleted or replaced it under the run;
         returns whether that was so.
         """
-        if is_same_file(self.file, self.out_dir / "metrics.jsonl"):
+        path = self.out_dir / "metrics.jsonl"
+        if is_same_file(self.file, path):
             return False
-        try:
+        with contextlib.suppress(OSError):  # a folder in its place
             self.open_files("a")
-        except OSError as error:  # a folder in its place: the run is worth more than its records
-            warn(f"metrics.jsonl: {error.strerror}; going on")
-            return False
         if self.file.tell() == 0:
             self.record("start", **self.start_record)
-        return True
+        return is_same_file(self.file, path)
 
     # -------------------------------------------------------------------------
     # Booking time
