@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from common.console import Parser, UserError, duration, run_main, say, warn
-from common.files import no_pipe
+from common.files import plain_file
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
@@ -286,7 +286,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         read = read_metrics if file.suffix == ".jsonl" else read_nanogpt_log
-        run = read(no_pipe(file))
+        run = read(plain_file(file))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
@@ -364,7 +364,7 @@ def main(argv: list[str]) -> None:
         if path := png:
             save_picture(runs, path)
         if path := args.json:
-            no_pipe(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            plain_file(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
 

@@ -245,9 +245,11 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         # what the file assigns to sys.stdout and sys.stderr ends with it
         with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):
             exec(compile(tree, str(path), "exec"), namespace)
-        if sys.stdout.closed or sys.stderr.closed:
+        try:
+            sys.stdout.writable(), sys.stderr.writable()
+        except ValueError:  # closed or detached
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
-            raise ValueError("it closes the console")
+            raise
         return keys_set(path, tree, known, before, namespace)
     except (KeyboardInterrupt, UserError):
         raise
@@ -262,7 +264,7 @@ def keys_set(path: Path, tree: ast.Module, known: dict, before: dict, namespace:
     found, problems = {}, []
     for name in sorted(namespace, key=lambda name: lines.get(name, 0)):
         value = namespace[name]
-        if name.startswith("_") or callable(value) or isinstance(value, ModuleType):
+        if name not in known and (name[:1] == "_" or isinstance(value, (Callable, ModuleType))):
             continue
         if name not in lines and value is before.get(name):
             continue
@@ -326,9 +328,13 @@ def fit(value: Any, f: Field, where: str) -> Any:
     if m["choices"] and value not in m["choices"]:
         hint = did_you_mean(value, m["choices"])
         raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
-    if kind in (int, float) and not m["low"] <= value <= m["high"]:
-        span = f"{m['low']} or more" if m["high"] == math.inf else f"{m['low']} to {m['high']}"
-        raise UserError(f"{where}: must be {span}, got {value}")
+    # up to here floats are exact for whole numbers
+    high = 2**53 if kind is int and m["high"] == math.inf else m["high"]
+    if kind in (int, float) and not m["low"] <= value <= high:
+        span = f"{m['low']} or more" if value < m["low"] else f"{high} or less"
+        # Python prints no int of over 4300 digits
+        got = value if abs(value) < 2**64 else "one far beyond"
+        raise UserError(f"{where}: must be {span}, got {got}")
     if kind is str and not value.strip() and not m["free_text"]:
         raise UserError(f"{where}: must not be empty")
     return value

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, complain, printable, run_main, warn
-from common.files import no_pipe
+from common.files import plain_file
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, generate_stream
@@ -57,7 +57,7 @@ def read_prompt(start: str) -> str:
         return start.encode(errors="replace").decode()
     path = os.path.expanduser(start.removeprefix("FILE:"))
     try:
-        return no_pipe(Path(path)).read_text(encoding="utf-8")
+        return plain_file(Path(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"start: {path} cannot be read as text ({error})") from None
 

@@ -354,11 +354,11 @@ def main(argv: list[str]) -> int:
                         train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
                         log.evaluation(p.iter_num, train_loss, val_loss)
                         p.evaluated_at = p.iter_num
+                        is_best = checkpoints.note_evaluation(p, val_loss)
                         if text and p.iter_num > 0 and math.isfinite(val_loss):
                             show_sample(raw_model, text, data.vocab, c, hw, signals, log, p)
-                    if checkpoints.note_evaluation(p, val_loss) or c.always_save_checkpoint:
-                        if p.iter_num > 0:
-                            save()
+                    if (is_best or c.always_save_checkpoint) and p.iter_num > 0:
+                        save()
 
                 # every checkpoint_interval, and at the end: rank 0 saves what is not saved yet
                 if reason or (due(p.iter_num, c.checkpoint_interval) and p.iter_num > 0):

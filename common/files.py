@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(path.name + ".tmp")  # X.tmp may be a file of the user's
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -66,10 +66,13 @@ def is_same_file(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def no_pipe(path: Path) -> Path:
-    """`path`. Raises OSError if it is a named pipe: opening one can take for ever."""
-    if path.is_fifo():
-        raise OSError(errno.EINVAL, "is a named pipe, not a file", str(path))
+def plain_file(path: Path) -> Path:
+    """
+    `path`. Raises OSError if it is a named pipe, a socket or a device: reading one can take for
+    ever.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "is a named pipe, a socket or a device, not a file", str(path))
     return path
 
 

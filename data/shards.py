@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from common.console import RunError, UserError, did_you_mean, warn
-from common.files import no_pipe, replacing
+from common.files import plain_file, replacing
 from configurator import Config
 from data.tokenizer import GPT2_VOCAB, fits, read_meta
 
@@ -56,7 +56,7 @@ def open_shard(path: Path, listed: dict | None = None) -> Shard:
     Raises UserError.
     """
     try:
-        size = no_pipe(path).stat().st_size
+        size = plain_file(path).stat().st_size
         with open(path, "rb") as file:
             header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     except OSError as error:
@@ -358,6 +358,6 @@ def check_dataset(config: Config) -> list[str]:
 def read_json(path: Path, mend: str = "prepare the dataset again") -> dict:
     """A JSON object from a file. Raises UserError, which ends in `mend`."""
     try:
-        return dict(json.loads(no_pipe(path).read_text(encoding="utf-8")))
+        return dict(json.loads(plain_file(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); {mend}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError
-from common.files import no_pipe
+from common.files import plain_file
 
 GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
 BYTE_VOCAB = 256
@@ -95,7 +95,7 @@ def read_meta(path: Path) -> dict:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
     try:
-        with open(no_pipe(path), "rb") as file:
+        with open(plain_file(path), "rb") as file:
             return dict(PlainUnpickler(file).load())
     except Exception as error:  # a damaged pickle can raise anything
         problem = f"{path}: refused, not a plain dictionary ({error})"

@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, say
-from common.files import fsync_folder, lack_of_space, no_pipe, replacing, try_lock
+from common.files import fsync_folder, lack_of_space, plain_file, replacing, try_lock
 from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
 from data.tokenizer import Tokenizer
@@ -373,7 +373,7 @@ def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
     Keep other preparations out for as long as the file returned is open. Raises UserError where
     another one is in, or was in until now: then `manifest` is out of date.
     """
-    lock = open(no_pipe(folder / "lock"), "ab")  # it may be a link to a file that is not empty
+    lock = open(plain_file(folder / "lock"), "ab")  # it may be a link to a file that is not empty
     another = f"{folder}: another preparation"
     if not try_lock(lock):
         raise UserError(f"{another} is writing to it; wait for that one, or choose another --out")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import count, warn
-from common.files import no_pipe, replacing
+from common.files import plain_file, replacing
 from reports.records import RunRecords, read_metrics
 
 PICTURE_POINTS = 600  # a line in a picture has at most this many points
@@ -41,7 +41,7 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
     size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
     # a "$" in a run's name begins no formula
-    with rc_context({"text.parse_math": False}), replacing(no_pipe(path)) as file:
+    with rc_context({"text.parse_math": False}), replacing(plain_file(path)) as file:
         draw(figure, runs)
         figure.savefig(file, format="png", dpi=110)
 

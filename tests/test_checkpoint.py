@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.console import UserError
+from common.files import replacing
 from training import checkpoint
 from training.checkpoint import find_damage, list_checkpoints, load_newest, mark_best, prune, save
 
@@ -149,3 +150,13 @@ def test_a_file_that_runs_code_is_refused(tmp_path, capsys):
     with pytest.raises(UserError, match="refused"):
         checkpoint.load(file)
     assert "code ran" not in capsys.readouterr().out
+
+
+def test_a_file_of_the_users_beside_the_one_that_is_written_stays(tmp_path):
+    (tmp_path / "n.tmp").write_text("mine")
+    with replacing(tmp_path / "n.png") as file:
+        file.write(b"picture")
+    assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == [
+        ("n.png", b"picture"),
+        ("n.tmp", b"mine"),
+    ]

@@ -381,6 +381,13 @@ BAD_FILES = {
     "assert": "assert batch_size == 1, 'one only'",
     "bad import": "import no_such_module",
     "not text": "batch_size = 4\n\0",
+    "too long to print": "keep_checkpoints = 10**5000",
+    "far too negative": "eval_tokens = -(10**5000)",
+    "beyond any float": "warmup_iters = 10**400",
+    "beyond any exact float": "lr_decay_iters = 2**53 + 1",
+    "a function for a key": "max_iters = lambda: 4",
+    "a class for a key": "class dataset:\n    pass",
+    "a module for a key": "import math as model",
 }
 
 
@@ -460,11 +467,21 @@ def test_a_config_file_that_fails_in_any_way_is_one_line(tmp_path, content, scri
     [
         "import sys\nsys.stdout.close()",
         "import sys\nsys.stderr.close()",
+        "import sys\nsys.stdout.detach()",
+        "import sys\nsys.stderr.detach()",
         "class _X:\n    def __repr__(self):\n        return 1 / 0\nn_layer = _X()",
         "class _X:\n    def __eq__(self, other):\n        return 1 / 0\nn_layer = _X()",
         "class _X(Exception):\n    def __str__(self):\n        return 1 / 0\nraise _X",
     ],
-    ids=["no stdout", "no stderr", "no repr", "no comparison", "no message"],
+    ids=[
+        "no stdout",
+        "no stderr",
+        "no output",
+        "no errors",
+        "no repr",
+        "no comparison",
+        "no message",
+    ],
 )
 def test_a_hostile_config_file_is_one_line_that_names_it(text, tmp_path):
     code, _, err = run_process("configurator.py", write(tmp_path, text), cold=True)

@@ -407,7 +407,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, 
     flags = [f"--source={source}", "--val_tokens=1k", "--shard_tokens=3k"]
     out = tmp_path / "out"
     out.mkdir()
-    (out / "train_000002.tmp").symlink_to("/dev/full")
+    (out / "train_000002.bin.tmp").symlink_to("/dev/full")
     with pytest.raises(
         RunError, match="train_000002.bin: No space left on device; .*the same command goes on"
     ):

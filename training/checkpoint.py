@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, say, warn
-from common.files import fsync_folder, is_same_file, lack_of_space, no_pipe, replacing, try_lock
+from common.files import fsync_folder, is_same_file, lack_of_space, plain_file, replacing, try_lock
 from configurator import Config
 from training.ranks import Ranks
 
@@ -87,6 +87,7 @@ class Checkpoints:
     def open_folder(self, resumed: dict | None, known: list[Path]) -> None:
         # released when this file is closed
         self.lock = make_out_dir(self.out_dir, fresh=resumed is None, known=known)
+        self.known = list_checkpoints(self.out_dir)  # a run that has been here leaves others
         if resumed and resumed["progress"]["best_iter"] == resumed["progress"]["iter_num"]:
             # the run may have been killed after saving it and before marking it
             with contextlib.suppress(OSError):
@@ -94,15 +95,15 @@ class Checkpoints:
 
     def keep_folder(self) -> bool:
         """
-        Make the folder again if somebody has deleted it under the run; returns whether that was
-        so. Raises RunError where another run has begun there since.
+        Make the folder or its lock again if somebody has deleted or replaced it under the run;
+        returns whether that was so. Raises RunError where another run has begun there since.
         """
         if is_same_file(self.lock, self.out_dir / "lock"):
             return False
         try:
-            self.lock = make_out_dir(self.out_dir, fresh=False, known=[])
+            self.lock = make_out_dir(self.out_dir, False, [*filter(Path.exists, self.known)])
         except UserError as error:
-            raise RunError(f"{self.out_dir} was deleted under this run. {error}") from None
+            raise RunError(f"{self.out_dir}/lock was deleted under this run. {error}") from None
         return True
 
     def path(self, iter_num: int) -> Path:
@@ -138,9 +139,8 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
-        if self.keep_folder():
-            log.reopen()
-            log.warn(it, f"{self.out_dir} was deleted under the run; made again")
+        if lost := " and ".join(["lock"] * self.keep_folder() + ["metrics.jsonl"] * log.reopen()):
+            log.warn(it, f"{self.out_dir}: {lost} deleted or replaced under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"
@@ -162,6 +162,7 @@ class Checkpoints:
             prune(self.out_dir, self.config.keep_checkpoints, path)
         except OSError as error:  # the checkpoint itself is safe
             log.warn(it, f"{path} is saved, but deleting old ones failed: {error}")
+        self.known = list_checkpoints(self.out_dir)
         return size
 
 
@@ -290,7 +291,7 @@ def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
     good = paths[: paths.index(newest) + 1] if newest in paths else paths
     kept = good[-keep:] if keep else []
     unwanted = [path for path in paths if path not in kept]
-    for path in [*unwanted, *out_dir.glob("ckpt-*.tmp"), out_dir / "best.tmp"]:
+    for path in [*unwanted, *out_dir.glob("ckpt-*.tmp"), out_dir / "best.pt.tmp"]:
         path.unlink(missing_ok=True)
 
 
@@ -298,7 +299,7 @@ def mark_best(path: Path) -> None:
     """
     Make best.pt the same file as `path`, atomically. A copy where the file system has no links.
     """
-    best, temporary = path.with_name("best.pt"), path.with_name("best.tmp")
+    best, temporary = path.with_name("best.pt"), path.with_name("best.pt.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)
@@ -316,7 +317,7 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         # not emptied: it may be a link to something else
-        lock = open(no_pipe(out_dir / "lock"), "ab")
+        lock = open(plain_file(out_dir / "lock"), "ab")
         if not try_lock(lock):
             mend = "stop that one first, or choose another --out_dir"
             raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
@@ -341,6 +342,5 @@ def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
 def holds_run(out_dir: Path) -> bool:
     """Whether there is something to lose: a checkpoint, or the log of a run that saved one."""
     log = out_dir / "metrics.jsonl"
-    if list_checkpoints(out_dir) or (out_dir / "best.pt").exists():
-        return True
-    return log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()
+    saved = log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()
+    return saved or (out_dir / "best.pt").exists() or bool(list_checkpoints(out_dir))

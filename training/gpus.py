@@ -3,7 +3,6 @@ Peak speeds and memory of GPUs, from gpus.csv beside this file, and how much mem
 """
 
 import csv
-import math
 import re
 from pathlib import Path
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.console import UserError
-from common.files import no_pipe
+from common.files import plain_file
 from data.shards import dataset_folder, read_json
 from data.tokenizer import GPT2_VOCAB, fits, read_meta
 from model import GPTConfig
@@ -215,7 +215,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     weights = {}
     for name in names:
         try:
-            weights |= load_file(no_pipe(folder / name))
+            weights |= load_file(plain_file(folder / name))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{folder / name}: missing or cut short ({error})") from None
     return weights

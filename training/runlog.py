@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import RunError, count, duration, keep_transcript, say, warn
-from common.files import no_pipe, replacing
+from common.files import is_same_file, plain_file, replacing
 from configurator import Config, config_values
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import Dataset
@@ -145,14 +145,23 @@ class RunLog:
             self.open_files("a" if progress else "w")
 
     def open_files(self, mode: str) -> None:
-        self.file = open(self.out_dir / "metrics.jsonl", f"{mode}b", buffering=0)
-        path = no_pipe(self.out_dir / "log.txt")
+        self.file = open(plain_file(self.out_dir / "metrics.jsonl"), f"{mode}b", buffering=0)
+        path = plain_file(self.out_dir / "log.txt")
         keep_transcript(open(path, mode, encoding="utf-8", errors="replace"))
 
-    def reopen(self) -> None:
-        """After out_dir was deleted under the run and made again."""
-        self.open_files("a")
-        self.record("start", **self.start_record)
+    def reopen(self) -> bool:
+        """
+        Go on in another metrics.jsonl where somebody has deleted or replaced it under the run;
+        returns whether that was so.
+        """
+        path = self.out_dir / "metrics.jsonl"
+        if is_same_file(self.file, path):
+            return False
+        with contextlib.suppress(OSError):  # a folder in its place
+            self.open_files("a")
+        if self.file.tell() == 0:
+            self.record("start", **self.start_record)
+        return is_same_file(self.file, path)
 
     # -------------------------------------------------------------------------
     # Booking time
@@ -427,7 +436,7 @@ class RunLog:
         made a plan.
         """
         try:
-            plan = json.loads(no_pipe(self.out_dir / "plan.json").read_text(encoding="utf-8"))
+            plan = json.loads(plain_file(self.out_dir / "plan.json").read_text(encoding="utf-8"))
             planned = plan["hours"] * iters / plan["max_iters"]
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             return ""  # no plan, or one without an iteration time
@@ -485,7 +494,7 @@ def drop_records(path: Path, progress: Progress) -> None:
     it, evaluated_at = progress.iter_num, progress.evaluated_at
     last = dict(step=it - 1, event=it - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=it)
     last["end"] = -1
-    text = no_pipe(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = plain_file(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     kept = [
         record
         for record in read_records(text.splitlines())

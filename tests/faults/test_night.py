@@ -1,11 +1,14 @@
 """What a night can bring besides signals and full disks: mostly what attacks have found."""
 
+import functools
 import json
 import math
 import os
 import re
 import shutil
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from helpers import (
 
 import train
 from common.console import RunError, UserError, printable, warn
+from common.files import plain_file
 from training import checkpoint, hardware, runlog
 from training.ranks import Ranks
 
@@ -70,11 +74,88 @@ def test_a_deleted_folder_is_made_again_with_its_log(dataset, tmp_path, monkeypa
     out_dir = tmp_path / "run"
     at_call(monkeypatch, train, "train_step", 5, lambda: shutil.rmtree(out_dir))
     assert run_here(dataset, out_dir) == 0
-    assert capsys.readouterr().err.count("was deleted under the run; made again") == 1
+    assert capsys.readouterr().err.count("deleted or replaced under the run") == 1
     assert [r["kind"] for r in records(out_dir)][:1] == ["start"]
     assert records(out_dir, "end") and (out_dir / "log.txt").exists()
     with pytest.raises(UserError, match="holds an earlier run"):
         run_here(dataset, out_dir)
+
+
+def delete_lock(out_dir):
+    (out_dir / "lock").unlink()
+
+
+def replace_lock(out_dir):
+    delete_lock(out_dir)
+    (out_dir / "lock").touch()
+
+
+def replace_folder(out_dir):
+    shutil.copytree(out_dir, out_dir.with_name("copy"))
+    shutil.rmtree(out_dir)
+    out_dir.with_name("copy").rename(out_dir)
+
+
+def delete_log(out_dir):
+    (out_dir / "metrics.jsonl").unlink()
+
+
+def replace_log(out_dir):
+    shutil.copy(out_dir / "metrics.jsonl", out_dir / "edited")
+    (out_dir / "edited").replace(out_dir / "metrics.jsonl")
+
+
+def block_log(out_dir):
+    delete_log(out_dir)
+    (out_dir / "metrics.jsonl").mkdir()
+
+
+@pytest.mark.parametrize("change", [delete_lock, replace_lock, replace_folder])
+def test_a_lock_deleted_or_replaced_under_the_run_is_taken_again(
+    change, dataset, tmp_path, monkeypatch, capsys
+):
+    out_dir = tmp_path / "run"
+    at_call(monkeypatch, train, "train_step", 5, lambda: change(out_dir))
+    assert run_here(dataset, out_dir, checkpoint_interval=2) == 0
+    assert capsys.readouterr().err.count("deleted or replaced under the run") == 1
+    assert [r["iter"] for r in records(out_dir, "checkpoint")] == [2, 4, 6, 8]
+    assert len(records(out_dir, "start")) == 1
+
+
+def test_a_deleted_lock_that_another_run_holds_is_left_to_it(dataset, tmp_path, monkeypatch):
+    def another_run_begins():
+        delete_lock(tmp_path)
+        locks.append(
+            checkpoint.make_out_dir(tmp_path, False, checkpoint.list_checkpoints(tmp_path))
+        )
+
+    locks = []
+    at_call(monkeypatch, train, "train_step", 5, another_run_begins)
+    # a process does not keep itself out
+    monkeypatch.setattr(checkpoint, "try_lock", lambda file: not locks)
+    with pytest.raises(RunError, match="or its lock was deleted under this run.*another run is"):
+        run_here(dataset, tmp_path)
+    assert not (tmp_path / "ckpt-00000008.pt").exists()
+
+
+def test_a_log_deleted_or_replaced_under_the_run_goes_on_in_the_new_file(
+    dataset, tmp_path, monkeypatch, capsys
+):
+    for change, kinds in ((delete_log, ["start", "event"]), (replace_log, ["start", "eval"])):
+        out_dir = tmp_path / change.__name__
+        at_call(monkeypatch, train, "train_step", 5, functools.partial(change, out_dir))
+        assert run_here(dataset, out_dir, checkpoint_interval=2) == 0
+        monkeypatch.undo()
+        assert capsys.readouterr().err.count("metrics.jsonl deleted or replaced") == 1
+        assert [r["kind"] for r in records(out_dir)][:2] == kinds
+        assert [r["iter"] for r in records(out_dir, "step")][-2:] == [6, 7]
+        assert records(out_dir, "end") and len(records(out_dir, "start")) == 1
+
+
+def test_a_folder_in_place_of_the_log_costs_the_records_not_the_run(dataset, tmp_path, monkeypatch):
+    at_call(monkeypatch, train, "train_step", 5, lambda: block_log(tmp_path))
+    assert run_here(dataset, tmp_path, checkpoint_interval=2) == 0
+    assert (tmp_path / "ckpt-00000008.pt").exists()
 
 
 def test_iterations_beyond_eight_digits_and_folders_named_like_checkpoints(tmp_path):
@@ -116,7 +197,17 @@ def test_a_named_pipe_in_place_of_a_plan_or_a_log_to_compare_is_not_waited_for(d
     assert run_process("train.py", *flags(dataset, tmp_path, max_iters=1))[0] == 0
     os.mkfifo(tmp_path / "old.log")
     code, _, err = run_process("compare.py", str(tmp_path / "old.log"))
-    assert code == 2 and "old.log: is a named pipe, not a file" in err
+    assert code == 2 and "old.log: is a named pipe" in err and "not a file" in err
+
+
+def test_a_device_or_a_socket_in_place_of_a_file_is_refused_and_not_read(tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    for path in (Path("/dev/zero"), tmp_path / "socket"):
+        with pytest.raises(OSError, match="a device, not a file"):
+            plain_file(path)
+    for path in (tmp_path, tmp_path / "missing"):
+        assert plain_file(path) == path
 
 
 # -----------------------------------------------------------------------------

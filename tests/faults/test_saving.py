@@ -100,7 +100,7 @@ def full_disk_at(monkeypatch, iter_num: int) -> None:
 
     def full(saved, path):
         if path.name == f"ckpt-{iter_num:08}.pt":
-            path.with_suffix(".tmp").write_bytes(b"half")
+            path.with_name(f"{path.name}.tmp").write_bytes(b"half")
             raise OSError(28, "No space left on device")
         return save(saved, path)
 
@@ -157,6 +157,20 @@ def test_a_kill_between_a_checkpoint_and_its_mark_as_the_best_is_made_up_for(
     assert best_iter(tmp_path) == 2
     scripted_losses(monkeypatch, 6.0, 7.0)
     run_here(dataset, tmp_path, eval_interval=2, init_from="resume")
+    assert best_iter(tmp_path) == 4
+
+
+def test_the_best_evaluation_is_kept_where_the_sample_after_it_fails(
+    dataset, tmp_path, monkeypatch
+):
+    def failing(*args):
+        if args[-1].iter_num == 4:
+            raise RuntimeError("no sample")
+
+    scripted_losses(monkeypatch, 9.0, 8.0, 5.0)
+    monkeypatch.setattr(train, "show_sample", failing)
+    with pytest.raises(RuntimeError, match="no sample"):
+        run_here(dataset, tmp_path, eval_interval=2, sample_tokens=5)
     assert best_iter(tmp_path) == 4
 
 
