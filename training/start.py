@@ -5,7 +5,7 @@ and on which data.
 
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,10 @@ ROUNDING = (
     *("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32"),
     *("batch_size", "gradient_accumulation_steps"),
 )
+MOST_SEQUENCES = 2**20  # of one iteration: to find a place far beyond them would take for ever
+# What an optimizer may keep for a parameter
+ADAM_STATES = ({"step", "exp_avg", "exp_avg_sq"},)
+MUON_STATES = ({"momentum"},)
 
 
 @dataclass
@@ -94,38 +98,59 @@ def validate(state: dict, path: Path) -> None:
     from training.pretrained import check_state
 
     try:
-        progress, config = Progress(**state["progress"]), Config(**state["config"])
-        for name, value in state["config"].items():
-            fit(value, FIELDS[name], name)
-        if not 0 <= progress.iter_num <= progress.sequences <= 10**12:
-            raise ValueError(f"{progress}")
-        if not all(type(value) in (int, float) for value in state["progress"].values()):
-            raise ValueError(f"{progress}")
-        if not all(state["ledger"][category] >= 0 for category in CATEGORIES):
-            raise ValueError("negative times")
-        check_state(state, path)
-        if not all(weights.isfinite().all() for weights in state["model"].values()):
-            raise ValueError("weights that are not finite")
+        check_values(state["progress"], asdict(Progress()))
+        check_values(state["ledger"], dict.fromkeys(CATEGORIES, 0.0))
+        if state["scaler"]:  # empty unless in float16
+            check_values(state["scaler"], torch.amp.GradScaler("cpu").state_dict())
+        config, p = Config(**state["config"]), Progress(**state["progress"])
+        right = dict(
+            config=all(type(fit(v, FIELDS[n], n)) is type(v) for n, v in state["config"].items()),
+            model_config=all(getattr(config, n) == state["model_config"][n] for n in ARCHITECTURE),
+            sequences=p.iter_num <= p.sequences <= MOST_SEQUENCES * p.iter_num,
+            tokens=p.tokens == p.sequences * config.block_size,
+            data=type(state["config"]["dataset"]) is type(state["data_fingerprint"]) is str,
+            data_modified=type(state.get("data_modified", 0.0)) is float,
+            model=all(weights.isfinite().all() for weights in state["model"].values()),
+        )
+        if wrong := [name for name, is_right in right.items() if not is_right]:
+            raise ValueError(", ".join(wrong))
+        _, state["tokenizer"] = check_state(state, path)
         for states in state["rng"]:
             torch.Generator().set_state(states["cpu"])
-        with torch.device("meta"):  # shapes without memory
-            model = build_model(GPTConfig(**state["model_config"]))
-        groups = build_optimizer(model, config, torch.float32).param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        for number, moments in state["optimizer"]["state"].items():
-            if sorted(moments) not in (["exp_avg", "exp_avg_sq", "step"], ["momentum"]):
-                raise ValueError(f"optimizer states {sorted(moments)}")
-            for name, moment in moments.items():
-                shape = torch.Size([]) if name == "step" else parameters[number].shape
-                # fused AdamW would write past a tensor of another size or layout
-                if moment.shape != shape or not (
-                    moment.is_contiguous() and moment.isfinite().all()
-                ):
-                    raise ValueError(f"optimizer state {name}")
+        if p.iter_num or state["optimizer"]["state"]:  # the first update makes it
+            check_optimizer(state["optimizer"]["state"], config, GPTConfig(**state["model_config"]))
     except Exception as error:  # a stranger's file may hold anything
         origin = "made by another version of this program or changed"
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: cannot be resumed, {origin} ({reason})") from None
+
+
+def check_values(found: dict, fresh: dict) -> None:
+    """
+    Raise an exception unless these are the names and types of a fresh run's values, and none is
+    negative or too large that is not so in a fresh run.
+    """
+    for name in found.keys() | fresh.keys():
+        value, first = found[name], fresh[name]
+        if type(value) is not type(first) or not (0 <= value < 2**53 or value == first):
+            raise ValueError(f"{name} {value!r:.60}")
+
+
+def check_optimizer(states: dict, config: Config, model_config: GPTConfig) -> None:
+    """Raise an exception unless this is the state of all the model's parameters."""
+    with torch.device("meta"):  # shapes without memory
+        groups = build_optimizer(build_model(model_config), config, torch.float32).param_groups
+    parameters = dict(enumerate((p, "momentum" in g) for g in groups for p in g["params"]))
+    for number in states.keys() | parameters.keys():
+        parameter, is_matrix = parameters[number]
+        if states[number].keys() not in (MUON_STATES if is_matrix else ADAM_STATES):
+            raise ValueError(f"optimizer states {sorted(states[number])}")
+        for name, moment in states[number].items():
+            kind = () if name == "step" else parameter.shape, torch.float32
+            # fused AdamW would write past a tensor of another size or layout
+            fits = (moment.shape, moment.dtype) == kind and moment.is_contiguous()
+            if not (fits and moment.isfinite().all()):
+                raise ValueError(f"optimizer state {name}")
 
 
 def read_pretrained(config: Config) -> dict:

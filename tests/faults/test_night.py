@@ -133,7 +133,7 @@ def test_a_deleted_lock_that_another_run_holds_is_left_to_it(dataset, tmp_path, 
     at_call(monkeypatch, train, "train_step", 5, another_run_begins)
     # a process does not keep itself out
     monkeypatch.setattr(checkpoint, "try_lock", lambda file: not locks)
-    with pytest.raises(RunError, match="or its lock was deleted under this run.*another run is"):
+    with pytest.raises(RunError, match="lock was deleted under this run.*another run is"):
         run_here(dataset, tmp_path)
     assert not (tmp_path / "ckpt-00000008.pt").exists()
 
@@ -361,6 +361,52 @@ def corrupt(name, state):
             state["progress"]["best_val_loss"] = "low"
         case "a random state that is none":
             state["rng"][0]["cpu"] = torch.zeros(3, dtype=torch.uint8)
+        case "endless seconds of evaluation":
+            state["ledger"]["evaluation"] = math.inf
+        case "seconds in a tensor":
+            state["ledger"]["steps"] = torch.tensor(3.0)
+        case "seconds beyond any float":
+            state["ledger"]["steps"] = 10**400
+        case "a ledger of a later version":
+            state["ledger"]["tomorrow"] = 1.0
+        case "tokens beyond any float":
+            state["progress"]["tokens"] = 10**400
+        case "fractional sequences":
+            state["progress"]["sequences"] = 32.0
+        case "fractional iterations":
+            state["progress"]["iter_num"] = 4.0
+        case "10^12 sequences":
+            state["progress"] |= dict(sequences=10**12, tokens=16 * 10**12)
+        case "an endless decay":
+            state["progress"]["lr_horizon"] = math.inf
+        case "a decay until nan":
+            state["progress"]["lr_horizon"] = math.nan
+        case "no best iteration":
+            del state["progress"]["best_iter"]
+        case "Muon's moments under AdamW":
+            state["optimizer"]["state"][0] = dict(momentum=moments["exp_avg"])
+        case "no optimizer state":
+            state["optimizer"]["state"].clear()
+        case "half an optimizer state":
+            del state["optimizer"]["state"][1]
+        case "a moment in float64":
+            moments["exp_avg"] = moments["exp_avg"].double()
+        case "a scaler of other keys":
+            state["scaler"] = dict(scale=1.0)
+        case "a scale in words":
+            state["scaler"] = torch.amp.GradScaler("cpu").state_dict() | dict(scale="x")
+        case "a list for a scaler":
+            state["scaler"] = [1]
+        case "no fingerprint":
+            del state["data_fingerprint"]
+        case "a date in a tensor":
+            state["data_modified"] = torch.ones(3)
+        case "another model in the config":
+            state["config"]["model"] = "fast"
+        case "no dataset":
+            del state["config"]["dataset"]
+        case "fractional layers":
+            state["config"]["n_layer"] = 2.0
     return state
 
 
@@ -379,6 +425,29 @@ NAMES = (
     "a step of three",
     "a seed beyond torch's",
     "a loss in words",
+    "endless seconds of evaluation",
+    "seconds in a tensor",
+    "seconds beyond any float",
+    "a ledger of a later version",
+    "tokens beyond any float",
+    "fractional sequences",
+    "fractional iterations",
+    "10^12 sequences",
+    "an endless decay",
+    "a decay until nan",
+    "no best iteration",
+    "Muon's moments under AdamW",
+    "no optimizer state",
+    "half an optimizer state",
+    "a moment in float64",
+    "a scaler of other keys",
+    "a scale in words",
+    "a list for a scaler",
+    "no fingerprint",
+    "a date in a tensor",
+    "another model in the config",
+    "no dataset",
+    "fractional layers",
 )
 
 
@@ -400,6 +469,23 @@ def test_a_checkpoint_of_other_contents_is_named_and_the_one_before_taken(
     assert run_here(dataset, tmp_path / "run", init_from="auto") == 0
     output = capsys.readouterr()
     assert f"warning: {newest}" in output.err and "ckpt-00000002.pt, iteration 2 of 8" in output.out
+
+
+def test_a_tokenizer_that_is_a_list_counts_as_unknown(saved, dataset, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    state = load(tmp_path / "run", 4) | dict(tokenizer=["gpt2"])
+    checkpoint.save(state, tmp_path / "run" / "ckpt-00000004.pt")
+    assert run_here(dataset, tmp_path / "run", init_from="resume") == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_the_state_of_every_optimizer_and_model_is_accepted(optimizer, model, dataset, tmp_path):
+    options = dict(optimizer=optimizer, model=model, tie_weights=model == "gpt2")
+    for max_iters in (0, 4, 5):
+        options |= dict(max_iters=max_iters, init_from="auto")
+        assert run_here(dataset, tmp_path, **options) == 0
+    assert load(tmp_path, 5)["progress"]["iter_num"] == 5
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["no archive", "half an archive"])
