@@ -11,6 +11,7 @@ import torch.nn as nn
 from configurator import Config
 from model import GPT, GPTConfig
 from model_fast import FastGPT
+from training import muon
 from training.build import build_optimizer
 from training.muon import Muon, orthogonalize, parameters_by_role
 
@@ -71,7 +72,9 @@ def test_newton_schulz_in_half_precision_stays_close(dtype, tolerance):
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
 
 
-def test_matrices_move_as_with_torchs_own_muon():
+def test_matrices_move_as_with_torchs_own_muon(monkeypatch):
+    """But for NorMuon's part, which torch's has not."""
+    monkeypatch.setattr(muon, "normalize", lambda directions, mean: directions)
     torch.manual_seed(0)
     shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -88,6 +91,64 @@ def test_matrices_move_as_with_torchs_own_muon():
     # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
     for p, q in zip(ours, theirs):
         torch.testing.assert_close(p, q, atol=5e-3, rtol=0)
+
+
+def test_each_neuron_moves_by_its_mean_square_over_time():
+    """NorMuon, by hand and matrix by matrix: tall, wide and three in one."""
+    torch.manual_seed(0)
+    shapes, parts = [(8, 4), (4, 8), (12, 4)], [1, 1, 3]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [p.detach().clone() for p in ours]
+    keys = dict(lr=0.1, momentum=0.9, weight_decay=0.0)
+    optimizer = Muon([dict(keys, params=[p], parts=n) for p, n in zip(ours, parts)], torch.float32)
+    momenta = [torch.zeros(shape) for shape in shapes]
+    squares = [[0.0] * n for n in parts]
+    for _ in range(4):
+        for i, p in enumerate(ours):
+            p.grad = torch.randn(p.shape)
+            momenta[i] += 0.1 * (p.grad - momenta[i])
+            look_ahead = p.grad + 0.9 * (momenta[i] - p.grad)
+            for k, (matrix, u) in enumerate(
+                zip(theirs[i].chunk(parts[i]), look_ahead.chunk(parts[i]))
+            ):
+                rows, cols = matrix.shape
+                o = orthogonalize(u[None], torch.float32)[0]
+                mean = (o**2).mean(dim=1 if rows >= cols else 0, keepdim=True)
+                squares[i][k] = 0.95 * squares[i][k] + 0.05 * mean
+                even = o / squares[i][k].sqrt()
+                matrix -= 0.1 * max(1, rows / cols) ** 0.5 * even * o.norm() / even.norm()
+        optimizer.step()
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+
+
+def test_a_matrix_without_a_gradient_yet_stays_finite():
+    """What feeds a matrix of zeros has a gradient of zeros in the first iteration."""
+    p = nn.Parameter(torch.randn(8, 4))
+    optimizer = Muon(
+        [dict(params=[p], parts=1, lr=0.1, momentum=0.9, weight_decay=0.0)], torch.float32
+    )
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(p, before)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert p.isfinite().all() and not torch.equal(p, before)
+
+
+def test_a_checkpoint_of_muon_before_normuon_goes_on():
+    model = fast_model()
+    before = build_optimizer(model, CONFIG, torch.float32)
+    give_gradients(model, 0)
+    before.step()
+    state = before.state_dict()
+    for moments in state["state"].values():
+        moments.pop("mean_squares", None)
+    after = build_optimizer(model, CONFIG, torch.float32)
+    after.load_state_dict(state)
+    after.step()
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def operators(step: Callable[[], None]) -> int:

@@ -17,6 +17,8 @@ from torch.optim.adamw import adamw
 # a, b, c of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
+# how long NorMuon's mean squares remember (track 3 of modded-nanogpt's records)
+NORMUON_BETA = 0.95
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
 
@@ -34,6 +36,27 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X
+
+
+def mean_squares(matrices: Tensor) -> Tensor:
+    """
+    Of matrices (n, rows, cols), for each index of the longer side: (n, rows, 1), or (n, 1, cols)
+    where they are wide.
+    """
+    _, rows, cols = matrices.shape
+    return matrices.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
+
+
+def normalize(directions: Tensor, mean: Tensor) -> Tensor:
+    """
+    NorMuon (arXiv:2510.05491): divide what belongs to each index of the longer side by the root of
+    its mean square over time, so that no neuron moves far more than the others. Each matrix keeps
+    its norm. directions is (n, rows, cols), mean as from `mean_squares`.
+    """
+    even = directions * mean.clamp(min=1e-10).rsqrt()
+    norms = directions.norm(dim=(1, 2), keepdim=True)
+    # a matrix of zeros, whose inputs are zeros at first, stays one
+    return even * (norms / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,8 +87,9 @@ class Muon(torch.optim.Optimizer):
         """
         With momentum mu and gradient g: the matrix shrinks by the share lr * weight_decay, m <- m +
         (1 - mu) (g - m), and the matrix moves by lr * sqrt(max(1, rows / cols)) against the
-        orthogonal matrix nearest to g + mu (m - g), Nesterov's look-ahead. Matrices of one shape
-        move together, in a few kernels: one by one they would take hundreds of small ones.
+        orthogonal matrix nearest to g + mu (m - g), Nesterov's look-ahead, evened out by
+        `normalize`. Matrices of one shape move together, in a few kernels: one by one they would
+        take hundreds of small ones.
         """
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
@@ -78,6 +102,9 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
+            if "mean_squares" not in self.state[p]:  # nor in checkpoints of the first edition
+                matrices = p.view(group["parts"], -1, p.size(1))
+                self.state[p]["mean_squares"] = torch.zeros_like(mean_squares(matrices))
             by_shape.setdefault(p.shape, []).append(p)
         for (rows, cols), same in by_shape.items():
             momenta = [self.state[p]["momentum"] for p in same]
@@ -87,10 +114,14 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_(momenta, m.unbind())
             part_rows = rows // group["parts"]
             look_ahead = g.lerp_(m, group["momentum"]).view(-1, part_rows, cols)
-            directions = orthogonalize(look_ahead, self.dtype).reshape(m.shape)
             # in float32: float16 has no room for small rates
-            updates = directions.float() * (lr * max(1, part_rows / cols) ** 0.5)
-            torch._foreach_sub_(same, updates.unbind())
+            directions = orthogonalize(look_ahead, self.dtype).float()
+            means = [self.state[p]["mean_squares"] for p in same]
+            mean = torch.cat(means)  # (n * parts, part_rows, 1) or (n * parts, 1, cols)
+            mean = torch.where(skipped, mean, mean.lerp(mean_squares(directions), 1 - NORMUON_BETA))
+            torch._foreach_copy_(means, mean.split(group["parts"]))
+            updates = normalize(directions, mean) * (lr * max(1, part_rows / cols) ** 0.5)
+            torch._foreach_sub_(same, updates.view_as(m).unbind())
 
     def step_others(self, group: dict, found_inf: Tensor | None) -> None:
         params = [p for p in group["params"] if p.grad is not None]
