@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.console import Parser, UserError, duration, run_main, say, warn
+from common.console import Parser, UserError, duration, one_line, run_main, warn
 from common.files import plain_file
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
@@ -269,9 +269,9 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     widths = [max(len(cell) for cell in column) for column in zip(*lines)]
     for label, *cells, end in lines:
         cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        say("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
+        print(one_line("  ".join([label.ljust(widths[0]), *cells, end]).rstrip()))
     if len(names) > 1:
-        say(*FOOTNOTE.splitlines())
+        print(FOOTNOTE)
 
 
 # -----------------------------------------------------------------------------

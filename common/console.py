@@ -20,6 +20,11 @@ from typing import TextIO
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, but newline and tab
 
 
+def one_line(text: str) -> str:
+    """`text` with its control characters escaped, newlines too: a file's name may hold them."""
+    return printable(text).replace("\n", "\\n")
+
+
 def printable(text: str) -> str:
     """
     `text` with control characters other than newline and tab escaped, so that a terminal shows and
@@ -48,7 +53,7 @@ def complain(*lines: str) -> None:
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """A console that has gone, or whose disk is full, costs its lines, never the run."""
-    text = "\n".join(printable(line).replace("\n", "\\n") for line in lines)
+    text = "\n".join(one_line(line) for line in lines)
     try:
         print(text, file=getattr(sys, console), flush=True)
     except (OSError, ValueError):  # ValueError: somebody has closed it

@@ -309,7 +309,7 @@ def test_help_without_docstrings(monkeypatch, script):
         ("plan --gpus=1.5", "gpus: needs a whole number"),
         ("plan --gpus=3", "gpus: 3 do not divide gradient_accumulation_steps 40"),
         ("plan --max_iters=0", "max_iters: 0 iterations are no run to plan"),
-        ("plan --max_iters=-1", "--max_iters: must be 0 to 1099511627776, got -1"),
+        ("plan --max_iters=-1", "--max_iters: must be 0 or more, got -1"),
         ("plan --tokens_per_iter=500000", "tokens_per_iter: 500,000 is not a multiple"),
         ("plan --gpu=all --iter_seconds=1", "gpu: one iteration time cannot serve all"),
         ("plan --from_run=nowhere", "from_run: nowhere/metrics.jsonl holds no iteration"),
@@ -331,7 +331,7 @@ def test_bad_input_is_one_line(arguments, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("step --batch_size=0", "--batch_size: must be 1 to 1048576, got 0"),
+        ("step --batch_size=0", "--batch_size: must be 1 or more, got 0"),
         ("step --trials=0", "trials: needs a whole number above 0"),
         ("step --device=cuda:99", "device: "),
         (

@@ -47,6 +47,11 @@ def mean_squares(matrices: Tensor) -> Tensor:
     return matrices.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
 
 
+def no_mean_squares(p: Tensor, parts: int) -> Tensor:
+    """Those of the `parts` matrices stacked in p before the first update: zeros."""
+    return torch.zeros_like(mean_squares(p.view(parts, -1, p.size(1))))
+
+
 def normalize(directions: Tensor, mean: Tensor) -> Tensor:
     """
     NorMuon (arXiv:2510.05491): divide what belongs to each index of the longer side by the root of
@@ -103,8 +108,7 @@ class Muon(torch.optim.Optimizer):
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
             if "mean_squares" not in self.state[p]:  # nor in checkpoints of the first edition
-                matrices = p.view(group["parts"], -1, p.size(1))
-                self.state[p]["mean_squares"] = torch.zeros_like(mean_squares(matrices))
+                self.state[p]["mean_squares"] = no_mean_squares(p, group["parts"])
             by_shape.setdefault(p.shape, []).append(p)
         for (rows, cols), same in by_shape.items():
             momenta = [self.state[p]["momentum"] for p in same]

@@ -17,6 +17,7 @@ from model import GPTConfig
 from training.build import build_model, build_optimizer
 from training.checkpoint import Progress, holds_run, list_checkpoints, load_newest
 from training.hardware import Hardware, check_device, set_rng_state
+from training.muon import no_mean_squares
 from training.ranks import Ranks
 from training.runlog import CATEGORIES
 
@@ -31,7 +32,7 @@ ROUNDING = (
 MOST_SEQUENCES = 2**20  # of one iteration: to find a place far beyond them would take for ever
 # What an optimizer may keep for a parameter
 ADAM_STATES = ({"step", "exp_avg", "exp_avg_sq"},)
-MUON_STATES = ({"momentum"},)
+MUON_STATES = ({"momentum", "mean_squares"}, {"momentum"})  # the latter: before NorMuon
 
 
 @dataclass
@@ -140,15 +141,17 @@ def check_optimizer(states: dict, config: Config, model_config: GPTConfig) -> No
     """Raise an exception unless this is the state of all the model's parameters."""
     with torch.device("meta"):  # shapes without memory
         groups = build_optimizer(build_model(model_config), config, torch.float32).param_groups
-    parameters = dict(enumerate((p, "momentum" in g) for g in groups for p in g["params"]))
+    parameters = dict(enumerate((p, group) for group in groups for p in group["params"]))
     for number in states.keys() | parameters.keys():
-        parameter, is_matrix = parameters[number]
-        if states[number].keys() not in (MUON_STATES if is_matrix else ADAM_STATES):
+        p, group = parameters[number]
+        if states[number].keys() not in (MUON_STATES if "momentum" in group else ADAM_STATES):
             raise ValueError(f"optimizer states {sorted(states[number])}")
         for name, moment in states[number].items():
-            kind = () if name == "step" else parameter.shape, torch.float32
+            shape = () if name == "step" else p.shape
+            if name == "mean_squares":
+                shape = no_mean_squares(p, group["parts"]).shape
             # fused AdamW would write past a tensor of another size or layout
-            fits = (moment.shape, moment.dtype) == kind and moment.is_contiguous()
+            fits = (moment.shape, moment.dtype) == (shape, torch.float32) and moment.is_contiguous()
             if not (fits and moment.isfinite().all()):
                 raise ValueError(f"optimizer state {name}")
 
