@@ -28,9 +28,10 @@ ATTENTION_SCALE = 1.36
 def norm(x: Tensor) -> Tensor:
     """
     RMSNorm (arXiv:1910.07467) over the last dimension, without weights: the next matrix can scale
-    as well (records).
+    as well (records). In x's own dtype, where CUDA's autocast would make it float32.
     """
-    return F.rms_norm(x, (x.size(-1),))
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, (x.size(-1),))
 
 
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
@@ -144,6 +145,9 @@ class FastGPT(nn.Module):
         """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
+        device = idx.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            x = x.bfloat16()  # the stream too, as in the records; weights stay in float32
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
         recompute = self.config.recompute and self.training and not caches

@@ -14,7 +14,7 @@ n_embd = 768
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 8  # modelled: 7.1 GB; 16 would need 11.0 GB
+batch_size = 8  # modelled: 6.8 GB; 16 would need 10.4 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

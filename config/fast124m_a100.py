@@ -13,7 +13,7 @@ n_embd = 768
 bias = False
 tie_weights = False
 block_size = 1024
-batch_size = 32  # modelled: 18.7 GB
+batch_size = 32  # modelled: 17.5 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

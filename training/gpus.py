@@ -25,7 +25,7 @@ WORKSPACE_BYTES = 0.6e9
 # kept until the backward pass, per token and channel of a block, by (model, half)
 BLOCK_BYTES = {("gpt2", True): 36, ("gpt2", False): 64, ("fast", True): 48, ("fast", False): 72}
 # compiled code computes the fast model's rotations again
-COMPILED_BLOCK_BYTES = BLOCK_BYTES | {("fast", True): 40}
+COMPILED_BLOCK_BYTES = BLOCK_BYTES | {("fast", True): 36}
 # the most that lives for one logit in eager mode, by model; compiled code keeps the logit alone
 LOGIT_BYTES = {"gpt2": 12, "fast": 28}
 # the same where the loss is made in chunks with its gradients, by (model, half)
