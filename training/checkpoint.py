@@ -101,7 +101,8 @@ class Checkpoints:
         if is_same_file(self.lock, self.out_dir / "lock"):
             return False
         try:
-            self.lock = make_out_dir(self.out_dir, False, [*filter(Path.exists, self.known)])
+            kept = [path for path in self.known if path.exists()]
+            self.lock = make_out_dir(self.out_dir, fresh=False, known=kept)
         except UserError as error:
             raise RunError(f"{self.out_dir}/lock was deleted under this run. {error}") from None
         return True
@@ -139,8 +140,14 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
-        if lost := " and ".join(["lock"] * self.keep_folder() + ["metrics.jsonl"] * log.reopen()):
-            log.warn(it, f"{self.out_dir}: {lost} deleted or replaced under the run; made again")
+        lost = []
+        if self.keep_folder():
+            lost.append("lock")
+        if log.reopen():
+            lost.append("metrics.jsonl")
+        if lost:
+            names = " and ".join(lost)
+            log.warn(it, f"{self.out_dir}: {names} deleted or replaced under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"

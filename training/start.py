@@ -128,8 +128,8 @@ def validate(state: dict, path: Path) -> None:
 
 def check_values(found: dict, fresh: dict) -> None:
     """
-    Raise an exception unless these are the names and types of a fresh run's values, and none is
-    negative or too large that is not so in a fresh run.
+    Raise an exception unless the names and types are those of a fresh run's values, and each value
+    is from 0 to 2^53 or a fresh run's, such as an infinite best loss.
     """
     for name in found.keys() | fresh.keys():
         value, first = found[name], fresh[name]
