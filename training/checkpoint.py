@@ -140,9 +140,7 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
-        lost = []
-        if self.keep_folder():
-            lost.append("lock")
+        lost = ["lock"] if self.keep_folder() else []
         if log.reopen():
             lost.append("metrics.jsonl")
         if lost:
