@@ -288,6 +288,27 @@ def test_windows_and_wsl_limit_torch_to_the_free_memory(platform_name, in_wsl, l
     assert seen == limits
 
 
+@pytest.mark.parametrize(
+    "version, capability, warned",
+    [((2, 10), (8, 0), True), ((2, 11), (8, 0), False), ((2, 10), (9, 0), False)],
+)
+def test_a_torch_that_compiles_to_nan_on_an_a100_is_warned_of(
+    version, capability, warned, monkeypatch, capsys
+):
+    monkeypatch.setattr(hardware, "TORCH_VERSION", version)
+    monkeypatch.setattr(hardware, "find_peak", lambda *_: None)
+    monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
+    for name, value in (
+        ("set_device", None),
+        ("get_device_capability", capability),
+        ("get_device_name", "NVIDIA A100-SXM4-80GB"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    hardware.set_up(Config(device="cuda", compile=True))
+    assert ("torch 2.10 compiles to NaN" in capsys.readouterr().err) == warned
+
+
 def test_every_row_of_the_table_can_be_found_by_its_own_name():
     for row in read_gpu_table():
         for alias in row["name"].split("|"):

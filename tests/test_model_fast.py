@@ -246,3 +246,11 @@ def test_a_shorter_context_needs_no_other_weights(dataset, tmp_path):
         run_here(dataset, tmp_path / "short", **FAST, init_from=tmp_path / "long", block_size=8)
         == 0
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_stream_is_bfloat16_under_its_autocast_and_never_float16(dtype):
+    """float16 has no room for a sum over all blocks."""
+    with torch.autocast("cpu", dtype):
+        stream = FastGPT(SMALL).hidden(tokens(2, 8))
+    assert stream.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)

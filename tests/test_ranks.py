@@ -440,3 +440,34 @@ def test_a_process_alone_needs_no_group():
         and ranks.check_config(Config()) == []
         and not torch.distributed.is_initialized()
     )
+
+
+@pytest.mark.parametrize(
+    "gpu, built, backend",
+    [(True, True, "cpu:gloo,cuda:nccl"), (True, False, "gloo"), (False, True, "gloo")],
+)
+def test_nccl_is_used_only_where_it_is_built(gpu, built, backend, monkeypatch):
+    """torch for Windows comes without it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: built)
+    monkeypatch.setattr(ranks, "meet", lambda rank, world_size: None)
+    asked = []
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda name, **_: asked.append(name))
+    Ranks()
+    assert asked == [backend]
+
+
+def test_a_launcher_may_leave_out_how_many_ranks_are_here(monkeypatch):
+    """srun's wrappers do not set LOCAL_WORLD_SIZE: one is assumed, and one GPU is enough."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    group = Ranks()
+    group.world_size = 2
+    config = Config(device="cuda", gradient_accumulation_steps=2)
+    assert group.check_config(config) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (problem,) = group.check_config(config)
+    assert "GPU" in problem
