@@ -16,6 +16,7 @@ import ast
 import contextlib
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -378,7 +379,7 @@ def check_model(config: Config) -> list[str]:
         problem = f"n_head: {config.n_head} does not divide n_embd {config.n_embd}"
         problems.append(f"{problem}; nearest that does: {nearest}")
     chunk = config.loss_chunk
-    if chunk not in ("auto", "off") and not (chunk.isdecimal() and 0 < int(chunk[:9])):
+    if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     if config.model != "fast":
         return problems

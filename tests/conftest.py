@@ -26,6 +26,7 @@ def dataset(tmp_path_factory) -> Path:
 def restored_process_state():
     """train.main sets signal handlers and torch's global switches; leave none behind."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch._dynamo.reset()  # after some compiled models it would give up and run the next as it is
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -138,6 +138,8 @@ def check_shapes(weights: dict[str, Tensor], config: GPTConfig, path: Path) -> N
             raise UserError(f"{path}: has no {name}")
         if name not in expected:
             raise UserError(f"{path}: has {name}, which the model does not have")
+        if not weights[name].is_floating_point() or weights[name].device.type != "cpu":
+            raise UserError(f"{path}: {name} is no plain tensor of floating-point numbers")
         found, asked = tuple(weights[name].shape), tuple(expected[name].shape)
         if found != asked:
             raise UserError(f"{path}: {name} is {found}, its configuration asks for {asked}")

@@ -109,6 +109,7 @@ def validate(state: dict, path: Path) -> None:
             model_config=all(getattr(config, n) == state["model_config"][n] for n in ARCHITECTURE),
             sequences=p.iter_num <= p.sequences <= MOST_SEQUENCES * p.iter_num,
             tokens=p.tokens == p.sequences * config.block_size,
+            stream=not state.get("stream") or state["stream"]["sequence"] == p.sequences,
             data=type(state["config"]["dataset"]) is type(state["data_fingerprint"]) is str,
             data_modified=type(state.get("data_modified", 0.0)) is float,
             model=all(weights.isfinite().all() for weights in state["model"].values()),
@@ -152,7 +153,8 @@ def check_optimizer(states: dict, config: Config, model_config: GPTConfig) -> No
                 shape = no_mean_squares(p, group["parts"]).shape
             # fused AdamW would write past a tensor of another size or layout
             fits = (moment.shape, moment.dtype) == (shape, torch.float32) and moment.is_contiguous()
-            if not (fits and moment.isfinite().all()):
+            positive = name in ("exp_avg", "momentum") or (moment >= 0).all()
+            if not (fits and positive and moment.isfinite().all()):
                 raise ValueError(f"optimizer state {name}")
 
 

@@ -407,6 +407,12 @@ def corrupt(name, state):
             del state["config"]["dataset"]
         case "fractional layers":
             state["config"]["n_layer"] = 2.0
+        case "a negative square":
+            state["optimizer"]["state"][0]["exp_avg_sq"] -= 1
+        case "a stream at another place":
+            state["stream"] = dict(sequence=2**40)
+        case "a weight of whole numbers":
+            state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"].int()
     return state
 
 
@@ -448,6 +454,9 @@ NAMES = (
     "another model in the config",
     "no dataset",
     "fractional layers",
+    "a negative square",
+    "a stream at another place",
+    "a weight of whole numbers",
 )
 
 
