@@ -23,10 +23,11 @@ def dataset(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def restored_process_state():
+def restored_process_state(request):
     """train.main sets signal handlers and torch's global switches; leave none behind."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    torch._dynamo.reset()  # after some compiled models it would give up and run the next as it is
+    if request.node.get_closest_marker("slow"):
+        torch._dynamo.reset()  # after some compiled models it would run the next one uncompiled
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
