@@ -4,9 +4,10 @@ training loop.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that every direction in it
 moves by the same amount (K. Jordan et al., "Muon: an optimizer for hidden layers in neural
-networks", 2024). torch.optim.Muon is the same mathematics; this one also runs its products in a
-dtype that the card has, batches all matrices of a shape, takes the parts of a fused q, k, v matrix
-apart, and skips an update on the device where a gradient is not finite.
+networks", 2024), and NorMuon then evens out its neurons. torch.optim.Muon is the same mathematics
+without NorMuon. This one also runs its products in a dtype that the card has, batches all matrices
+of a shape, takes the parts of a fused q, k, v matrix apart, and skips an update on the device where
+a gradient is not finite.
 """
 
 import torch
