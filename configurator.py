@@ -83,6 +83,7 @@ class Config:
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
+    value_tables: int = key(0, "value embeddings of model=fast: n_embd * vocabulary each", low=0)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
@@ -382,7 +383,13 @@ def check_model(config: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     if config.model != "fast":
+        if config.value_tables:
+            problems.append("value_tables: only model=fast has them; --value_tables=0")
         return problems
+    if 2 * config.value_tables > config.n_layer:
+        most = config.n_layer // 2
+        problem = f"value_tables: {config.value_tables} for {config.n_layer} layers"
+        problems.append(f"{problem}, two of which share one; --value_tables={most} or less")
     if not rest and head_size % 4:
         problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
     if config.tie_weights:

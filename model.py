@@ -34,6 +34,7 @@ class GPTConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
     # keep only the stream at each block's entry; the backward pass runs the block again
     recompute: bool = False
+    value_tables: int = 0  # model_fast.py's value embeddings
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:

@@ -23,6 +23,8 @@ ROTARY_BASE = 1024
 LOGIT_CAP = 15.0
 # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
 ATTENTION_SCALE = 1.36
+# of the stream's channels, those that say how much of a value embedding each head takes (records)
+GATE_CHANNELS = 12
 
 
 def norm(x: Tensor) -> Tensor:
@@ -54,18 +56,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, has_table: bool):
         super().__init__()
         self.n_head, self.flash = config.n_head, config.flash
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one product
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        if has_table:
+            self.value_gate = nn.Linear(GATE_CHANNELS, config.n_head, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None
+    ) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
+        if values is not None:
+            # what a token is goes straight into the values, by its own embedding (records)
+            gate = 3 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, nh)
+            v = v + gate[..., None] * values.view_as(v)
         # QK-norm: scores cannot explode (arXiv:2010.04245). The angles were in float32.
         qk = rotate(norm(qk), cos, sin).type_as(v)
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
@@ -90,13 +100,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, has_table: bool):
         super().__init__()
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, has_table)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(norm(x), cos, sin, cache)
+    def forward(
+        self,
+        x: Tensor,
+        values: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        x = x + self.attn(norm(x), values, cos, sin, cache)
         return x + self.mlp(norm(x))
 
 
@@ -104,10 +121,16 @@ class FastGPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer
+        # the first layers have a table each, and the last ones the same again (records)
+        tables = list(range(config.value_tables))
+        self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
+        blocks = [Block(config, number is not None) for number in self.table_of_layer]
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                wte=nn.Embedding(vocab_size, n_embd),
+                value_tables=nn.ModuleList(nn.Embedding(vocab_size, n_embd) for _ in tables),
+                h=nn.ModuleList(blocks),
             )
         )
         # a head of its own: tying costs loss here (records)
@@ -118,13 +141,15 @@ class FastGPT(nn.Module):
         """
         Embedding N(0, 1), as the norm after it asks for; matrices that read the stream N(0, 0.33 /
         fan_in); what writes to it, and the head, zero: every block begins as the identity, and the
-        first loss is ln V (muP, arXiv:2203.03466).
+        first loss is ln V (muP, arXiv:2203.03466). Value embeddings N(0, 1 / C) (nanochat).
         """
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight", "bias")):
+            if name.endswith(("c_proj.weight", "lm_head.weight", "value_gate.weight", "bias")):
                 nn.init.zeros_(p)
             elif name == "transformer.wte.weight":
                 nn.init.normal_(p)
+            elif name.startswith("transformer.value_tables"):
+                nn.init.normal_(p, std=p.size(1) ** -0.5)
             else:
                 nn.init.normal_(p, std=(0.33 / p.size(1)) ** 0.5)
 
@@ -151,11 +176,14 @@ class FastGPT(nn.Module):
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
         recompute = self.config.recompute and self.training and not caches
-        for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
+        values = [table(idx).type_as(x) for table in self.transformer.value_tables]
+        for layer, block in enumerate(self.transformer.h):
+            number = self.table_of_layer[layer]
+            embedded = None if number is None else values[number]
             if recompute:
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, embedded, cos, sin, use_reentrant=False)
             else:
-                x = block(x, cos, sin, cache)
+                x = block(x, embedded, cos, sin, caches[layer] if caches else None)
         return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ SMALL = GPTConfig(
     model="fast",
     block_size=24,
     vocab_size=64,
-    n_layer=2,
+    n_layer=3,  # the middle one has no value embeddings
     n_head=2,
     n_embd=32,
     bias=False,
     tie_weights=False,
+    value_tables=1,
 )
 
 
@@ -91,6 +92,15 @@ def plain_logits(
         for layer in range(config.n_layer):
             name = f"transformer.h.{layer}."
             q, k, v = (rms(x) @ weights[name + "attn.c_attn.weight"].T).split(C, dim=-1)
+            if layer in (0, 2):
+                gate = 3 / (
+                    1 + (-rms(x)[:, :12] @ weights[name + "attn.value_gate.weight"].T).exp()
+                )
+                v = (
+                    v
+                    + gate.repeat_interleave(hs, 1)
+                    * weights["transformer.value_tables.0.weight"][sequence]
+                )
             heads = []
             for h in range(config.n_head):
                 cut = slice(h * hs, (h + 1) * hs)
@@ -182,7 +192,7 @@ def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
 
 def test_one_token_continues_a_cache():
     model, idx = perturbed().eval(), tokens(2, 12)
-    caches = [KVCache(24) for _ in range(2)]
+    caches = [KVCache(24) for _ in range(3)]
     model.next_logits(idx[:, :11], caches)
     torch.testing.assert_close(
         model.next_logits(idx[:, 11:], caches), model(idx)[:, -1], atol=1e-5, rtol=1e-5
