@@ -38,13 +38,13 @@ CPU = torch.device("cpu")
 # with nulls and empty ones
 TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]
 # bytes for tokens need no vocabulary
-BYTES = "from data import stream\nstream.TOKENIZER = {'kind': 'byte'}\n"
+BYTES = "from data import stream\nstream.named_spec = lambda name: {'kind': 'byte'}\n"
 TRAIN = BYTES + "import train; from common import console\nconsole.run_main(train.main)"
 
 
 @pytest.fixture(autouse=True)
 def byte_tokens(monkeypatch):
-    monkeypatch.setattr(stream, "TOKENIZER", {"kind": "byte"})
+    monkeypatch.setattr(stream, "named_spec", lambda name: {"kind": "byte"})
 
 
 @pytest.fixture(scope="module")
