@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int | None:
     title, revision, source = open_source(arguments)
     if next(source(0, 0), None) is None:  # also finds a broken source before anything is written
         raise UserError(f"{title}: holds no documents")
-    val_bytes = 6 * arguments.val_tokens  # more than they are, whatever the tokenizer will be
-    tokenizer = open_tokenizer(arguments.tokenizer, arguments.out, source, val_bytes)
+    # 6 bytes: more than a token of validation has, whatever the tokenizer will be
+    tokenizer = open_tokenizer(arguments.tokenizer, arguments.out, source, 6 * arguments.val_tokens)
     plan = Plan(arguments.out, title, revision, tokenizer, arguments.tokens + arguments.val_tokens)
     plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
     plan.shard_tokens = arguments.shard_tokens

@@ -261,20 +261,19 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     known = has_fields(position, PLACE | dict(sequence=int, held_out=int))
     if position and not (known and position["file"] < len(files)):
         raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
-    spec = named_spec(config.tokenizer)
-    tokenizer = Tokenizer(spec)
+    tokenizer = Tokenizer(named_spec(config.tokenizer))
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)
     check_first(config, len(val), len(train))
 
     identity = dict(revision=revision, held_out=held_out)
-    described = json.dumps([identity, spec, [os.path.basename(file) for file in files]])
+    described = json.dumps([identity, tokenizer.spec, [os.path.basename(file) for file in files]])
     fingerprint = hashlib.sha256(described.encode() + val.tobytes()).hexdigest()
     first = (position["file"], position["row"]) if position else begin
-    workers = Workers(Pieces(files, backoff, spec, first, begin), config.data_workers)
+    workers = Workers(Pieces(files, backoff, tokenizer.spec, first, begin), config.data_workers)
     stream = Stream(workers, config.block_size, identity, position)
     train, val = HeldTokens(train), HeldTokens(val)
-    return Dataset(name, train, val, tokenizer.vocab, spec, fingerprint, stream, modified)
+    return Dataset(name, train, val, tokenizer.vocab, tokenizer.spec, fingerprint, stream, modified)
 
 
 def read_first(

@@ -64,7 +64,7 @@ class Tokenizer:
         elif self.kind == "bpe":
             bpe, self.vocab, self.eot = load_bpe(spec.get("json"))
             self.encode = lambda text: encode_bpe(bpe, text)
-            self.decode = lambda ids: bpe.decode(ids, skip_special_tokens=False)
+            self.decode = lambda ids: bpe.decode(list(ids), skip_special_tokens=False)
         else:
             raise UserError("tokenizer: unknown, so ids cannot become text")
 
@@ -151,14 +151,15 @@ def load_bpe(json: str):
         raise UserError(f"tokenizer.json: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
     if not ends:
         raise UserError(f"tokenizer.json: has none of the special tokens {', '.join(ENDS)}")
-    if bpe.decode(encode_bpe(bpe, PROBE), skip_special_tokens=False) != PROBE:
+    if bpe.decode(list(encode_bpe(bpe, PROBE)), skip_special_tokens=False) != PROBE:
         raise UserError("tokenizer.json: text does not come back as it was; choose another")
     return bpe, vocab, ends[0]
 
 
-def encode_bpe(bpe, text: str) -> list[int]:
-    encodings = bpe.encode_batch_fast(cut(text), add_special_tokens=False)
-    return list(chain.from_iterable(encoding.ids for encoding in encodings))
+def encode_bpe(bpe, text: str) -> np.ndarray:
+    # "fast": without the tokens' places in the text
+    ids = (bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids for piece in cut(text))
+    return np.fromiter(chain.from_iterable(ids), dtype=np.uint16)
 
 
 def cut(text: str) -> list[str]:
