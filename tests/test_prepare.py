@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.console import RunError, UserError, parse_count
-from data import prepare_fineweb, prepare_text, sources
+from data import prepare_fineweb, prepare_text, sources, writer
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
 from data.writer import Plan, check_folder, lock_folder, prepare
@@ -769,18 +769,16 @@ def test_check_of_an_odd_manifest_is_one_line(checked, change):
 # What is printed
 
 
-def test_the_next_command_is_printed(bytes_for_tokens, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "small, config", [(10**6, "config/quickstart.py"), (100, "config/gpt124m_4070.py")]
+)
+def test_the_next_command_is_printed(tmp_path, monkeypatch, capsys, small, config):
     monkeypatch.chdir(tmp_path)
-    source = write_parquet(tmp_path / "a.parquet", documents(40))
-    assert fineweb(f"--source={source}", "--out=data/mine", "--val_tokens=10") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "next: python train.py config/gpt124m_4070.py --dataset=mine"
+    monkeypatch.setattr(writer, "SMALL_DATASET", small)
     Path("notes.txt").write_text("a line\n" * 100)
     assert prepare_text.main(["notes.txt"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == (
-        "next: python train.py config/quickstart.py --dataset=notes --out_dir=out/notes"
-    )
+    assert last == f"next: python train.py {config} --dataset=notes --out_dir=out/notes"
 
 
 def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
