@@ -197,7 +197,7 @@ def train_bpe(texts: list[str], vocab: int) -> dict:
     bpe, bars = ByteLevelBPETokenizer(), sys.stderr.isatty()
     bpe.train_from_iterator(texts, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     if (ids := bpe.get_vocab_size()) < vocab:
-        raise UserError(f"--tokenizer=bpe:{vocab}: the text has {ids} ids; bpe:{ids} or more text")
+        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; a smaller N, or more text")
     return dict(kind="bpe", json=bpe.to_str())
 
 

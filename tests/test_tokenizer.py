@@ -263,7 +263,9 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
         out = tmp_path / "run" if options["init_from"] == "resume" else tmp_path / "new"
         code, _, err = run_flags(script, another, out, **options)
         assert code == 2 and len(err) == 1 and err[0].startswith("error: dataset: "), err
-    assert "bpe tokens; prepare the text again with --tokenizer=the tokenizer.json" in err[0]
+    assert (
+        "bpe tokens; prepare the text again with --tokenizer=PATH, their tokenizer.json" in err[0]
+    )
     bytes_run = tmp_path / "bytes"
     run_here(prepare_rows(tmp_path, TEXTS, "byte"), bytes_run, max_iters=1)
     code, _, err = run_flags(script, mine, tmp_path / "new", init_from=bytes_run)

@@ -300,7 +300,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     elif "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
         held = f"dataset: {data.source} holds {data.tokenizer['kind']} tokens"
         known = f"the weights of init_from={config.init_from} know {theirs['kind']} tokens"
-        name = "the tokenizer.json of theirs" if theirs["kind"] == "bpe" else theirs["kind"]
+        name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
         problems.append(f"{held}, {known}; prepare the text again with --tokenizer={name}")
     elif start.weights and start.weights["vocab"] < data.vocab:
         known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
