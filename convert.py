@@ -19,6 +19,7 @@ from safetensors.torch import save as to_safetensors
 from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.shards import read_json
+from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
 from training.build import build_model
@@ -30,6 +31,8 @@ STALE_FILES += ("vocab.json", "merges.txt", "tokenizer*.json", "special_tokens_m
 STALE_FILES += ("nightshift_*.py",)
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+# What a tokenizer.json may ask for beside encoding, and training does not do
+PROCESSING = ("post_processor", "truncation", "padding")
 # The fast model's code. An exported folder holds X.py as nightshift_X.py: it may hold a file of the
 # user's that is called model.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
@@ -66,9 +69,9 @@ def ckpt_to_hf(source: str, out: str) -> None:
     if fast:
         write_code(folder)
     kind = state["tokenizer"]["kind"]
-    if kind != "gpt2":
+    if kind not in ("gpt2", "bpe"):
         say(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
-    elif not write_gpt2_tokenizer(folder, config.block_size):
+    elif not write_tokenizer(folder, state["tokenizer"], config.block_size):
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
     trust = ", trust_remote_code=True" if fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
@@ -126,6 +129,8 @@ def hf_config(tokenizer: dict, config: GPTConfig) -> dict:
     """config.json. The key tokenizer_spec is this program's, and marks the folder as its own."""
     vocab, tied = config.vocab_size, config.tie_weights
     eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
+    if tokenizer["kind"] == "bpe":
+        eot, tokenizer = Tokenizer(tokenizer).eot, dict(kind="bpe")  # its text: tokenizer.json
     hf = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
     hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
@@ -145,22 +150,29 @@ def write_code(folder: Path) -> None:
         (folder / f"nightshift_{path.name}").write_text(code, encoding="utf-8")
 
 
-def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
+def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
     """
-    GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or downloads. False if it
-    cannot get them.
+    A bpe or gpt2 tokenizer for AutoTokenizer, which adds no token by itself; GPT-2's from the files
+    that tiktoken has or downloads. False if it cannot get them.
     """
     from tiktoken.load import read_file_cached
 
-    try:
-        vocab = read_file_cached(GPT2_FILES + "encoder.json")
-        merges = read_file_cached(GPT2_FILES + "vocab.bpe")
-    except Exception:  # whatever the network throws
-        return False
-    settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    settings |= dict(tokenizer_class="GPT2Tokenizer", model_max_length=block_size)
-    (folder / "vocab.json").write_bytes(vocab)
-    (folder / "merges.txt").write_bytes(merges)
+    settings = dict(model_max_length=block_size)
+    if tokenizer["kind"] == "bpe":
+        text = Tokenizer(tokenizer)
+        end, settings["tokenizer_class"] = text.decode([text.eot]), "PreTrainedTokenizerFast"
+        content = json.loads(tokenizer["json"]) | dict.fromkeys(PROCESSING)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    else:
+        try:
+            vocab = read_file_cached(GPT2_FILES + "encoder.json")
+            merges = read_file_cached(GPT2_FILES + "vocab.bpe")
+        except Exception:  # whatever the network throws
+            return False
+        end, settings["tokenizer_class"] = "<|endoftext|>", "GPT2Tokenizer"
+        (folder / "vocab.json").write_bytes(vocab)
+        (folder / "merges.txt").write_bytes(merges)
+    settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return True
 

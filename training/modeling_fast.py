@@ -1,8 +1,8 @@
 """
 The fast model for transformers. `convert.py ckpt-to-hf` copies this file, model_fast.py and
-model.py into the folder that it writes, so both programs compute the model by the same lines.
+model.py into the folder that it writes: an export computes by the very lines that trained it.
 
-Nothing else imports this file: training needs no transformers.
+Nothing imports this file here, as training needs no transformers.
 """
 
 import torch
@@ -61,7 +61,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
-            raise ValueError("attention_mask: hides what is not the end; give equally long prompts")
+            raise ValueError("attention_mask: can hide the end only; give prompts one at a time")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         caches, parts = None, [input_ids]
