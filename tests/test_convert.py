@@ -181,7 +181,7 @@ def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path, script):
     state = state_of(weights, vocab) | dict(tokenizer=dict(kind="bpe", json=bpe.to_str()))
     checkpoint.save(state, tmp_path / "x.pt")
     assert "no tokenizer" not in export(script, tmp_path / "x.pt", folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = "the cat 's naïve café — 12345 ,\n\n\tand did n't ✓ <tags> ."
     bpe.no_truncation()
     ids = bpe.encode(text, add_special_tokens=False).ids
