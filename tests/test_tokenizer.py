@@ -122,9 +122,9 @@ def test_the_ids_are_those_of_gpt2s_own_files(tmp_path):
     """OpenAI's files as a tokenizer.json against tiktoken, which reads them in another way."""
     from tokenizers import ByteLevelBPETokenizer
 
-    from convert import write_gpt2_tokenizer
+    from convert import write_tokenizer
 
-    if not write_gpt2_tokenizer(tmp_path, 1024):
+    if not write_tokenizer(tmp_path, {"kind": "gpt2"}, 1024):
         pytest.skip("needs GPT-2's files, from the network or TIKTOKEN_CACHE_DIR")
     files = [str(tmp_path / name) for name in ("vocab.json", "merges.txt")]
     library = ByteLevelBPETokenizer(*files)
