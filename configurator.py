@@ -68,6 +68,7 @@ class Config:
     wandb_run_name: str = key("gpt2", "wandb run name")
     dataset: str = key("openwebtext", "folder data/NAME, or a path to token shards", group="data")
     stream: bool = key(False, "tokenise while training; dataset: files, or the hub's ORG/NAME")
+    tokenizer: str = key("gpt2", "a stream's: gpt2, byte, or the path of a tokenizer.json")
     data_workers: int = key(1, "tokenising processes of a stream; 0: a thread", low=0, high=256)
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
@@ -363,6 +364,8 @@ def resolve(config: Config) -> list[str]:
         rates = [config.muon_lr, config.embed_lr, config.head_lr, config.vector_lr]
     if min(rates) < config.min_lr and "min_lr" not in config.given:
         config.min_lr = min(rates) / 10  # a rate must not rise to min_lr
+    if config.tokenizer != "gpt2" and not config.stream:
+        problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
     if config.wandb_log:
         config.tracker = "wandb"
     if config.overwrite and config.init_from in ("resume", "auto"):

@@ -10,6 +10,7 @@ CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a conv
 """
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,42 +19,62 @@ from safetensors.torch import save as to_safetensors
 from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.shards import read_json
+from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
+from training.build import build_model
 from training.pretrained import GPT2_ONLY, TRANSPOSED, read_weights
 
 # What an earlier export, or a tool that worked on it, may have left beside its weights
 STALE_FILES = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
 STALE_FILES += ("vocab.json", "merges.txt", "tokenizer*.json", "special_tokens_map.json")
+STALE_FILES += ("nightshift_*.py",)
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+# What a tokenizer.json may ask for beside encoding, and training does not do
+PROCESSING = ("post_processor", "truncation", "padding")
+# The fast model's code. An exported folder holds X.py as nightshift_X.py: it may hold a file of the
+# user's that is called model.py.
+CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
+AUTO_MAP = dict(
+    AutoConfig="nightshift_modeling_fast.FastConfig",
+    AutoModelForCausalLM="nightshift_modeling_fast.FastForCausalLM",
+)
 
 # -----------------------------------------------------------------------------
 # To Hugging Face
 
 
 def ckpt_to_hf(source: str, out: str) -> None:
-    """The model as GPT2LMHeadModel in float32. Raises UserError."""
+    """
+    The model in float32, as GPT2LMHeadModel; a fast one with the code that computes it. Raises
+    UserError.
+    """
     if not out:
         raise UserError("ckpt-to-hf: '' is no folder; give its name")
     folder = Path(out)
     stale = check_target(folder)
     state = read_weights(source)
-    if state["model_config"].get("model", "gpt2") != "gpt2":
-        raise UserError("ckpt-to-hf: Hugging Face has no architecture for the fast model")
+    config = replace(GPTConfig(**state["model_config"]), vocab_size=state["vocab"])
+    fast = config.model == "fast"
+    weights = fast_weights(state, config) if fast else gpt2_weights(state)
+    hf = json.dumps(hf_config(state["tokenizer"], config), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as file:
-        file.write(to_safetensors(hf_weights(state), metadata={"format": "pt"}))
+        file.write(to_safetensors(weights, metadata={"format": "pt"}))
     with replacing(folder / "config.json") as file:
-        file.write(json.dumps(hf_config(state), indent=2).encode() + b"\n")
+        file.write(hf.encode() + b"\n")
     for path in stale:
         path.unlink()
+    if fast:
+        write_code(folder)
     kind = state["tokenizer"]["kind"]
-    if kind != "gpt2":
+    if kind not in ("gpt2", "bpe"):
         say(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
-    elif not write_gpt2_tokenizer(folder, state["model_config"]["block_size"]):
+    elif not write_tokenizer(folder, state["tokenizer"], config.block_size):
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
-    say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r})")
+    trust = ", trust_remote_code=True" if fast else ""
+    say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
 
 
 def check_target(folder: Path) -> list[Path]:
@@ -72,7 +93,7 @@ def check_target(folder: Path) -> list[Path]:
     return stale
 
 
-def hf_weights(state: dict) -> dict[str, torch.Tensor]:
+def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
     """
     The weights by Hugging Face's names and shapes: without the vocabulary's padding, and with zeros
     for the biases that this model does not have.
@@ -93,47 +114,65 @@ def hf_weights(state: dict) -> dict[str, torch.Tensor]:
     return weights
 
 
-def hf_config(state: dict) -> dict:
+def fast_weights(state: dict, config: GPTConfig) -> dict[str, torch.Tensor]:
+    """The weights by the modelling file's names, cut to the shapes that `config` asks for."""
+    weights = {}
+    with torch.device("meta"):  # shapes without memory
+        model = build_model(config)
+    for name, parameter in model.state_dict().items():
+        part = tuple(slice(size) for size in parameter.shape)
+        weights[f"model.{name}"] = state["model"][name][part].contiguous()
+    return weights
+
+
+def hf_config(tokenizer: dict, config: GPTConfig) -> dict:
     """config.json. The key tokenizer_spec is this program's, and marks the folder as its own."""
-    config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
-    tokenizer = state["tokenizer"]
+    vocab, tied = config.vocab_size, config.tie_weights
     eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
-    return dict(
-        architectures=["GPT2LMHeadModel"],
-        model_type="gpt2",
-        dtype="float32",
-        tokenizer_spec=tokenizer,
-        bos_token_id=eot,
-        eos_token_id=eot,
-        vocab_size=vocab,
-        n_positions=config.block_size,
-        n_embd=config.n_embd,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        tie_word_embeddings=config.tie_weights,
-        resid_pdrop=config.dropout,
-        embd_pdrop=config.dropout,
-        attn_pdrop=config.dropout,
-        **{key: allowed[0] for key, allowed in GPT2_ONLY.items()},
-    )
+    if tokenizer["kind"] == "bpe":
+        eot, tokenizer = Tokenizer(tokenizer).eot, dict(kind="bpe")  # its text: tokenizer.json
+    hf = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
+    hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
+    if config.model == "fast":
+        hf |= dict(model_type="nightshift_fast", model_config=asdict(config), auto_map=AUTO_MAP)
+        return hf | dict(architectures=["FastForCausalLM"])
+    hf |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    hf |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+    return hf | {key: allowed[0] for key, allowed in GPT2_ONLY.items()}
 
 
-def write_gpt2_tokenizer(folder: Path, block_size: int) -> bool:
+def write_code(folder: Path) -> None:
+    """The modelling file of a fast model, and what it imports, as siblings."""
+    for name in CODE_FILES:
+        path = Path(__file__).parent / name
+        code = path.read_text(encoding="utf-8").replace("\nfrom model", "\nfrom .nightshift_model")
+        (folder / f"nightshift_{path.name}").write_text(code, encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
     """
-    GPT-2's tokenizer for AutoTokenizer, from the files that tiktoken has or downloads. False if it
-    cannot get them.
+    A bpe or gpt2 tokenizer for AutoTokenizer, which adds no token by itself; GPT-2's from the files
+    that tiktoken has or downloads. False if it cannot get them.
     """
     from tiktoken.load import read_file_cached
 
-    try:
-        vocab = read_file_cached(GPT2_FILES + "encoder.json")
-        merges = read_file_cached(GPT2_FILES + "vocab.bpe")
-    except Exception:  # whatever the network throws
-        return False
-    settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    settings |= dict(tokenizer_class="GPT2Tokenizer", model_max_length=block_size)
-    (folder / "vocab.json").write_bytes(vocab)
-    (folder / "merges.txt").write_bytes(merges)
+    settings = dict(model_max_length=block_size)
+    if tokenizer["kind"] == "bpe":
+        text = Tokenizer(tokenizer)
+        end, settings["tokenizer_class"] = text.decode([text.eot]), "PreTrainedTokenizerFast"
+        content = json.loads(tokenizer["json"]) | dict.fromkeys(PROCESSING)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    else:
+        try:
+            vocab = read_file_cached(GPT2_FILES + "encoder.json")
+            merges = read_file_cached(GPT2_FILES + "vocab.bpe")
+        except Exception:  # whatever the network throws
+            return False
+        end, settings["tokenizer_class"] = "<|endoftext|>", "GPT2Tokenizer"
+        (folder / "vocab.json").write_bytes(vocab)
+        (folder / "merges.txt").write_bytes(merges)
+    settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return True
 

@@ -21,8 +21,7 @@ if __name__ == "__main__":
 
 from common.console import Parser, UserError, parse_count, run_main
 from data import sources
-from data.shards import dataset_name
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOKENIZERS, open_tokenizer
 from data.writer import MAX_SHARD_TOKENS, Plan, check_folder, prepare, read_manifest
 
 
@@ -36,6 +35,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=parse_count, default="1B", help="tokens for training (default: 1B)")
     add("--val_tokens", type=parse_count, default="10M", help="for validation (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="in a shard (default: 100M)")
+    add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, default=out, help="the folder to fill (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
     add("--check", metavar="DIR", help="verify a data folder, and print what it holds")
@@ -49,15 +49,15 @@ def main(argv: list[str]) -> int | None:
     arguments = parse_arguments(argv)
     if arguments.check:
         return check_folder(arguments.check)
-    tokenizer = Tokenizer({"kind": "gpt2"})
     title, revision, source = open_source(arguments)
     if next(source(0, 0), None) is None:  # also finds a broken source before anything is written
         raise UserError(f"{title}: holds no documents")
+    # 6 bytes: more than a token of validation has, whatever the tokenizer will be
+    tokenizer = open_tokenizer(arguments.tokenizer, arguments.out, source, 6 * arguments.val_tokens)
     plan = Plan(arguments.out, title, revision, tokenizer, arguments.tokens + arguments.val_tokens)
     plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
     plan.shard_tokens = arguments.shard_tokens
-    train = f"python train.py config/gpt124m_4070.py --dataset={dataset_name(arguments.out)}"
-    return prepare(plan, source, arguments.workers, next_command=train)
+    return prepare(plan, source, arguments.workers)
 
 
 def open_source(arguments: argparse.Namespace) -> tuple[str, str, sources.Source]:

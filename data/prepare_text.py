@@ -5,6 +5,7 @@ Make a dataset from your own text, or, with no argument, from the Python standar
     python data/prepare_text.py                                   4.4M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: column `text`
+    python data/prepare_text.py book.txt --tokenizer=bpe:4096     a tokenizer made for this text
 
 A text file is one document, and so is a row. Validation is the first documents, as many as make up
 --val_fraction of the text; a single document is cut in two at a paragraph.
@@ -25,9 +26,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, parse_count, run_main
-from data.shards import PREPARED_ON_DEMAND, dataset_name
+from data.shards import PREPARED_ON_DEMAND
 from data.sources import ROW_FILES, Batch, Source, file_ending, files_source, local_files
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOKENIZERS, open_tokenizer
 from data.writer import Plan, prepare
 
 ENDINGS = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -150,7 +151,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("files", nargs="*", help="files, folders, patterns; none: the Python standard library")
-    add("--tokenizer", choices=("byte", "gpt2"), default="byte", help="256 or 50,257 ids")
+    add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="the folder to make (default: data/ and the first file's name)")
     add("--val_fraction", type=float, default=0.05, help="validation's share (default: 0.05)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
@@ -169,7 +170,6 @@ def default_out(names: list[str], files: list[str]) -> Path:
 
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
-    tokenizer = Tokenizer({"kind": arguments.tokenizer})
     if arguments.files:
         title = " ".join(arguments.files)[:200]
         files = local_files(arguments.files, ENDINGS)
@@ -185,15 +185,13 @@ def main(argv: list[str]) -> int:
     elif arguments.files:
         enough = arguments.val_fraction * sum(sizes)
         val_documents = 1 + sum(total < enough for total in accumulate(sizes))
+    out = arguments.out or default_out(arguments.files, files)
+    val_bytes = sum(sizes[:val_documents])
+    tokenizer = open_tokenizer(arguments.tokenizer, out, source, val_bytes, sum(sizes))
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = sum(sizes) // bytes_per_token + len(sizes)
-    out = arguments.out or default_out(arguments.files, files)
     plan = Plan(out, title, sha256, tokenizer, expected_tokens, val_documents=val_documents)
-    train = ""
-    if arguments.files:  # without, train.py may be the caller
-        own = f"--dataset={dataset_name(out)} --out_dir=out/{out.name}"
-        train = f"python train.py config/quickstart.py {own}"
-    return prepare(plan, source, arguments.workers, next_command=train)
+    return prepare(plan, source, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 from common.console import RunError, UserError, did_you_mean, warn
 from common.files import plain_file, replacing
 from configurator import Config
-from data.tokenizer import GPT2_VOCAB, fits, read_meta
+from data.tokenizer import GPT2_VOCAB, fits, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
@@ -269,6 +269,8 @@ def read_description(folder: Path) -> tuple[dict[str, dict], int, dict]:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         problem = f"{folder}: manifest.json or meta.pkl is damaged ({error!r})"
         raise UserError(f"{problem}; prepare the dataset again") from None
+    if manifest.get("tokenizer") == "bpe":
+        return listed, vocab, read_bpe(folder / "tokenizer.json", manifest)
     return listed, vocab, tokenizer_spec(manifest, meta, vocab)
 
 
@@ -317,7 +319,9 @@ def check_tokens(listed: dict[str, dict], streams: list[TokenStream]) -> str:
     Check both ends of each shard; the rest is checked as it is read. Returns the fingerprint, a
     sha256 of these tokens and of what manifest.json lists. Raises RunError.
     """
-    fingerprint = hashlib.sha256(json.dumps(listed, sort_keys=True).encode())
+    # without `bytes`, which the same tokens prepared by an older version lack
+    entries = {n: {k: v for k, v in listed[n].items() if k != "bytes"} for n in listed}
+    fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for stream in streams:
         for shard, end in zip(stream.shards, stream.ends):
             length = min(shard.tokens, CHECKED_TOKENS)

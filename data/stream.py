@@ -35,10 +35,9 @@ from common.console import RunError, UserError
 from configurator import Config
 from data import sources
 from data.shards import Dataset, HeldTokens
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, named_spec
 from data.writer import PLACE, encode_rows, has_fields
 
-TOKENIZER = {"kind": "gpt2"}
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 GO_ON = "--init_from=resume goes on"
@@ -69,7 +68,7 @@ class Pieces(IterableDataset):
         try:
             tokenizer = Tokenizer(self.tokenizer)
             for file, first, rows in source(*self.first):
-                documents = [tokens for _, tokens in encode_rows(first, rows, tokenizer)]
+                documents = [tokens for _, tokens, _ in encode_rows(first, rows, tokenizer)]
                 yield file, first, np.concatenate([NO_TOKENS, *documents])
         except UserError as error:  # DataLoader would make a traceback of it
             yield error
@@ -262,19 +261,19 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     known = has_fields(position, PLACE | dict(sequence=int, held_out=int))
     if position and not (known and position["file"] < len(files)):
         raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
-    tokenizer = Tokenizer(TOKENIZER)
+    tokenizer = Tokenizer(named_spec(config.tokenizer))
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)
     check_first(config, len(val), len(train))
 
     identity = dict(revision=revision, held_out=held_out)
-    described = json.dumps([identity, TOKENIZER, [os.path.basename(file) for file in files]])
+    described = json.dumps([identity, tokenizer.spec, [os.path.basename(file) for file in files]])
     fingerprint = hashlib.sha256(described.encode() + val.tobytes()).hexdigest()
     first = (position["file"], position["row"]) if position else begin
-    workers = Workers(Pieces(files, backoff, TOKENIZER, first, begin), config.data_workers)
+    workers = Workers(Pieces(files, backoff, tokenizer.spec, first, begin), config.data_workers)
     stream = Stream(workers, config.block_size, identity, position)
     train, val = HeldTokens(train), HeldTokens(val)
-    return Dataset(name, train, val, tokenizer.vocab, TOKENIZER, fingerprint, stream, modified)
+    return Dataset(name, train, val, tokenizer.vocab, tokenizer.spec, fingerprint, stream, modified)
 
 
 def read_first(
@@ -286,7 +285,7 @@ def read_first(
     """
     val, train, begin = array("H"), array("H"), (0, 0)
     for file, first, rows in source(0, 0):
-        for row, tokens in encode_rows(first, rows, tokenizer):
+        for row, tokens, _ in encode_rows(first, rows, tokenizer):
             if len(val) < wanted:
                 val.frombytes(tokens.tobytes())
             else:

@@ -1,20 +1,36 @@
 """
-Text to token ids and back: GPT-2's BPE, bytes, or nanoGPT's character tables.
+Text to token ids and back: GPT-2's BPE, one of your own, bytes, or nanoGPT's character tables.
 
-A `spec` is what a dataset or a checkpoint says of its tokenizer. Its `kind` is gpt2, byte, char or
-unknown; a char spec also has the table `itos`, a list of the characters by id.
+A `spec` is what a dataset or a checkpoint says of its tokenizer. Its `kind` is gpt2, bpe, byte,
+char or unknown. A bpe spec also has `json`, the text of a tokenizer.json of the library
+`tokenizers`; a char spec has the table `itos`, a list of the characters by id.
 """
 
+import hashlib
+import os
 import pickle
+import re
+import sys
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from common.console import UserError
+from common.console import UserError, say
 from common.files import plain_file
 
 GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
 BYTE_VOCAB = 256
+MOST_IDS = 65_536  # of a tokenizer.json: what a shard's uint16 can tell apart
+SAMPLE_MB = 50  # of text, which bpe:N is trained on
+TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: trained, of N ids, on {SAMPLE_MB} MB at most"
+# What tokenizers call end-of-text; one of your own has the first
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+# A tokenizer from which this does not come back as it was is none for a language model
+PROBE = "It's  12 Caf\u00e9s,\n\t\u6f22\u5b57 \U0001f642 \x80 <|endoftext|> "
+# 200,000 characters and the rest of a word, or all that is left: see cut
+PIECE = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 
 
 class Tokenizer:
@@ -29,7 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, spec: dict):
-        self.kind = spec.get("kind")
+        self.spec, self.kind = spec, spec.get("kind")
         if self.kind == "byte":
             self.vocab, self.eot = BYTE_VOCAB, 0
             self.encode = encode_bytes
@@ -45,6 +61,10 @@ class Tokenizer:
             self.vocab, self.eot = bpe.n_vocab, bpe.eot_token
             self.encode = lambda text: bpe.encode_to_numpy(text, disallowed_special=())
             self.decode = bpe.decode
+        elif self.kind == "bpe":
+            bpe, self.vocab, self.eot = load_bpe(spec.get("json"))
+            self.encode = lambda text: encode_bpe(bpe, text)
+            self.decode = lambda ids: bpe.decode(list(ids), skip_special_tokens=False)
         else:
             raise UserError("tokenizer: unknown, so ids cannot become text")
 
@@ -70,6 +90,121 @@ def gpt2_bpe():
         raise UserError(f"{problem}; go online once, or set TIKTOKEN_CACHE_DIR") from None
 
 
+# -----------------------------------------------------------------------------
+# A BPE of one's own
+
+
+def open_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int = 0) -> Tokenizer:
+    """
+    The tokenizer that --tokenizer names. bpe:N is trained on a sample of the text, see sample_text,
+    unless an earlier start of the same preparation has left its tokenizer in `out`. Raises
+    UserError.
+    """
+    kind, _, size = name.partition(":")
+    if kind != "bpe":
+        return Tokenizer(named_spec(name))
+    if not (size.isdecimal() and BYTE_VOCAB < int(size[:9]) <= MOST_IDS):
+        raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
+    begun = out / "tokenizer.json"
+    if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun))).vocab == int(size):
+        return tokenizer
+    say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
+    return Tokenizer(train_bpe(sample_text(source, skip, total), int(size)))
+
+
+def named_spec(name: str) -> dict:
+    """The spec of gpt2, of byte, or of a tokenizer.json by its path. Raises UserError."""
+    return dict(kind=name) if name in ("gpt2", "byte") else read_bpe(Path(name))
+
+
+def read_bpe(path: Path, manifest: dict | None = None) -> dict:
+    """
+    The spec of a tokenizer.json: any, or the one of a data folder's `manifest`. Raises UserError.
+    """
+    mend = "restore it, or prepare anew" if manifest else "give gpt2, byte, or a tokenizer.json"
+    try:
+        content = plain_file(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {mend}") from None
+    if manifest and manifest.get("tokenizer_sha256") != hashlib.sha256(content).hexdigest():
+        raise UserError(f"{path}: has changed since the preparation; {mend}")
+    return dict(kind="bpe", json=content.decode(errors="replace"))
+
+
+def load_bpe(json: str):
+    """The library's tokenizer, the number of its ids, and that of end-of-text. Raises UserError."""
+    # The threads are ours; after threads of the library's own each fork would warn
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers  # here, as tiktoken
+
+        bpe = tokenizers.Tokenizer.from_str(json)
+    except Exception as error:  # the library raises no other
+        raise UserError(f"tokenizer.json: the tokenizers library refuses it ({error})") from None
+    bpe.no_truncation()
+    bpe.no_padding()
+    bpe.encode_special_tokens = True  # as text: no document can hold an end-of-text
+    vocab = 1 + max(bpe.get_vocab().values(), default=0)
+    special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
+    ends = [special[name] for name in ENDS if name in special]
+    if vocab > MOST_IDS:
+        raise UserError(f"tokenizer.json: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
+    if not ends:
+        raise UserError(f"tokenizer.json: has none of the special tokens {', '.join(ENDS)}")
+    if bpe.decode(list(encode_bpe(bpe, PROBE)), skip_special_tokens=False) != PROBE:
+        raise UserError("tokenizer.json: text does not come back as it was; choose another")
+    return bpe, vocab, ends[0]
+
+
+def encode_bpe(bpe, text: str) -> np.ndarray:
+    # "fast": without the tokens' places in the text
+    ids = (bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids for piece in cut(text))
+    return np.fromiter(chain.from_iterable(ids), dtype=np.uint16)
+
+
+def cut(text: str) -> list[str]:
+    """
+    The text in pieces that end with a word, which no token crosses: the library takes some hundred
+    bytes of memory for each character that it gets at once. A lone surrogate, which UTF-8 cannot
+    hold, becomes a question mark.
+    """
+    return PIECE.findall(text.encode(errors="replace").decode())
+
+
+def sample_text(source: Callable, skip: int, total: int) -> list[str]:
+    """
+    The text of a data.sources.Source after its first `skip` bytes, which are validation's. Of more
+    than SAMPLE_MB, every n-th 200 kB, or the first SAMPLE_MB where the `total` bytes are not known.
+    """
+    sample, read, every = [], 0, 1 + total // (SAMPLE_MB * 1_000_000)
+    for text in (text for _, _, rows in source(0, 0) for text in rows if text):
+        for piece in cut(text):
+            read += len(piece.encode())
+            if read > skip and read // 200_000 % every == 0:
+                sample.append(piece)
+            if read > skip + every * SAMPLE_MB * 1_000_000:
+                return sample
+    return sample
+
+
+def train_bpe(texts: list[str], vocab: int) -> dict:
+    """
+    The spec of a byte-level BPE of `vocab` ids, as GPT-2's (Radford et al. 2019) but made from
+    these texts. Raises UserError where they repeat too little for so many.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe, bars = ByteLevelBPETokenizer(), sys.stderr.isatty()
+    bpe.train_from_iterator(texts, vocab, show_progress=bars, special_tokens=[ENDS[0]])
+    if (ids := bpe.get_vocab_size()) < vocab:
+        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; a smaller N, or more text")
+    return dict(kind="bpe", json=bpe.to_str())
+
+
+# -----------------------------------------------------------------------------
+# From files that may hold anything
+
+
 def fits(spec, vocab: int) -> bool:
     """Whether `spec`, from a file that may hold anything, has a text for each id below `vocab`."""
     if not isinstance(spec, dict):
@@ -79,6 +214,8 @@ def fits(spec, vocab: int) -> bool:
         return vocab <= GPT2_VOCAB
     if kind == "byte":
         return vocab <= BYTE_VOCAB
+    if kind == "bpe":  # is not looked into: a machine that only trains may lack the library
+        return isinstance(spec.get("json"), str)
     if kind == "char" and isinstance(itos, list) and len(itos) >= vocab:
         return all(isinstance(char, str) for char in itos)
     return False

@@ -12,6 +12,7 @@ out the same, byte for byte, however often it was interrupted and with any numbe
 import hashlib
 import json
 import math
+import shlex
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +26,14 @@ from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, say
 from common.files import fsync_folder, lack_of_space, plain_file, replacing, try_lock
+from data import shards
 from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, read_bpe
 
 FORMAT = "uint16 shards, llm.c header"
 # What must be the same for a preparation to go on
-IDENTITY = ("format", "tokenizer", "vocab", "eot", "source", "revision", "settings")
+IDENTITY = ("format", "tokenizer", "vocab", "tokenizer_sha256", "source", "revision", "settings")
 # What a manifest must hold, for itself and for each shard
 FIELDS = dict(tokenizer=str, source=str, revision=str, documents=int, complete=bool, shards=list)
 SHARD_FIELDS = dict(name=str, tokens=int, sha256=str, documents=int)
@@ -41,6 +43,7 @@ PLACE = dict(file=int, row=int, token=int)
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
 READ_AHEAD = 2  # batches of documents for each thread that tokenises
+SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
 
 GO_ON = "the same command goes on after the last finished shard"
 
@@ -68,27 +71,27 @@ class Plan:
         settings |= dict(val_documents=self.val_documents, shard_tokens=self.shard_tokens)
         tokens = self.tokenizer
         manifest = dict(format=FORMAT, tokenizer=tokens.kind, vocab=tokens.vocab, eot=tokens.eot)
+        if tokens.kind == "bpe":
+            manifest["tokenizer_sha256"] = hashlib.sha256(tokens.spec["json"].encode()).hexdigest()
         manifest |= dict(source=self.source, revision=self.revision, settings=settings)
         return manifest | dict(documents=0, complete=False, shards=[], next=dict.fromkeys(PLACE, 0))
 
 
-def prepare(plan: Plan, source: Source, workers: int, next_command: str = "") -> int:
+def prepare(plan: Plan, source: Source, workers: int) -> int:
     """
     Fill plan.folder from the source, or go on where an earlier start stopped. Prints what the
     folder holds and the command to type next. Returns the exit code.
     """
     writer = ShardWriter(plan)
     if writer.manifest["complete"]:
-        say(f"{describe(plan.folder, writer.manifest)}: nothing to do")
+        say(f"{plan.folder}: complete, nothing to do")
     else:
         try:
             write_all(writer, source, workers)
         except KeyboardInterrupt:
             complain(f"stopped: {GO_ON}")
             return 130
-        say(describe(plan.folder, writer.manifest))
-    if next_command:
-        say(f"next: {next_command}")
+    describe(plan.folder, writer.manifest)
     return 0
 
 
@@ -102,11 +105,11 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
         with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
             while not writer.has_all and (batch := next(batches, None)):
                 file, documents = batch
-                for row, tokens in documents:
+                for row, tokens, size in documents:
                     done = start["token"] if (file, row) == begin else 0
                     found = found or ((file, row) == begin and done <= len(tokens))
                     if found:
-                        writer.add(tokens, file, row, done)
+                        writer.add(tokens, size, file, row, done)
                 bar.update(writer.tokens - bar.n)
         batches.close()  # ends the threads
         if not found:
@@ -124,13 +127,23 @@ def progress_bar(tokens: int, done: int) -> tqdm:
     return tqdm(total=tokens, initial=done, unit="tok", unit_scale=True, disable=None)
 
 
-def describe(folder: Path, manifest: dict) -> str:
+def describe(folder: Path, manifest: dict) -> None:
+    """Print what the folder holds and the command that trains on it."""
     tokens = tokens_of(manifest)
-    return (
+    total = sum(tokens.values())
+    say(
         f"{folder}: {manifest['documents']:,} documents, {tokens['train']:,} tokens for training "
         f"and {tokens['val']:,} for validation in {len(manifest['shards'])} shards, "
-        f"{2 * sum(tokens.values()) / 1e6:,.1f} MB"
+        f"{2 * total / 1e6:,.1f} MB"
     )
+    if total and all(has_fields(shard, {"bytes": int}) for shard in manifest["shards"]):
+        size = sum(shard["bytes"] for shard in manifest["shards"])  # older ones have not counted
+        say(f"text: {size:,} bytes, {size / total:.3f} bytes per token")
+    config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
+    own = [f"--dataset={shards.dataset_name(folder)}", f"--out_dir=out/{folder.name}"]
+    command = shlex.join(["python", "train.py", config, *own])
+    unfinished = "unfinished: the command that began it goes on"
+    say(f"next: {command}" if manifest["complete"] else unfinished)
 
 
 # -----------------------------------------------------------------------------
@@ -139,7 +152,7 @@ def describe(folder: Path, manifest: dict) -> str:
 
 def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int):
     """
-    Tokenise on `workers` threads (tiktoken releases the GIL) and keep the order: yields the file
+    Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields the file
     number and the encode_rows of each batch. Reads so far ahead that the threads go on while the
     source downloads or a shard is written, and not so far that memory grows with the source.
     """
@@ -157,9 +170,10 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple[int, np.ndarray]]:
+def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple]:
     """
-    Row and tokens of each document, uint16, end-of-text first. Those without text are left out.
+    Row, tokens (uint16, end-of-text first) and bytes of text of each document. Those without text
+    are left out.
     """
     documents = []
     for row, text in enumerate(rows, first_row):
@@ -168,7 +182,7 @@ def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple[
             tokens = np.empty(len(ids) + 1, dtype="<u2")
             tokens[0] = tokenizer.eot
             tokens[1:] = ids
-            documents.append((row, tokens))
+            documents.append((row, tokens, len(text.encode(errors="replace"))))
     return documents
 
 
@@ -190,7 +204,8 @@ class ShardWriter:
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
         self.filled = 0  # tokens in the buffer
         self.train_tokens = plan.train_tokens or math.inf
-        self.documents = 0  # that begin in the buffer
+        # documents that begin in the buffer, and bytes of the text whose tokens are in it
+        self.documents = self.bytes = 0
 
     @property
     def tokens(self) -> int:
@@ -200,10 +215,10 @@ class ShardWriter:
     def has_all(self) -> bool:
         return self.totals["train"] >= self.train_tokens
 
-    def add(self, tokens: np.ndarray, file: int, row: int, done: int = 0) -> None:
+    def add(self, tokens: np.ndarray, size: int, file: int, row: int, done: int = 0) -> None:
         """
-        Take the document at that place in the source, whose first `done` tokens are in finished
-        shards already.
+        Take the document of `size` bytes at that place in the source, whose first `done` tokens are
+        in finished shards already. Where shards divide it, so many tokens count for as many bytes.
         """
         if done == 0:
             self.documents += 1
@@ -215,7 +230,9 @@ class ShardWriter:
             self.buffer[self.filled : self.filled + len(piece)] = piece
             self.filled += len(piece)
             self.totals[self.split] += len(piece)
+            self.bytes -= size * max(done - 1, 0) // (len(tokens) - 1)  # end-of-text has none
             done += len(piece)
+            self.bytes += size * (done - 1) // (len(tokens) - 1)
             if len(piece) == room:
                 self.finish_shard(dict(file=file, row=row, token=done))
         documents = self.manifest["documents"] + self.documents
@@ -235,9 +252,9 @@ class ShardWriter:
             if self.filled:
                 sha256 = write_shard(path, self.buffer[: self.filled])
                 shard = dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents)
-                self.manifest["shards"].append(shard)
+                self.manifest["shards"].append(dict(shard, bytes=self.bytes))
                 self.manifest["documents"] += self.documents
-                self.filled = self.documents = 0
+                self.filled = self.documents = self.bytes = 0
             self.manifest["next"] = next_place
             path = self.folder / "manifest.json"
             write_manifest(self.folder, self.manifest)
@@ -261,6 +278,7 @@ class ShardWriter:
         for shard in self.manifest["shards"]:
             (self.folder / shard["name"]).unlink()
         (self.folder / "manifest.json").unlink()
+        (self.folder / "tokenizer.json").unlink(missing_ok=True)
         self.release()
         with suppress(OSError):  # not empty: something else is in it
             self.folder.rmdir()
@@ -299,7 +317,10 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """manifest.json, with all that --check and a preparation use of it. Raises UserError."""
+    """
+    manifest.json, with all that --check and a preparation use of it. Raises UserError, also where
+    tokenizer.json is not the one that it tells of.
+    """
     path = folder / "manifest.json"
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
@@ -307,6 +328,8 @@ def read_manifest(folder: Path) -> dict:
     whole = has_fields(manifest, FIELDS) and all(map(is_whole, manifest["shards"]))
     if not whole or not (manifest["complete"] or has_fields(manifest.get("next"), PLACE)):
         raise UserError(damaged(folder))
+    if manifest["tokenizer"] == "bpe":
+        read_bpe(folder / "tokenizer.json", manifest)
     return manifest
 
 
@@ -337,12 +360,13 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     unless it is complete, the open file that keeps other preparations out. Raises UserError.
     """
     folder, manifest = plan.folder, plan.manifest()
+    path, own_json = folder / "tokenizer.json", plan.tokenizer.spec.get("json", "").encode()
     if (folder / "manifest.json").exists():
         found = read_manifest(folder)
         check_same(folder, found, manifest)
         manifest = found
-    elif any(folder.glob("*.bin")):
-        raise UserError(f"{folder}: holds shards of another program; choose another --out")
+    elif any(folder.glob("*.bin")) or (path.exists() and not (folder / "lock").exists()):
+        raise UserError(f"{folder}: holds files of another program; choose another --out")
     if manifest["complete"]:
         return manifest, None
     to_come = max(plan.expected_tokens - sum(tokens_of(manifest).values()), 0)
@@ -351,6 +375,9 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder, manifest)
+        if own_json:
+            with replacing(path) as file:
+                file.write(own_json)
         write_manifest(folder, manifest)
     except OSError as error:
         problem = f"{folder}: cannot be written ({error.strerror})"
@@ -359,10 +386,10 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
 
 
 def check_same(folder: Path, found: dict, wanted: dict) -> None:
-    """Raises UserError where the folder is of another preparation, or its shards have changed."""
+    """Raises UserError where the folder is of another preparation, or its files have changed."""
     for key in IDENTITY:
-        if found.get(key) != wanted[key]:
-            made_from = f"was made from {key} {found.get(key)} (now {wanted[key]})"
+        if found.get(key) != wanted.get(key):
+            made_from = f"was made from {key} {found.get(key)} (now {wanted.get(key)})"
             raise UserError(f"{folder}: {made_from}; choose another --out, or delete that folder")
     for shard in found["shards"]:
         open_shard(folder / shard["name"], shard)
@@ -405,11 +432,10 @@ def check_folder(name: str) -> None:
             bar.update(shard["tokens"])
     if problems:
         raise UserError(*problems)
-    say(f"{describe(folder, manifest)}: sizes, headers and sha256 agree with manifest.json")
+    say(f"{folder}: sizes, headers and sha256 agree with manifest.json")
     tokenizer = f"tokenizer {manifest['tokenizer']}"
     say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
-    if not manifest["complete"]:
-        say("unfinished: the command that began it goes on")
+    describe(folder, manifest)
 
 
 def check_shard(path: Path, listed: dict) -> None:

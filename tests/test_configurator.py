@@ -255,6 +255,8 @@ def configs(draw):
     values["n_head"] = min(values["n_head"], 8192)
     values["n_embd"] = values["n_head"] * 8
     values["tokens_per_iter"] = 0
+    if not values["stream"]:
+        values["tokenizer"] = "gpt2"
     values["loss_chunk"] = draw(st.sampled_from(["auto", "off", "512"]))
     values["overwrite"] = values["overwrite"] and values["init_from"] not in ("resume", "auto")
     values["tracker"] = "wandb" if values["wandb_log"] else values["tracker"]

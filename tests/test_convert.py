@@ -8,11 +8,13 @@ import os
 import pickle
 import resource
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from helpers import load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
@@ -23,7 +25,8 @@ import convert
 import sample
 from common.console import UserError
 from data.tokenizer import gpt2_bpe
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, generate
+from model_fast import FastGPT
 from training import checkpoint
 from training.build import build_model
 from training.pretrained import load_pretrained
@@ -39,7 +42,17 @@ def random_gpt(**changes) -> GPT:
     return model
 
 
-def state_of(model: GPT, vocab: int, tokenizer: str = "byte") -> dict:
+def random_fast(**changes) -> FastGPT:
+    """A fast model, every parameter of which matters: each is far from its initial value."""
+    config = dict(SIZES, vocab_size=128, block_size=256, tie_weights=False, model="fast")
+    torch.manual_seed(0)
+    model = build_model(GPTConfig(**config | changes)).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter)
+    return model
+
+
+def state_of(model: GPT | FastGPT, vocab: int, tokenizer: str = "byte") -> dict:
     return dict(
         model=model.state_dict(),
         model_config=asdict(model.config),
@@ -48,7 +61,7 @@ def state_of(model: GPT, vocab: int, tokenizer: str = "byte") -> dict:
     )
 
 
-def save(model: GPT, path: Path, vocab: int, tokenizer: str = "byte") -> Path:
+def save(model: GPT | FastGPT, path: Path, vocab: int, tokenizer: str = "byte") -> Path:
     checkpoint.save(state_of(model, vocab, tokenizer), path)
     return path
 
@@ -73,7 +86,7 @@ def loaded(path: Path, block_size: int | None = None) -> GPT:
 
 
 @torch.no_grad()
-def assert_same_logits(ours: GPT, reference, vocab: int, tolerance: float = 1e-4) -> None:
+def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: float = 1e-4) -> None:
     """1e-4: fp32 rounding of logits of size 10 over a few layers, with room."""
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(vocab, (2, ours.config.block_size), generator=generator)
@@ -114,12 +127,8 @@ def test_a_run_becomes_a_folder_that_transformers_loads(dataset, tmp_path):
     assert exported.config.vocab_size == 64 and model.config.vocab_size == 128
 
 
-def test_the_fast_model_is_sampled_and_cropped_but_not_exported(tmp_path, script):
-    config = GPTConfig(**SIZES, vocab_size=128, bias=False, tie_weights=False, model="fast")
-    path = save(build_model(config), tmp_path / "fast.pt", 128)
-    words = ("Hugging Face has no architecture",)
-    assert_refused(script, convert.main, "ckpt-to-hf", path, tmp_path / "hf", words=words)
-    assert not (tmp_path / "hf").exists()
+def test_the_fast_model_is_sampled_and_cropped(tmp_path, script):
+    path = save(random_fast(), tmp_path / "fast.pt", 128)
     short = ("--max_new_tokens=20", "--num_samples=2", "--device=cpu")
     assert script(sample.main, f"--init_from={path}", *short)[0] == 0
     assert load_pretrained(str(path), block_size=7)["model_config"]["block_size"] == 7
@@ -140,6 +149,50 @@ def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path, script):
     # another model in the same place must not keep it
     export(script, save(random_gpt(), tmp_path / "y.pt", 128), tmp_path / "hf")
     assert not (tmp_path / "hf" / "vocab.json").exists()
+
+
+def own_bpe(end: str = "<|endoftext|>") -> tokenizers.Tokenizer:
+    """
+    A byte-level BPE of 300 ids. Unless told not to, it puts end-of-text before each text and cuts
+    it after four tokens.
+    """
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[end],
+        initial_alphabet=bpe.pre_tokenizer.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["the cat sat on the mat, that is where the cat sat"] * 2, trainer)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, 0)]
+    )
+    bpe.enable_truncation(4)
+    return bpe
+
+
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path, script):
+    bpe, folder = own_bpe("</s>"), tmp_path / "hf"
+    vocab = bpe.get_vocab_size()
+    weights = random_gpt(vocab_size=384) if model == "gpt2" else random_fast(vocab_size=384)
+    state = state_of(weights, vocab) | dict(tokenizer=dict(kind="bpe", json=bpe.to_str()))
+    checkpoint.save(state, tmp_path / "x.pt")
+    assert "no tokenizer" not in export(script, tmp_path / "x.pt", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    text = "the cat 's naïve café — 12345 ,\n\n\tand did n't ✓ <tags> ."
+    bpe.no_truncation()
+    ids = bpe.encode(text, add_special_tokens=False).ids
+    assert tokenizer(text).input_ids == ids
+    assert tokenizer.decode(ids) == text and len(tokenizer) == vocab
+    assert tokenizer.eos_token == "</s>" and tokenizer.model_max_length == weights.config.block_size
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
+    # another model in the same place must not keep it
+    export(script, save(random_gpt(), tmp_path / "y.pt", 128), folder)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
 
 
 def test_without_gpt2s_files_the_weights_are_written_and_the_rest_said(
@@ -225,6 +278,195 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_export(tmp_path, script):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# -----------------------------------------------------------------------------
+# The fast model in transformers
+
+
+@pytest.fixture(scope="module")
+def fast_export(tmp_path_factory):
+    """A fast model and its export, opened as by a user who has the folder and no more."""
+    tmp = tmp_path_factory.mktemp("fast")
+    model = random_fast(bias=True)
+    path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
+    convert.main(["ckpt-to-hf", str(path), str(tmp / "hf")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])  # where transformers adds its copies
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp / "modules"))
+        for module in ("model", "model_fast", "training"):
+            patch.setitem(sys.modules, module, None)  # importing it fails
+        exported = AutoModelForCausalLM.from_pretrained(tmp / "hf", trust_remote_code=True)
+    return model, exported, tmp / "hf"
+
+
+def random_ids(rows: int, length: int) -> torch.Tensor:
+    """None is 0, which the tests give to transformers as padding."""
+    return torch.randint(1, 100, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_an_exported_fast_model_computes_what_model_fast_computes(fast_export):
+    model, exported, folder = fast_export
+    assert exported.dtype == torch.float32 and exported.config.vocab_size == 100
+    assert_same_logits(model, exported, 100)
+    idx = random_ids(8, 10)
+    expected = generate(model, idx, 200, 100, temperature=0)
+    assert len(expected[:, 110:].unique()) > 20  # not the same few again and again
+    options = dict(max_new_tokens=200, do_sample=False, pad_token_id=0)
+    assert torch.equal(exported.generate(idx, **options), expected)
+    options["max_new_tokens"] = 30
+    assert torch.equal(exported.generate(idx, use_cache=False, **options), expected[:, :40])
+
+
+@torch.no_grad()
+def test_an_exported_fast_model_goes_on_beyond_its_block_size(fast_export):
+    """Rotary positions have no last one; all tokens stay visible, as model_fast.py computes it."""
+    model, exported, _ = fast_export
+    idx = random_ids(1, 250)
+    longer = exported.generate(idx, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = model(longer)[0, 249:-1, :100].argmax(dim=-1)
+    assert torch.equal(longer[0, 250:], expected)
+
+
+@torch.no_grad()
+def test_tokens_after_a_filled_cache_see_all_that_came_before(fast_export):
+    """As in a second turn of a chat: transformers hands over several tokens at once."""
+    model, exported, _ = fast_export
+    idx = random_ids(2, 12)
+    first = exported(idx[:, :5], use_cache=True)
+    second = exported(idx[:, 5:], past_key_values=first.past_key_values)
+    logits = torch.cat((first.logits, second.logits), dim=1)
+    assert (logits - model(idx)[..., :100]).abs().max() < 1e-4
+    last = exported(idx, logits_to_keep=2).logits
+    assert (last - logits[:, -2:]).abs().max() < 1e-4 and last.shape == (2, 2, 100)
+
+
+@torch.no_grad()
+def test_padding_before_a_token_is_refused_and_after_it_ignored(fast_export):
+    _, exported, _ = fast_export
+    idx, mask = random_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    padded = exported(idx, attention_mask=mask).logits
+    assert (padded[1, :5] - exported(idx[1:, :5]).logits[0]).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="one at a time"):
+        exported(idx, attention_mask=mask.flip(1))
+    for options in (dict(attention_mask=mask), dict(cache_implementation="static")):
+        with pytest.raises(ValueError, match="one at a time"):
+            exported.generate(idx, max_new_tokens=5, pad_token_id=0, **options)
+
+
+def test_an_exported_fast_model_can_be_trained_on(fast_export):
+    """transformers shifts the labels; -100 counts for nothing."""
+    model, exported, _ = fast_export
+    idx = random_ids(2, 8)
+    labels = idx.clone()
+    labels[0, :4] = -100
+    logits = model(idx)[:, :-1, :100]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    loss = exported(idx, labels=labels).loss
+    assert abs(loss - expected) < 1e-5
+    loss.backward()
+    assert exported.model.lm_head.weight.grad.any()
+    exported.zero_grad()
+
+
+def test_a_parameter_that_the_modelling_file_lacks_is_refused(tmp_path, script):
+    state = state_of(random_fast(), 128)
+    state["model"]["transformer.h.0.attn.newer"] = torch.ones(1)
+    checkpoint.save(state, tmp_path / "x.pt")
+    words = ("attn.newer, which the model does not have",)
+    assert_refused(script, convert.main, "ckpt-to-hf", tmp_path / "x.pt", tmp_path, words=words)
+
+
+def test_a_fast_export_over_a_classic_one_and_back_leaves_none_of_it(tmp_path, script):
+    folder = tmp_path / "hf"
+    classic, fast = save(random_gpt(), tmp_path / "x.pt", 128), tmp_path / "y.pt"
+    save(random_fast(), fast, 128)
+    export(script, classic, folder)
+    (folder / "model.py").write_text("the user's own")
+    assert "trust_remote_code=True" in export(script, fast, folder)
+    names = {"config.json", "model.safetensors", "model.py"}
+    code = {f"nightshift_{name}.py" for name in ("modeling_fast", "model_fast", "model")}
+    assert set(os.listdir(folder)) == names | code
+    assert "trust_remote_code" not in export(script, classic, folder)
+    assert set(os.listdir(folder)) == names
+    assert (folder / "model.py").read_text() == "the user's own"
+
+
+@pytest.mark.slow
+def test_a_fast_export_is_opened_elsewhere_without_a_network(fast_export, tmp_path):
+    """And saved again by transformers, code included, as a fine-tuned model is."""
+    code = """
+import sys
+from transformers import AutoModelForCausalLM
+for source, target in zip(sys.argv[1:], sys.argv[2:]):
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    model.save_pretrained(target)
+print(model(model.dummy_inputs["input_ids"]).logits.sum().item())
+"""
+    _, exported, folder = fast_export
+    code, out, err = run_process(
+        "-c",
+        code,
+        *map(str, (folder, tmp_path / "a", tmp_path / "b")),
+        cwd=tmp_path,
+        cold=True,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path / "home"),
+    )
+    assert code == 0, err
+    expected = exported(exported.dummy_inputs["input_ids"]).logits.sum().item()
+    assert float(out) == pytest.approx(expected, rel=1e-4)
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: {output}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: ["cat", "mat, that is"]
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_lm_evaluation_harness_measures_an_export_without_a_network(model, tmp_path, script):
+    pytest.importorskip("lm_eval", reason='needs pip install "lm_eval[hf]"')
+    weights = random_gpt(vocab_size=384, block_size=256)
+    if model == "fast":
+        weights = random_fast(vocab_size=384)
+    bpe = dict(kind="bpe", json=own_bpe().to_str())
+    checkpoint.save(state_of(weights, 300) | dict(tokenizer=bpe), tmp_path / "x.pt")
+    export(script, tmp_path / "x.pt", tmp_path / "hf")
+    data = tmp_path / "data.jsonl"
+    lines = [dict(question="the cat sat on the", answer="mat, that is"), dict(question="the")]
+    data.write_text("".join(json.dumps(dict(answer="cat") | line) + "\n" for line in lines))
+    for name, output in (("choice", "multiple_choice"), ("text", "generate_until")):
+        task = TASK.format(name=name, data=data, output=output)
+        if output == "generate_until":
+            task = task.replace('doc_to_choice: ["cat", "mat, that is"]\n', "")
+        (tmp_path / f"{name}.yaml").write_text(task)
+    code, out, err = run_process(
+        "-m",
+        "lm_eval",
+        "--model=hf",
+        f"--model_args=pretrained={tmp_path / 'hf'},trust_remote_code=True",
+        "--tasks=choice,text",
+        f"--include_path={tmp_path}",
+        "--device=cpu",
+        "--batch_size=1",
+        cwd=tmp_path,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path / "home"),
+    )
+    assert code == 0, err
+    assert "|choice|" in out and "exact_match" in out
 
 
 # -----------------------------------------------------------------------------
@@ -419,6 +661,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("layers", dict(model_config=asdict(model.config) | dict(n_layer=10**9))),
         ("config", dict(model_config=None)),
         ("vocabulary", dict(vocab=129)),
+        ("bpe", dict(tokenizer=dict(kind="bpe", json="{"))),
         ("weights", dict(model=dict(a="b"))),
     ):
         checkpoint.save(state_of(model, 128) | changes, tmp_path / f"{name}.pt")
@@ -426,6 +669,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     out, exported, good = tmp_path / "out.pt", tmp_path / "exported", tmp_path / "good"
     for mode, source, word, target in (
         ("hf-to-ckpt", folder("llama", model_type="llama"), "'llama'", out),
+        ("hf-to-ckpt", folder("fast", model_type="nightshift_fast"), "nightshift_fast", out),
         ("hf-to-ckpt", folder("relu", activation_function="relu"), "activation_function", out),
         ("hf-to-ckpt", folder("cross", add_cross_attention=True), "add_cross_attention", out),
         ("hf-to-ckpt", folder("sizeless", n_layer="two"), "n_layer", out),
@@ -451,6 +695,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("ckpt-to-hf", tmp_path / "layers.pt", "fewer weights than n_layer", exported),
         ("ckpt-to-hf", tmp_path / "config.pt", "not a model", exported),
         ("ckpt-to-hf", tmp_path / "vocabulary.pt", "its vocabulary is 129", exported),
+        ("ckpt-to-hf", tmp_path / "bpe.pt", "tokenizer.json", exported),
         ("ckpt-to-hf", tmp_path / "weights.pt", "fewer weights than n_layer", exported),
         ("ckpt-to-hf", flipped, "checksum", exported),
         ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", exported),

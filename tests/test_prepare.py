@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.console import RunError, UserError, parse_count
-from data import prepare_fineweb, prepare_text, sources
+from data import prepare_fineweb, prepare_text, sources, writer
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
 from data.writer import Plan, check_folder, lock_folder, prepare
@@ -45,7 +45,8 @@ def vocabulary():
 @pytest.fixture
 def bytes_for_tokens(monkeypatch):
     """prepare_fineweb with the byte tokenizer, for what does not depend on the vocabulary."""
-    monkeypatch.setattr(prepare_fineweb, "Tokenizer", lambda spec: Tokenizer({"kind": "byte"}))
+    byte = Tokenizer({"kind": "byte"})
+    monkeypatch.setattr(prepare_fineweb, "open_tokenizer", lambda *_: byte)
 
 
 def stored(folder: Path, split: str) -> np.ndarray:
@@ -291,19 +292,19 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
 SLOW = """
 import sys, time
 from common.console import run_main
-from data import prepare_fineweb, sources, tokenizer, writer
+from data import prepare_fineweb, sources, writer
 def slow(*arguments, encode_rows=writer.encode_rows):
     time.sleep(0.003)
     return encode_rows(*arguments)
 sources.MAX_ROWS = 5
 writer.encode_rows = slow
-prepare_fineweb.Tokenizer = lambda spec: tokenizer.Tokenizer({"kind": "byte"})
 run_main(prepare_fineweb.main)
 """
 
 
 def slow_fineweb(source: Path, out: Path, workers: int):
     flags = ["--tokens=1M", "--val_tokens=10k", "--shard_tokens=20k", f"--workers={workers}"]
+    flags.append("--tokenizer=byte")
     return start_process("-c", SLOW, f"--source={source}", f"--out={out}", *flags)
 
 
@@ -423,8 +424,6 @@ def test_a_read_only_folder_is_one_line():
 import os, sys
 from data import prepare_fineweb, sources
 from common.console import run_main
-from data.tokenizer import Tokenizer
-prepare_fineweb.Tokenizer = lambda spec: Tokenizer({"kind": "byte"})
 if os.getuid() == 0:  # to root every folder can be written
     # imports what only root may read
     list(sources.files_source([sys.argv[1].partition("=")[2]])(0, 0))
@@ -435,6 +434,7 @@ run_main(prepare_fineweb.main)
         os.chmod(folder, 0o555)
         write_parquet(Path(folder, "a.parquet"), documents(40))
         options = [f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10"]
+        options.append("--tokenizer=byte")
         code, _, stderr = run_process("-c", script, *options)
         problem = f"{folder}/out: cannot be written (Permission denied)"
         assert (code, stderr) == (2, f"error: {problem}; choose another --out\n")
@@ -456,6 +456,7 @@ def from_hub(address: str, out: Path, home: Path, backoff: str = "()") -> tuple[
     flags = [
         "--dataset=org/name",
         "--name=small",
+        "--tokenizer=byte",
         "--tokens=1M",
         "--val_tokens=10k",
         "--shard_tokens=20k",
@@ -634,7 +635,7 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     ):
         fineweb(*flags)
     (out / "manifest.json").unlink()
-    with pytest.raises(UserError, match="holds shards of another program"):
+    with pytest.raises(UserError, match="holds files of another program"):
         fineweb(*flags)
     assert contents(out).items() < before.items()
 
@@ -768,18 +769,16 @@ def test_check_of_an_odd_manifest_is_one_line(checked, change):
 # What is printed
 
 
-def test_the_next_command_is_printed(bytes_for_tokens, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "small, config", [(10**6, "config/quickstart.py"), (100, "config/gpt124m_4070.py")]
+)
+def test_the_next_command_is_printed(tmp_path, monkeypatch, capsys, small, config):
     monkeypatch.chdir(tmp_path)
-    source = write_parquet(tmp_path / "a.parquet", documents(40))
-    assert fineweb(f"--source={source}", "--out=data/mine", "--val_tokens=10") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "next: python train.py config/gpt124m_4070.py --dataset=mine"
+    monkeypatch.setattr(writer, "SMALL_DATASET", small)
     Path("notes.txt").write_text("a line\n" * 100)
     assert prepare_text.main(["notes.txt"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == (
-        "next: python train.py config/quickstart.py --dataset=notes --out_dir=out/notes"
-    )
+    assert last == f"next: python train.py {config} --dataset=notes --out_dir=out/notes"
 
 
 def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):

@@ -38,13 +38,13 @@ CPU = torch.device("cpu")
 # with nulls and empty ones
 TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]
 # bytes for tokens need no vocabulary
-BYTES = "from data import stream\nstream.TOKENIZER = {'kind': 'byte'}\n"
+BYTES = "from data import stream\nstream.named_spec = lambda name: {'kind': 'byte'}\n"
 TRAIN = BYTES + "import train; from common import console\nconsole.run_main(train.main)"
 
 
 @pytest.fixture(autouse=True)
 def byte_tokens(monkeypatch):
-    monkeypatch.setattr(stream, "TOKENIZER", {"kind": "byte"})
+    monkeypatch.setattr(stream, "named_spec", lambda name: {"kind": "byte"})
 
 
 @pytest.fixture(scope="module")
@@ -306,13 +306,12 @@ def test_a_run_ends_without_a_word_to_stderr(workers, parquet, tmp_path):
 
 
 def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(parquet):
-    code = (
-        BYTES
-        + """
+    code = """
 import sys, torch
 from configurator import Config
+from data import stream
 from data.loader import TrainBatches
-config = Config(stream=True, dataset=sys.argv[1], data_workers=1)
+config = Config(stream=True, tokenizer="byte", dataset=sys.argv[1], data_workers=1)
 config.block_size, config.batch_size, config.eval_tokens = 64, 4, 500
 data = stream.open_stream(config)
 batches = TrainBatches(data, config, torch.device("cpu"))
@@ -322,21 +321,19 @@ data.stream.workers.iterator._workers_done_event._cond.acquire()
 batches.close()
 del batches, data
 """
-    )
     code, _, stderr = run_process("-c", code, str(parquet))
     assert (code, stderr) == (0, "")
 
 
 def test_the_hub_and_local_files_give_the_same_stream(tmp_path):
     """In a process of its own: the hub's address is read when its library is imported."""
-    code = (
-        BYTES
-        + """
+    code = """
 import sys, hashlib, torch
 from configurator import Config
+from data import stream
 from data.loader import TrainBatches
 for name in sys.argv[1:]:
-    config = Config(stream=True, dataset=name, data_workers=0)
+    config = Config(stream=True, tokenizer="byte", dataset=name, data_workers=0)
     config.block_size, config.batch_size, config.eval_tokens = 64, 64, 9000
     data = stream.open_stream(config)
     batches = TrainBatches(data, config, torch.device("cpu"))
@@ -347,7 +344,6 @@ for name in sys.argv[1:]:
     print(revision, sha256.hexdigest(), place, sep="|")
     batches.close()
 """
-    )
     source = write_source(tmp_path / "source")
     with serve_hub(source) as address:
         hub = dict(HF_ENDPOINT=address, HF_HOME=str(tmp_path))

@@ -187,8 +187,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         return config, []
     if start.resumed:
         saved, names, source = start.resumed["config"], FIXED_ON_RESUME, config.out_dir
-        if "dataset" not in config.given:
-            config = replace(config, dataset=saved["dataset"])
+        kept = [n for n in ("dataset", "tokenizer") if n in saved and n not in config.given]
+        config = replace(config, **{name: saved[name] for name in kept})
     else:
         saved, names, source = start.weights["model_config"], ARCHITECTURE, config.init_from
     values = {name: saved[name] for name in names if name in saved}
@@ -264,7 +264,9 @@ def prepare_on_demand(config: Config) -> None:
     folder = dataset_folder(config.dataset)
     say(f"data: preparing {folder} from Python's own source files")
     script = Path(__file__).parent.parent / "data" / "prepare_text.py"
-    if subprocess.run([sys.executable, str(script), f"--out={folder}"]).returncode:
+    command = [sys.executable, str(script), f"--out={folder}"]
+    # not what it prints last, the command to type next
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     if problems := check_dataset(config):
         raise UserError(*problems)
@@ -292,18 +294,18 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     else:
         data = open_dataset(config.dataset)
     problems = []
+    theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
     if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
         problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
-    if start.weights and start.weights["vocab"] < data.vocab:
-        known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
-        problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
-    theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
-    if "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
+    elif "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
         held = f"dataset: {data.source} holds {data.tokenizer['kind']} tokens"
         known = f"the weights of init_from={config.init_from} know {theirs['kind']} tokens"
-        mend = f"prepare the text again with --tokenizer={theirs['kind']}"
-        problems.append(f"{held}, {known}; {mend}")
+        name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
+        problems.append(f"{held}, {known}; prepare the text again with --tokenizer={name}")
+    elif start.weights and start.weights["vocab"] < data.vocab:
+        known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
+        problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
     ranks.raise_together(problems)
     ranks.check_same("dataset", data.fingerprint)
     if start.resumed and start.resumed.get("data_modified", data.modified) != data.modified:

@@ -1,0 +1,447 @@
+"""
+A tokenizer of one's own: what it makes of any text, where it comes from, and that two are never
+mixed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from documents import documents, write_jsonl, write_parquet
+from helpers import flags as all_flags
+from helpers import load, run_here
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import sample
+import train
+from common.console import RunError, UserError
+from data import prepare_fineweb, prepare_text
+from data import tokenizer as tokenizer_module
+from data.shards import open_dataset
+from data.tokenizer import Tokenizer, cut, read_bpe, train_bpe
+from data.writer import Plan, prepare
+
+TEXTS = [text for text in documents(300, seed=3) if text]
+OTHER_TEXTS = [text[::-1] for text in TEXTS]
+# as large as the models of tests need it
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def own() -> Tokenizer:
+    return Tokenizer(train_bpe(TEXTS, VOCAB))
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory) -> Path:
+    """A data folder with a tokenizer of its own, prepared by the command."""
+    return prepare_rows(tmp_path_factory.mktemp("mine"), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory) -> Path:
+    """The same from other text: a tokenizer of as many ids."""
+    return prepare_rows(tmp_path_factory.mktemp("another"), OTHER_TEXTS)
+
+
+def prepare_rows(folder: Path, texts: list, tokenizer: str = f"bpe:{VOCAB}") -> Path:
+    source = write_parquet(folder / "rows.parquet", texts)
+    flags = [str(source), f"--tokenizer={tokenizer}", f"--out={folder / 'data'}", "--workers=1"]
+    assert prepare_text.main(flags) == 0
+    return folder / "data"
+
+
+def tokens_of(folder: Path, split: str) -> list[int]:
+    """Read without any of our code: 1024 bytes of header, then uint16."""
+    files = sorted(folder.glob(f"{split}_*.bin"))
+    return [int(i) for file in files for i in np.fromfile(file, dtype="<u2", offset=1024)]
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+# -----------------------------------------------------------------------------
+# Text to ids and back
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.characters(codec=None, exclude_categories=()), max_size=40))
+@example("<|endoftext|> in a text<|endoftext|>")
+@example("\ud83d\ude42 \udfff\x00\x1c\x85\u2028\ufeff e\u0301 \u00e9 \u1100\u1161")
+@example("  \r\n\t\n  a  b\n\n\n")
+def test_any_text_comes_back_and_holds_no_end_of_text(own, text):
+    """A lone surrogate, which UTF-8 cannot hold, comes back as a question mark, as from bytes."""
+    ids = own.encode(text)
+    assert own.decode(ids) == text.encode(errors="replace").decode()
+    assert own.eot not in ids and all(0 <= i < VOCAB for i in ids)
+
+
+def test_the_ids_are_the_bytes_end_of_text_and_merges(own):
+    assert own.vocab == VOCAB == len(json.loads(own.spec["json"])["model"]["vocab"])
+    assert own.decode([own.eot]) == "<|endoftext|>"
+    (special,) = json.loads(own.spec["json"])["added_tokens"]
+    assert (special["content"], special["id"], special["special"]) == (
+        "<|endoftext|>",
+        own.eot,
+        True,
+    )
+    smallest = Tokenizer(train_bpe(TEXTS, 257))
+    assert len(smallest.encode("na\u00efve")) == 6  # its UTF-8 bytes
+
+
+def test_merges_are_those_counted_by_hand():
+    """
+    The commonest pair becomes one id first (Sennrich et al. 2016): ab of "abab", then abab, and no
+    merge crosses the border of a word.
+    """
+    text = Tokenizer(train_bpe(["abab abab abab"], 260))
+    assert [text.decode([i]) for i in range(257, 260)] == ["ab", "abab", " abab"]
+    assert [text.decode([i]) for i in text.encode("abab ababab")] == ["abab", " abab", "ab"]
+
+
+@pytest.mark.parametrize("separator", [" ", "\n", "\n\n \t", "  "])
+def test_a_long_document_is_the_same_in_pieces(own, separator, monkeypatch):
+    """The library gets it in pieces, which must not show in the tokens."""
+    text = separator.join(" ".join(TEXTS[:40]).split(" ")) + separator
+    whole = list(own.encode(text))
+    pattern = tokenizer_module.PIECE.pattern.replace("200000", "7")
+    monkeypatch.setattr(tokenizer_module, "PIECE", tokenizer_module.re.compile(pattern))
+    assert len(cut(text)) > 100 and "".join(cut(text)) == text
+    assert list(own.encode(text)) == whole
+
+
+def test_the_ids_are_those_of_gpt2s_own_files(tmp_path):
+    """OpenAI's files as a tokenizer.json against tiktoken, which reads them in another way."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    from convert import write_tokenizer
+
+    if not write_tokenizer(tmp_path, {"kind": "gpt2"}, 1024):
+        pytest.skip("needs GPT-2's files, from the network or TIKTOKEN_CACHE_DIR")
+    files = [str(tmp_path / name) for name in ("vocab.json", "merges.txt")]
+    library = ByteLevelBPETokenizer(*files)
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    theirs, gpt2 = Tokenizer(read_bpe(tmp_path / "tokenizer.json")), Tokenizer({"kind": "gpt2"})
+    assert (theirs.vocab, theirs.eot) == (gpt2.vocab, gpt2.eot) == (50257, 50256)
+    for text in [*TEXTS[:50], "<|endoftext|> a\n\n\n b's 1234 \u6f22", ""]:
+        assert list(theirs.encode(text)) == list(gpt2.encode(text))
+
+
+# -----------------------------------------------------------------------------
+# Preparation
+
+
+def test_a_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, own):
+    manifest, content = manifest_of(mine), (mine / "tokenizer.json").read_bytes()
+    assert (manifest["tokenizer"], manifest["vocab"]) == ("bpe", VOCAB)
+    assert manifest["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
+    data = open_dataset(str(mine))
+    assert data.tokenizer == dict(kind="bpe", json=content.decode()) and data.vocab == VOCAB
+    text = Tokenizer(data.tokenizer)
+    ids = tokens_of(mine, "val") + tokens_of(mine, "train")
+    assert text.decode(ids) == "".join(f"<|endoftext|>{text}" for text in TEXTS)
+    assert ids.count(manifest["eot"]) == manifest["documents"] == len(TEXTS)
+
+
+def test_validation_text_trains_no_tokenizer(tmp_path):
+    rows = ["xyxyxyxyxy " * 50] * 3 + TEXTS
+    flags = ["--val_fraction=0.04", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'text'}"]
+    source = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert prepare_text.main([source, *flags]) == 0
+    vocab = json.loads((tmp_path / "text/tokenizer.json").read_text())["model"]["vocab"]
+    assert "\u0120alpha" in vocab and not [token for token in vocab if "xy" in token]
+    flags = ["--val_tokens=300", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'rows'}"]
+    assert prepare_fineweb.main([f"--source={source}", *flags]) == 0
+    vocab = json.loads((tmp_path / "rows/tokenizer.json").read_text())["model"]["vocab"]
+    assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
+
+
+def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_MB", 1)
+    rows = [letter * 10_000 for letter in "abcdefgh" for _ in range(50)]  # 4 MB
+
+    def source(file, row):
+        yield 0, 0, [None, "", *rows]
+
+    sample = tokenizer_module.sample_text(source, skip=500_000, total=4_000_000)
+    assert 0.6e6 < sum(map(len, sample)) <= 1e6
+    assert {text[0] for text in sample} == set("bcdefgh")
+    unknown = tokenizer_module.sample_text(source, skip=500_000, total=0)
+    assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
+
+
+def test_an_interrupted_preparation_goes_on_with_the_same_tokenizer(tmp_path, monkeypatch):
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    source = write_parquet(tmp_path / "a.parquet", TEXTS)
+    flags = [f"--source={source}", "--val_tokens=100", "--shard_tokens=1k", "--workers=1"]
+    flags.append(f"--tokenizer=bpe:{VOCAB}")
+    assert prepare_fineweb.main([*flags, f"--out={straight}"]) == 0
+    (out / "train_000003.bin.tmp").mkdir(parents=True)  # where it cannot be written
+    with pytest.raises(RunError, match="the same command goes on"):
+        prepare_fineweb.main([*flags, f"--out={out}"])
+    (out / "train_000003.bin.tmp").rmdir()
+    monkeypatch.setattr(tokenizer_module, "train_bpe", None)  # is not needed again
+    assert prepare_fineweb.main([*flags, f"--out={out}"]) == 0
+    for path in straight.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("shard_tokens", [7, 100, 10**6])
+def test_every_byte_of_text_is_counted_in_one_shard(own, tmp_path, shard_tokens):
+    def source(file, row):
+        yield 0, 0, [None, "", "\ud83d", *TEXTS[:8]]
+
+    for tokenizer in (own, Tokenizer({"kind": "byte"})):
+        out = tmp_path / tokenizer.kind
+        with mock.patch("os.fsync"):
+            prepare(Plan(out, "s", "r", tokenizer, 0, shard_tokens=shard_tokens), source, 1)
+        manifest = manifest_of(out)
+        size = sum(shard["bytes"] for shard in manifest["shards"])
+        assert size == 1 + sum(len(text.encode()) for text in TEXTS[:8])
+        if tokenizer.kind == "byte":  # then a shard's are its tokens but end-of-text
+            for shard in manifest["shards"]:
+                tokens = np.fromfile(out / shard["name"], dtype="<u2", offset=1024)
+                assert shard["bytes"] == (tokens != 0).sum()
+
+
+def test_commands_end_with_what_there_is_and_how_to_train_on_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("my novel.txt").write_text("caf\u00e9 \n" * 100)
+    assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tokens = len(
+        tokens_of(Path("data/my novel"), "train") + tokens_of(Path("data/my novel"), "val")
+    )
+    train_on = "--dataset=my novel' '--out_dir=out/my novel'"
+    assert lines[-3].startswith("data/my novel: 2 documents, ")
+    assert lines[-2] == f"text: 700 bytes, {700 / tokens:.3f} bytes per token"
+    assert lines[-1] == f"next: python train.py config/quickstart.py '{train_on}"
+    assert prepare_fineweb.main(["--check=my novel"]) is None
+    checked = capsys.readouterr().out.splitlines()
+    assert "sha256 agree" in checked[0] and checked[-3:] == lines[-3:]
+    manifest = manifest_of(Path("data/my novel"))
+    for shard in manifest["shards"]:
+        del shard["bytes"]  # as older versions wrote it
+    Path("data/my novel/manifest.json").write_text(json.dumps(manifest))
+    fingerprint = open_dataset("my novel").fingerprint
+    assert prepare_fineweb.main(["--check=my novel"]) is None
+    assert not [line for line in capsys.readouterr().out.splitlines() if "per token" in line]
+    shutil.rmtree("data")
+    assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) == 0
+    assert open_dataset("my novel").fingerprint == fingerprint  # the same tokens
+
+
+# -----------------------------------------------------------------------------
+# Training with it
+
+
+def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path, script):
+    run_here(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
+    run_here(mine, tmp_path / "run", init_from="resume", max_iters=6)
+    state = load(tmp_path / "run", 6)
+    assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text())
+    assert state["vocab"] == VOCAB
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # a sample needs no data folder
+    flags = [f"--out_dir={tmp_path / 'elsewhere'}", "--start=alpha<|endoftext|> na\u00efve"]
+    code, out, _ = script(sample.main, *flags, "--num_samples=2", "--max_new_tokens=20")
+    assert code == 0 and out.startswith("alpha<|endoftext|> na\u00efve")
+    run_here(mine, tmp_path / "tuned", init_from=tmp_path / "run", max_iters=2)
+
+
+def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
+    run_here(mine, tmp_path / "run", max_iters=1)
+    for options in (dict(init_from="resume"), dict(init_from=tmp_path / "run")):
+        out = tmp_path / "run" if options["init_from"] == "resume" else tmp_path / "new"
+        code, _, err = run_flags(script, another, out, **options)
+        assert code == 2 and len(err) == 1 and err[0].startswith("error: dataset: "), err
+    assert (
+        "bpe tokens; prepare the text again with --tokenizer=PATH, their tokenizer.json" in err[0]
+    )
+    bytes_run = tmp_path / "bytes"
+    run_here(prepare_rows(tmp_path, TEXTS, "byte"), bytes_run, max_iters=1)
+    code, _, err = run_flags(script, mine, tmp_path / "new", init_from=bytes_run)
+    assert code == 2 and len(err) == 1 and "holds bpe tokens, the weights of" in err[0]
+
+
+def run_flags(script, dataset, out_dir, **options):
+
+    return script(train.main, *all_flags(dataset, out_dir, **options))
+
+
+def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, script):
+    source = write_parquet(tmp_path / "a.parquet", TEXTS)
+    options = dict(stream=True, data_workers=0, tokenizer=mine / "tokenizer.json")
+    run_here(source, tmp_path / "run", max_iters=2, **options)
+    state = load(tmp_path / "run", 2)
+    assert state["tokenizer"] == open_dataset(str(mine)).tokenizer
+    # without naming it again, as the dataset
+    flags = [f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--compile=False"]
+    flags += ["--device=cpu", "--dtype=float32", "--data_workers=0", "--eval_tokens=256"]
+    assert train.main([*flags, "--batch_size=4", "--max_iters=3"]) == 0
+    options |= dict(init_from="resume", max_iters=4, tokenizer=another / "tokenizer.json")
+    code, _, err = run_flags(script, source, tmp_path / "run", **options)
+    assert code == 2 and len(err) == 1 and "is not what the checkpoint was trained on" in err[0]
+
+
+def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path, script):
+    code, _, err = run_flags(script, mine, tmp_path / "run", tokenizer=mine / "tokenizer.json")
+    assert code == 2 and len(err) == 1 and "tokenizer: a data folder has its own" in err[0]
+
+
+def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsys):
+    """Prepared shards are enough; the checkpoint holds the tokenizer all the same."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    run_here(mine, tmp_path / "run", max_iters=1, sample_tokens=3)
+    assert "no samples: tokenizer.json: the tokenizers library" in capsys.readouterr().err
+    run_here(mine, tmp_path / "run", max_iters=2, init_from="resume")
+    assert load(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
+
+
+# -----------------------------------------------------------------------------
+# Bad input: one line, exit code 2, nothing left behind
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("bpe:10", "N must be a whole number from 257 to 65,536"),
+        ("bpe:256", "N must be a whole number from 257 to 65,536"),
+        ("bpe:65537", "N must be a whole number from 257 to 65,536"),
+        ("bpe:100000", "N must be a whole number from 257 to 65,536"),
+        ("bpe:" + "9" * 5000, "N must be a whole number from 257 to 65,536"),
+        ("bpe:abc", "N must be a whole number from 257 to 65,536"),
+        ("bpe:-300", "N must be a whole number from 257 to 65,536"),
+        ("bpe:", "N must be a whole number from 257 to 65,536"),
+        ("bpe:60000", "or more text"),
+        ("gtp2", "gtp2: No such file or directory; give gpt2, byte, or a tokenizer.json"),
+        (".", "Is a directory; give gpt2, byte, or a tokenizer.json"),
+    ],
+)
+def test_a_tokenizer_that_there_is_not(tmp_path, script, name, message):
+    source, out = write_parquet(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
+    flags = [f"--tokenizer={name}", f"--out={out}"]
+    for main, files in (
+        (prepare_text.main, [source]),
+        (prepare_fineweb.main, [f"--source={source}", "--val_tokens=100"]),
+    ):
+        code, _, err = script(main, *files, *flags)
+        assert code == 2 and len(err) == 1 and message in err[0] and not out.exists()
+
+
+def edited(change) -> str:
+    content = json.loads(train_bpe(TEXTS, 257)["json"])
+    change(content)
+    return json.dumps(content)
+
+
+def many_ids(content: dict) -> None:
+    content["model"]["vocab"] |= {f"token{i}": i for i in range(257, 65_537)}
+
+
+TOKENIZER_FILES = {
+    "no JSON": ("{", "the tokenizers library refuses it"),
+    "an empty file": ("", "the tokenizers library refuses it"),
+    "a list": ("[]", "the tokenizers library refuses it"),
+    "another JSON": ('{"vocab_size": 300}', "the tokenizers library refuses it"),
+    "cut short": (lambda: edited(lambda c: None)[:2000], "the tokenizers library refuses it"),
+    "no merges": (lambda: edited(lambda c: c["model"].pop("merges")), "library refuses it"),
+    "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, shards hold 65,536 at most"),
+    "no end-of-text": (
+        lambda: edited(lambda c: c["added_tokens"].clear()),
+        "has none of the special tokens <|endoftext|>, ",
+    ),
+    "lower case": (
+        lambda: edited(lambda c: c.update(normalizer={"type": "Lowercase"})),
+        "text does not come back as it was",
+    ),
+    "no decoder": (
+        lambda: edited(lambda c: c.update(decoder=None)),
+        "text does not come back as it was",
+    ),
+}
+
+
+@pytest.mark.parametrize("content, message", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
+def test_a_tokenizer_json_that_cannot_be_used(tmp_path, script, content, message):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content if isinstance(content, str) else content())
+    source = write_parquet(tmp_path / "a.parquet", TEXTS)
+    flags = [f"--tokenizer={path}", f"--out={tmp_path / 'out'}"]
+    code, _, err = script(prepare_text.main, source, *flags)
+    assert code == 2 and len(err) == 1 and message in err[0] and "tokenizer.json" in err[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_names_of_end_of_text_and_settings_that_would_change_the_tokens(own, tmp_path):
+    content = json.loads(own.spec["json"])
+    content["added_tokens"][0]["content"] = "</s>"
+    content["model"]["vocab"]["</s>"] = content["model"]["vocab"].pop("<|endoftext|>")
+    content["truncation"] = dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0)
+    theirs = Tokenizer(dict(kind="bpe", json=json.dumps(content)))
+    assert theirs.eot == own.eot
+    assert (
+        list(theirs.encode(TEXTS[0])) == list(own.encode(TEXTS[0]))
+        and len(own.encode(TEXTS[0])) > 4
+    )
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "no sha256"])
+def test_a_folder_whose_tokenizer_is_not_its_own(mine, tmp_path, script, damage):
+    folder = tmp_path / "data"
+    shutil.copytree(mine, folder)
+    message = "tokenizer.json: has changed since the preparation; restore it, or prepare anew"
+    if damage == "changed":
+        content = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(content + "\n")
+    elif damage == "missing":
+        (folder / "tokenizer.json").unlink()
+        message = "tokenizer.json: No such file or directory; restore it, or prepare anew"
+    else:
+        manifest = manifest_of(folder)
+        del manifest["tokenizer_sha256"]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    source = mine.parent / "rows.parquet"
+    for main, flags in (
+        (train.main, [f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]),
+        (prepare_fineweb.main, [f"--check={folder}"]),
+        (prepare_text.main, [source, f"--out={folder}", f"--tokenizer=bpe:{VOCAB}"]),
+    ):
+        code, _, err = script(main, *flags)
+        assert code == 2 and len(err) == 1 and message in err[0], err
+
+
+def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_path, script):
+    path = tmp_path / "out/tokenizer.json"
+    path.parent.mkdir()
+    path.write_text(own.spec["json"])
+    source = write_parquet(tmp_path / "a.parquet", TEXTS)
+    for name in (path, "bpe:300", "bpe:280", "byte"):
+        code, _, err = script(
+            prepare_text.main, source, f"--tokenizer={name}", f"--out={path.parent}"
+        )
+        assert code == 2 and len(err) == 1 and "holds files of another program" in err[0]
+    assert os.listdir(path.parent) == ["tokenizer.json"] and path.read_text() == own.spec["json"]
+
+
+def test_too_little_text_leaves_nothing(tmp_path, script):
+    source = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
+    out = tmp_path / "out"
+    flags = [f"--source={source}", f"--out={out}", "--tokenizer=bpe:257"]
+    code, _, err = script(prepare_fineweb.main, *flags, "--val_tokens=1M")
+    assert code == 1 and "leaves none for training" in err[0] and not out.exists()
+
+
+@pytest.mark.parametrize("spec", [dict(kind="bpe"), dict(kind="bpe", json=5)])
+def test_a_spec_without_its_json_is_unknown(spec):
+    assert not tokenizer_module.fits(spec, 10)
+    with pytest.raises(UserError, match="the tokenizers library refuses it"):
+        Tokenizer(spec)
