@@ -278,6 +278,23 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path, monke
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
+def saved_bytes(tmp_path: Path, compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
+    """What autograd saves of a model 256 wide for 4 x 256 tokens, its parameters left out."""
+    t = trainee(tmp_path, n_embd=256, tie_weights=False, loss_chunk="off", **keys)
+    forward, storages = torch.compile(t.model) if compiled else t.model, {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with saving, torch.autocast("cpu", enabled=keys["dtype"] == "bfloat16"):
+        forward(*torch.zeros(2, 4, 256, dtype=torch.long))
+    for p in t.model.parameters():
+        storages.pop(p.untyped_storage().data_ptr(), None)
+    return sum(x.untyped_storage().nbytes() for x in storages.values()), t.model.config
+
+
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
@@ -289,28 +306,30 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, tmp_pa
     way for a GPU. Autocast's copies of the matrices are among it.
     """
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
-    saved, storages = {}, {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storages[x.untyped_storage().data_ptr()] = x
-        return x
-
-    for n_layer in (2, 4):
-        keys = dict(n_layer=n_layer, n_embd=256, model=model, tie_weights=False, dtype=dtype)
-        t = trainee(tmp_path, **keys, loss_chunk="off")
-        forward = torch.compile(t.model) if compiled else t.model
-        storages.clear()
-        saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-        with saving, torch.autocast("cpu", enabled=dtype == "bfloat16"):
-            forward(*torch.zeros(2, 4, 256, dtype=torch.long))
-        for p in t.model.parameters():
-            storages.pop(p.untyped_storage().data_ptr(), None)
-        saved[n_layer] = sum(x.untyped_storage().nbytes() for x in storages.values())
+    keys = dict(model=model, dtype=dtype, compiled=compiled)
+    two, _ = saved_bytes(tmp_path, n_layer=2, **keys)
+    four, config = saved_bytes(tmp_path, n_layer=4, **keys)
     half = dtype == "bfloat16"
     copies = 2 * 12 * 256**2 if half else 0
-    of_a_block = (saved[4] - saved[2]) / 2 - copies
-    modelled = block_bytes(t.model.config, half, compiled)
-    assert of_a_block / (4 * 256) == pytest.approx(modelled, rel=0.002)
+    of_a_block = (four - two) / 2 - copies
+    assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, half, compiled), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
+)
+def test_value_embeddings_keep_what_the_memory_model_says(dtype, compiled, tmp_path, monkeypatch):
+    """But for the gates, of one number a head and not a channel."""
+    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
+    keys = dict(model="fast", n_layer=4, dtype=dtype, compiled=compiled)
+    saved, modelled = [], []
+    for tables in (0, 2):
+        total, config = saved_bytes(tmp_path, value_tables=tables, **keys)
+        saved.append(total)
+        parts = memory_bytes(config, 4, getattr(torch, dtype), compiled, "muon")
+        modelled.append(parts["activations"])
+    assert saved[1] - saved[0] == pytest.approx(modelled[1] - modelled[0], rel=0.03)
 
 
 @pytest.mark.slow

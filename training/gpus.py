@@ -166,6 +166,8 @@ def memory_bytes(
     block = block_bytes(model, half, compiled)
     kept_of_a_block = STREAM_BYTES * C if model.recompute else block
     activations = tokens * (model.n_layer * kept_of_a_block + LAST_NORM_BYTES[half] * C)
+    # a token's row of each table, and the values it is added to in two layers
+    activations += tokens * model.value_tables * 3 * element * C
     if model.recompute:
         # The peak may come later: the logits are gone, but one block is computed again, and
         # gradients exist beside it.
