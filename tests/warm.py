@@ -195,6 +195,7 @@ if __name__ == "__main__":
     import train  # noqa: F401
 
     Figure().savefig(io.BytesIO())  # loads fonts and the PNG writer
+    os.fsync = lambda file: None  # as in conftest.py
     gc.collect()
     gc.freeze()  # or each child would go through a million objects as it ends
     request = serve(socket.socket(fileno=int(sys.argv[1])))
