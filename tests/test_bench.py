@@ -505,8 +505,10 @@ def test_sweep_measures_for_real(tmp_path):
     assert (r["fastest"], r["largest_that_fits"]) == (2, 2)
 
 
-IDLE = """
+IDLE = f"""
+import sys
 import time
+sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import measure
 if __name__ == "__main__":
     pool = measure.new_process()
@@ -517,11 +519,9 @@ if __name__ == "__main__":
 
 def test_a_measurements_process_ends_with_bench(tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
+    numbers = (signal.SIGTERM, signal.SIGKILL)
     # both at a time, as most of theirs is spent on imports
-    started = [
-        (number, start_process(str(tmp_path / "idle.py"), cold=True, PYTHONPATH=str(ROOT)))
-        for number in (signal.SIGTERM, signal.SIGKILL)
-    ]
+    started = [(number, start_process(str(tmp_path / "idle.py"))) for number in numbers]
     for number, process in started:
         child = psutil.Process(int(process.stdout.readline()))
         process.send_signal(number)
