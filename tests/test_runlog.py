@@ -1,6 +1,7 @@
 """The numbers on the log line, with a clock that the test turns by hand."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -10,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from common.console import RunError, count, duration, say, warn
+from common import console
+from common.console import RunError, complain, count, duration, say, warn
 from configurator import Config
 from training import runlog
 from training.checkpoint import Progress
@@ -311,6 +313,36 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
         say("iter 1: loss 2.0")
         warn("metrics.jsonl: No space left on device; going on")
     assert sys.stdout.name == sys.stderr.name == os.devnull
+
+
+class Interrupted(io.RawIOBase):
+    """A file whose first write is interrupted by a signal whose handler speaks."""
+
+    def __init__(self):
+        self.content, self.handlers = b"", [lambda: complain("a checkpoint is saved first")]
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.handlers:
+            self.handlers.pop()()
+        self.content += bytes(data)
+        return len(data)
+
+
+@pytest.mark.parametrize("place", ["console", "log.txt"])
+def test_a_signal_in_the_middle_of_a_line_costs_its_own_line_not_the_run(place, monkeypatch):
+    """Python refuses a second write while it is in the first: "reentrant call"."""
+    raw = Interrupted()
+    text = io.TextIOWrapper(io.BufferedWriter(raw), write_through=place == "console")
+    if place == "console":
+        monkeypatch.setattr(sys, "stderr", text)
+    else:
+        monkeypatch.setattr(console, "transcript", text)
+    complain("iter 4: loss spike")
+    text.flush()
+    assert not raw.handlers and raw.content == b"iter 4: loss spike\n"
 
 
 def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):
