@@ -11,6 +11,8 @@ Losses are compared at the last evaluation that all runs share. If they share no
 off the straight line between two evaluations. It is n/a if the line would be longer than a fifth of
 the way so far, or would begin at iteration 0, because the loss falls steeply there. The true value
 lies between those of the two evaluations. Runs whose ranges overlap are called equal.
+
+Runs of unequal tokenizers are compared in bits per byte.
 """
 
 import json
@@ -32,6 +34,8 @@ from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 LOSS_NOISE = 0.005
+BITS = "bits per byte"
+BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
 # A straight line may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
 # 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
 NEAR = 0.2
@@ -195,8 +199,11 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     Val loss at equal iterations, tokens and time, and the tokens and time to one loss: by default
     the lowest that all runs reach.
     """
+    name, key, noise = "val loss", "val_loss", LOSS_NOISE
+    if runs[0].loss_unit == BITS:
+        name, key, noise = BITS, "bits_per_byte", BITS_NOISE
     best = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [Row("best val loss", "best_val_loss", best, "{:.4f}".format, "lower", noise=LOSS_NOISE)]
+    rows = [Row(f"best {name}", f"best_{key}", best, "{:.4f}".format, "lower", noise=noise)]
     if len(runs) > 1:
         for axis, where, form in (
             ("iter", "at iteration {}", "{:,.0f}".format),
@@ -205,19 +212,22 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ):
             at = common_point(runs, axis)
             if at is not None:
-                label, key = f"val loss {where.format(form(at))}", f"val_loss_at_equal_{axis}"
+                label = f"{name} {where.format(form(at))}"
                 losses = [loss_at(run, axis, at) for run in runs]
-                rows.append(estimated_row(label, key, losses, "{:.4f}".format))
-                rows[-1].noise = LOSS_NOISE
+                rows.append(estimated_row(label, f"{key}_at_equal_{axis}", losses, "{:.4f}".format))
+                rows[-1].noise = noise
         if target_loss is None:
             target_loss = percentile(np.array(best), 100)
     if target_loss is not None and math.isfinite(target_loss):
-        for axis, name, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
+        for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
             reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]
-            label = f"{name} to val loss {target_loss:.4f}"
+            label = f"{what} to {name} {target_loss:.4f}"
             rows.append(estimated_row(label, f"{axis}_to_loss", reached, form, "less"))
-    if len({run.config["dataset"] for run in runs if "dataset" in run.config}) > 1:
-        for row in rows:
+    unequal_datasets = len({run.config["dataset"] for run in runs if "dataset" in run.config}) > 1
+    for row in rows:
+        if name == BITS and "tokens" in row.key:
+            row.note = "not comparable: unequal tokenizers"
+        elif name != BITS and unequal_datasets:
             row.note = "not comparable: unequal datasets"
     return rows
 
@@ -329,7 +339,24 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
     for run, path in zip(runs, paths):
         if names.count(run.name) > 1:
             run.name = str(path)
+    use_one_unit(runs)
     return runs
+
+
+def use_one_unit(runs: list[RunRecords]) -> None:
+    """
+    Where the runs have unequal tokenizers, which nats per token cannot compare, give all losses in
+    bits per byte, NaN where they are not known, and add a warning that says so.
+    """
+    if len({run.tokenizer for run in runs} - {None, "unknown"}) < 2:
+        return
+    for run in runs:
+        run.step["loss"] *= percentile(run.eval["bits_per_byte"] / run.eval["val_loss"], 50)
+        run.eval["val_loss"] = run.eval["bits_per_byte"]
+        run.loss_unit = BITS
+    unequal = ", ".join(f"{run.name}: {(run.tokenizer or 'unknown')[:13]}" for run in runs)
+    meaning = "losses are in bits per byte; a run that has none needs its data prepared again"
+    runs[0].warnings.append(f"unequal tokenizers ({unequal}), so {meaning}")
 
 
 def path_of(text: str) -> Path:

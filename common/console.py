@@ -54,12 +54,15 @@ def complain(*lines: str) -> None:
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """A console that has gone, or whose disk is full, costs its lines, never the run."""
     text = "\n".join(one_line(line) for line in lines)
-    try:
-        print(text, file=getattr(sys, console), flush=True)
-    except (OSError, ValueError):  # ValueError: somebody has closed it
-        setattr(sys, console, open(os.devnull, "w"))
+    # RuntimeError: a signal speaks in the middle of a line; what it says is lost here
+    with contextlib.suppress(RuntimeError):
+        try:
+            print(text, file=getattr(sys, console), flush=True)
+        except (OSError, ValueError):  # ValueError: somebody has closed it
+            setattr(sys, console, open(os.devnull, "w"))
     if transcript:
-        with contextlib.suppress(OSError, ValueError):  # a full disk; closed meanwhile
+        # OSError, ValueError: a full disk; closed meanwhile
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             transcript.write(text + "\n")
             transcript.flush()
 

@@ -12,9 +12,10 @@ n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768
 bias = False
+value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 tie_weights = False
 block_size = 1024
-batch_size = 8  # modelled: 6.8 GB; 16 would need 10.4 GB
+batch_size = 8  # modelled: 8.7 GB; 16 would need 12.4 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

@@ -11,9 +11,10 @@ n_layer = 12
 n_head = 3  # heads of 128
 n_embd = 384
 bias = False
+value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 tie_weights = False
 block_size = 1024
-batch_size = 16  # modelled: 6.0 GB
+batch_size = 16  # modelled: 7.0 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

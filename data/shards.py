@@ -206,6 +206,7 @@ class Dataset:
     fingerprint: str  # changes when the tokens do
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
     modified: float = 0.0  # when the newest of its files was changed, as st_mtime; 0.0 on the hub
+    bytes_per_token: float | None = None  # of the validation text; None where nobody has counted
 
 
 def dataset_folder(name: str) -> Path:
@@ -233,7 +234,8 @@ def open_dataset(name: str) -> Dataset:
     train, val = TokenStream(shards["train"], vocab), TokenStream(shards["val"], vocab)
     fingerprint = check_tokens(listed, [train, val])
     modified = max(shard.path.stat().st_mtime for shard in train.shards + val.shards)
-    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, modified=modified)
+    size = bytes_per_token(listed, tokenizer["kind"])
+    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, None, modified, size)
 
 
 def missing_dataset(name: str, folder: Path) -> str:
@@ -287,6 +289,20 @@ def tokenizer_spec(manifest: dict, meta: dict, vocab: int) -> dict:
     with contextlib.suppress(LookupError, TypeError):  # then it does not fit
         spec["itos"] = [meta["itos"][i] for i in range(vocab)]
     return spec if fits(spec, vocab) else dict(kind="unknown")
+
+
+def bytes_per_token(listed: dict[str, dict], kind: str) -> float | None:
+    """
+    UTF-8 bytes of the validation text per token of it, as manifest.json has counted them; None
+    where it has not. Of byte tokens an older one tells enough: all but the documents' end-of-texts.
+    """
+    val = [shard for name, shard in listed.items() if split_of(name) == "val"]
+    try:
+        if kind == "byte":
+            val = [dict(bytes=s["tokens"] - s.get("documents", 0)) | s for s in val]
+        return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
+    except (LookupError, TypeError, ArithmeticError):  # not counted, or damaged
+        return None
 
 
 def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]:

@@ -76,7 +76,7 @@ def draw(figure, runs: list[RunRecords]) -> None:
 
     train_losses = [settled(run.step, "loss") for run in runs]
     val_losses = [settled(run.eval, "val_loss") for run in runs]
-    finish(panels["losses"], "tokens", "loss, nats per token")
+    finish(panels["losses"], "tokens", f"loss, {runs[0].loss_unit}")
     fit_height(panels["losses"], train_losses + val_losses)
     legend_title = "val loss (pale: train loss)" if several else None
     panels["losses"].legend(frameon=False, loc="upper right", title=legend_title)
@@ -84,7 +84,7 @@ def draw(figure, runs: list[RunRecords]) -> None:
     if knows_mfu:
         finish(panels["mfu"], "tokens", "MFU, %", from_zero=True)
     if several:
-        finish(panels["time"], time_unit, "val loss, nats per token")
+        finish(panels["time"], time_unit, f"val loss, {runs[0].loss_unit}")
         fit_height(panels["time"], val_losses)
     else:
         figure.suptitle(heading(runs[0]), fontsize=10, x=0.01, ha="left")

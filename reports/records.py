@@ -32,17 +32,19 @@ class RunRecords:
     config: dict
     device: str | None
     dtype: str | None
+    tokenizer: str | None
     parameters: float
     tokens_per_iter: float
     flops_per_token: float  # divided by the number of cards
     step: dict[str, np.ndarray]
     eval: dict[str, np.ndarray]
     checkpoint: dict[str, np.ndarray]
+    loss_unit: str = "nats per token"
     warnings: list[str] = field(default_factory=list)
 
 
 STEP_COLUMNS = ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu")
-EVAL_COLUMNS = ("iter", "train_loss", "val_loss", "seconds")
+EVAL_COLUMNS = ("iter", "train_loss", "val_loss", "bits_per_byte", "seconds")
 CHECKPOINT_COLUMNS = ("iter", "seconds")
 STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
 
@@ -77,6 +79,7 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
         config=known_keys(last.get("config") or {}),
         device=str(last.get("device") or "") or None,
         dtype=str(last.get("dtype") or "") or None,
+        tokenizer=str(last.get("tokenizer") or "") or None,
         parameters=number(last.get("parameters")),
         tokens_per_iter=number(last.get("tokens_per_iter")),
         # tok/s are those of all cards together, but MFU is that of one card

@@ -1,5 +1,6 @@
 """Fixtures and settings that all tests share."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,16 @@ from common.console import run_main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Models this small only wait for further threads, the longer the busier the machine.
 torch.set_num_threads(1)
+
+
+def fsync(file: int) -> None:
+    """
+    Waits for no disk. Only a power cut tells the difference, and no test makes one; test_checkpoint
+    looks at the calls. A process that a test starts cold does wait.
+    """
+
+
+os.fsync = fsync
 
 
 @pytest.fixture(scope="session")

@@ -80,12 +80,22 @@ def warm_server() -> warm.Server:
     return warm.Server()
 
 
+@functools.cache
+def torch_server() -> warm.Server:
+    return warm.Server("torch", "torch._dynamo")
+
+
 def start_process(
-    *arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str
+    *arguments: str,
+    cwd: Path = ROOT,
+    cold: bool = False,
+    only_torch: bool = False,
+    **environment: str,
 ) -> subprocess.Popen | warm.WarmProcess:
     """
     `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
-    imported torch already, unless `cold` asks for a fresh Python or one of Python's options does.
+    imported this project, or `only_torch`, unless `cold` asks for a fresh Python or one of Python's
+    options does.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
@@ -98,7 +108,8 @@ def start_process(
             text=True,
             env=environment,
         )
-    return warm.WarmProcess(warm_server(), list(arguments), cwd, environment)
+    server = torch_server() if only_torch else warm_server()
+    return warm.WarmProcess(server, list(arguments), cwd, environment)
 
 
 def run_process(

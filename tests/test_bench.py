@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import statistics
 from argparse import Namespace
@@ -504,8 +505,10 @@ def test_sweep_measures_for_real(tmp_path):
     assert (r["fastest"], r["largest_that_fits"]) == (2, 2)
 
 
-IDLE = """
+IDLE = f"""
+import sys
 import time
+sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import measure
 if __name__ == "__main__":
     pool = measure.new_process()
@@ -514,15 +517,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_measurements_process_ends_with_bench(number, tmp_path):
+def test_a_measurements_process_ends_with_bench(tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
-    process = start_process(str(tmp_path / "idle.py"), cold=True, PYTHONPATH=str(ROOT))
-    child = psutil.Process(int(process.stdout.readline()))
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    _, alive = psutil.wait_procs([child], timeout=60)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    numbers = (signal.SIGTERM, signal.SIGKILL)
+    # both at a time, as most of theirs is spent on imports
+    started = [(number, start_process(str(tmp_path / "idle.py"))) for number in numbers]
+    for number, process in started:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        _, alive = psutil.wait_procs([child], timeout=60)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], number
 
 
 def test_sweep_writes_the_fastest_as_a_config_of_its_own(tmp_path, monkeypatch, capsys):
@@ -550,20 +555,28 @@ def test_sweep_sizes_divide_the_sequences_of_an_iteration():
     ) == [1, 2]
 
 
-def test_every_point_out_of_memory_is_one_line(warm_processes):
-    """4,096 * 256 tokens * 50,304 logits of 4 bytes are 211 GB."""
+def test_every_point_out_of_memory_is_one_line(warm_processes, monkeypatch):
+    """512 * 256 tokens * 50,304 logits of 4 bytes are 26.4 GB, and a process gets 24 GiB."""
+    new_process, limit = measure.new_process, (24 * 2**30, 24 * 2**30)
+
+    def new_small_process():
+        pool = new_process()
+        pool.submit(resource.setrlimit, resource.RLIMIT_AS, limit).result()
+        return pool
+
+    monkeypatch.setattr(measure, "new_process", new_small_process)
     huge = small(
         block_size=256,
         n_embd=16,
         n_layer=1,
-        batch_size=4096,
+        batch_size=512,
         gradient_accumulation_steps=1,
         loss_chunk="off",
     )
     with pytest.raises(
-        UserError, match="batch_sizes: 4096 all ran out of memory; try smaller ones"
+        UserError, match="batch_sizes: 512 all ran out of memory; try smaller ones"
     ) as error:
-        bench.main(["sweep", *huge, "--batch_sizes=4096"])
+        bench.main(["sweep", *huge, "--batch_sizes=512"])
     assert error.value.exit_code == 2
 
 

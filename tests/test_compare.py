@@ -68,11 +68,13 @@ def write_run(
     step_ms: float,
     val_losses: dict[int, float],
     tokens_per_iter: int = 1000,
+    tokenizer: str | None = None,
+    bits: float | None = None,
     **config,
 ) -> Path:
     """
     A finished run: a record for every iteration, evaluations of 2 s, a checkpoint of 1 s with each
-    but the first.
+    but the first. `bits`: the bits per byte of a loss of 1.
     """
     folder.mkdir()
     start = dict(
@@ -84,6 +86,7 @@ def write_run(
         dtype="bfloat16",
         flops_per_token=1000,
         tokens_per_iter=tokens_per_iter,
+        tokenizer=tokenizer,
     )
     lines = [start]
     speed = dict(step_ms=step_ms, tokens_per_sec=tokens_per_iter / step_ms * 1e3, mfu=0.5)
@@ -91,6 +94,7 @@ def write_run(
         if it in val_losses:
             loss = val_losses[it]
             lines.append(dict(kind="eval", iter=it, train_loss=loss, val_loss=loss, seconds=2.0))
+            lines[-1]["bits_per_byte"] = bits and loss * bits
         if it in val_losses and it > 0:
             lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1.0))
         if it < max(val_losses):
@@ -311,6 +315,73 @@ def test_unequal_datasets_and_evaluations_are_warned_of(tmp_path, script):
     assert row(out, "dataset").split() == ["dataset", "d", "other", "differs"]
     for label in ("best val loss", "val loss at", "tokens to val loss"):
         assert row(out, label).endswith("not comparable: unequal datasets")
+
+
+def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, script):
+    """A token of GPT-2's is some four bytes: its loss in nats is always the higher one."""
+    gpt2, own = dict(tokenizer="gpt2", bits=0.25), dict(tokenizer=f"bpe {'1a2b' * 16}", bits=0.5)
+    a = write_run(tmp_path / "a", 36_000, {0: 8.0, 5: 4.0, 10: 3.2}, dataset="x", **gpt2)
+    b = write_run(tmp_path / "b", 36_000, {0: 6.0, 5: 2.5, 10: 2.0}, dataset="y", **own)
+    code, out, err = script(compare.main, a, b, f"--json={tmp_path / 'table.json'}")
+    assert code == 0 and len(err) == 1 and "needs its data prepared again" in err[0]
+    assert "unequal tokenizers (a: gpt2, b: bpe 1a2b1a2b1), so losses are in bits per" in err[0]
+    best = row(out, "best bits per byte")
+    assert best.split()[4:] == ["0.8000", "1.0000", "a", "0.2000", "lower"]
+    assert row(out, "bits per byte at iteration 10").endswith("a 0.2000 lower")
+    # after 5 iterations of 36 s and 2 evaluations of 2 s; 10, 3 and a checkpoint of 1 s: 367 / 184
+    assert row(out, "time to bits per byte 1.0000").endswith("a 1.99x less")
+    # a token of one is not a token of the other
+    for label in ("bits per byte at 10,000 tokens", "tokens to bits per byte"):
+        assert row(out, label).endswith("not comparable: unequal tokenizers")
+    assert "val loss" not in out
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert table["runs"]["a"]["best_bits_per_byte"] == pytest.approx(0.8)
+    assert table["verdicts"]["bits_per_byte_at_equal_iter"] == "a 0.2000 lower"
+
+
+@pytest.mark.parametrize("known", [0.25, None])
+def test_unequal_tokenizers_without_bits_per_byte_are_not_ranked(known, tmp_path, script):
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, tokenizer="gpt2", bits=known)
+    b = write_run(tmp_path / "b", 10, {0: 6.0, 5: 1.0}, tokenizer="byte")
+    code, out, err = script(compare.main, a, b)
+    assert code == 0 and len(err) == 1 and "a run that has none needs its data" in err[0]
+    shown = "0.7500" if known else "n/a"
+    assert row(out, "best bits per byte").split() == ["best", "bits", "per", "byte", shown, "n/a"]
+    assert "lower" not in out and "less" not in out
+
+
+def test_a_tiny_difference_in_bits_per_byte_decides_nothing(tmp_path, script):
+    """0.005 nats of a token of 4.5 bytes are 0.0016 bits per byte."""
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 4.0}, tokenizer="gpt2", bits=0.25)
+    b = write_run(tmp_path / "b", 10, {0: 6.0, 5: 1.0}, tokenizer="byte", bits=1.0016)
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "best bits per byte").endswith("equal within 0.002")
+
+
+@pytest.mark.parametrize("other", ["gpt2", "unknown", None])
+def test_runs_not_known_to_have_unequal_tokenizers_are_compared_by_val_loss(
+    other, tmp_path, script
+):
+    """Equal tokenizers, and runs that are older than the record of it."""
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, tokenizer="gpt2", bits=0.25)
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.2}, tokenizer=other)
+    code, out, err = script(compare.main, a, b)
+    assert (code, err) == (0, []) and "bits per byte" not in out
+    assert row(out, "best val loss").endswith("a 0.2000 lower")
+
+
+def test_a_picture_of_unequal_tokenizers_is_in_bits_per_byte(tmp_path):
+    from matplotlib.figure import Figure
+
+    for name, tokenizer, bits in (("a", "gpt2", 0.25), ("b", "byte", 1.5)):
+        write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0}, tokenizer=tokenizer, bits=bits)
+    figure = Figure()
+    picture.draw(figure, compare.read_runs([tmp_path / "a", tmp_path / "b"], None))
+    losses, time = figure.axes[:2]
+    assert losses.get_ylabel() == "loss, bits per byte"
+    assert time.get_ylabel() == "val loss, bits per byte"
+    drawn = [line.get_ydata()[-1] for line in losses.lines if line.get_marker() == "None"]
+    assert drawn == [4.0 * 0.25, 4.0 * 1.5]  # the training losses too
 
 
 def test_a_killed_runs_torn_last_line_is_named_and_left_out(tmp_path, script):

@@ -421,3 +421,33 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
     assert code == 2 and err.splitlines()[-1].startswith(
         f"error: out_dir: {tmp_path / 'file/out'}: "
     )
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        # 300 and 400 tokens of validation
+        (dict(bytes=[900, 500]), 2.0),
+        (dict(bytes=[900, 500], tokenizer="gpt2"), 2.0),
+        (dict(bytes=[0, 140], tokenizer="gpt2"), 0.2),  # a shard may hold no text's end
+        (dict(documents=[20, 15]), 665 / 700),  # byte tokens but for the documents' end-of-texts
+        (dict(documents=[20, 15], tokenizer="gpt2"), None),
+        (dict(bytes=[900, None], tokenizer="gpt2"), None),
+        (dict(bytes=["900", {}]), None),
+        (dict(bytes=[0, 0]), 0.0),
+        (dict(documents=["20", []]), None),
+    ],
+)
+def test_bytes_per_token_are_those_of_the_validation_split(change, expected, tmp_path):
+    """From manifest.json, or where that is older, from what it says of byte tokens."""
+    write_dataset(tmp_path / "d", [400, 1000], val_tokens=300)
+    manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    first, second, train = manifest["shards"]
+    (tmp_path / "d" / second["name"]).rename(tmp_path / "d" / "val_000001.bin")
+    second["name"] = "val_000001.bin"
+    manifest["tokenizer"] = change.pop("tokenizer", "byte")
+    train["bytes"] = 12345  # of no interest
+    for name, values in change.items():
+        first[name], second[name] = values
+    (tmp_path / "d" / "manifest.json").write_text(json.dumps(manifest))
+    assert open_dataset(str(tmp_path / "d")).bytes_per_token == expected

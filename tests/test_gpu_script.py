@@ -52,6 +52,7 @@ def start(part: str, folder: Path) -> subprocess.Popen:
         module.write_text(f"raise ImportError('no {name} here')")
     environment = os.environ | {"PYTHONPATH": str(folder / "missing")}
     environment |= {"GPU_INPUTS": str(folder / "inputs"), "WORK": str(folder / "work")}
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
     return subprocess.Popen(
         ["bash", "results/gpu.sh", part, "dry"],
         cwd=ROOT,
@@ -107,7 +108,17 @@ def test_a_part_that_is_killed_keeps_its_rows_and_goes_on_after_them(tmp_path):
     assert not (out / "fast_step_unfinished.json").exists()
 
 
+# python3, but for train.py and compare.py, which fail as without a dataset: in no time
+FAILING = """#!/bin/sh
+case $1 in train.py | compare.py) echo "error: dataset: no folder" >&2; exit 2 ;; esac
+exec {python} "$@"
+"""
+
+
 def test_a_row_that_fails_does_not_stop_the_next_one(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text(FAILING.format(python=shutil.which("python3")))
+    (tmp_path / "bin" / "python3").chmod(0o755)
     (tmp_path / "work").mkdir()
     # a file in place of the dataset's folder
     (tmp_path / "work" / "prose").write_text("")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import write_dataset
 
 from benchmarks import measure
 from common.console import UserError
@@ -181,6 +182,12 @@ def test_what_a_configs_comments_say_about_memory_is_modelled(path):
 # The memory model on a CPU; the workspace in it is CUDA's
 
 
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> Path:
+    """8,190 ids: enough that the logits are most of the memory, a sixth of GPT-2's to compute."""
+    return write_dataset(tmp_path_factory.mktemp("data") / "words", [4000], vocab=8190)
+
+
 def trainee(folder, **changes) -> measure.Trainee:
     keys = (
         dict(
@@ -202,7 +209,7 @@ def trainee(folder, **changes) -> measure.Trainee:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(n_layer=2, n_embd=128, dtype="float32"),
+        dict(n_layer=2, n_embd=128, dtype="float32", dataset="none"),  # GPT-2's vocabulary
         dict(n_layer=2, n_embd=256, dtype="float32", loss_chunk="off", tie_weights=False),
         dict(n_layer=2, n_embd=128, dtype="float32", loss_chunk=256),
         dict(n_layer=4, n_embd=128, dtype="bfloat16"),
@@ -266,21 +273,25 @@ def trainee(folder, **changes) -> measure.Trainee:
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_memory_model_counts_the_tensors_alive(changes, dataset, tmp_path, monkeypatch):
+def test_memory_model_counts_the_tensors_alive(changes, dataset, words, tmp_path, monkeypatch):
     """
     What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is
     fused varies. With the attention that a GPU would use.
     """
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
-    t = trainee(tmp_path, **changes | (dict(dataset=dataset) if "dataset" in changes else {}))
+    folders = dict(tiny=dataset, words=words, none="none")
+    t = trainee(tmp_path, **changes | dict(dataset=folders[changes.get("dataset", "words")]))
     measured = peak_bytes(t)
     modelled = memory_needed(t.config, t.model.config, t.hw.dtype, 4) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
-def saved_bytes(tmp_path: Path, compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
+def saved_bytes(
+    words: str, tmp_path: Path, compiled: bool = False, **keys
+) -> tuple[int, GPTConfig]:
     """What autograd saves of a model 256 wide for 4 x 256 tokens, its parameters left out."""
-    t = trainee(tmp_path, n_embd=256, tie_weights=False, loss_chunk="off", **keys)
+    keys |= dict(n_embd=256, tie_weights=False, loss_chunk="off", dataset=words)
+    t = trainee(tmp_path, **keys)
     forward, storages = torch.compile(t.model) if compiled else t.model, {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -300,15 +311,17 @@ def saved_bytes(tmp_path: Path, compiled: bool = False, **keys) -> tuple[int, GP
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
-def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, tmp_path, monkeypatch):
+def test_a_block_keeps_what_the_memory_model_says(
+    model, dtype, compiled, words, tmp_path, monkeypatch
+):
     """
     What autograd saves for four layers, less that for two. The compiler decides this in the same
     way for a GPU. Autocast's copies of the matrices are among it.
     """
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
     keys = dict(model=model, dtype=dtype, compiled=compiled)
-    two, _ = saved_bytes(tmp_path, n_layer=2, **keys)
-    four, config = saved_bytes(tmp_path, n_layer=4, **keys)
+    two, _ = saved_bytes(words, tmp_path, n_layer=2, **keys)
+    four, config = saved_bytes(words, tmp_path, n_layer=4, **keys)
     half = dtype == "bfloat16"
     copies = 2 * 12 * 256**2 if half else 0
     of_a_block = (four - two) / 2 - copies
@@ -319,13 +332,15 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, tmp_pa
     ("dtype", "compiled"),
     [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
 )
-def test_value_embeddings_keep_what_the_memory_model_says(dtype, compiled, tmp_path, monkeypatch):
+def test_value_embeddings_keep_what_the_memory_model_says(
+    dtype, compiled, words, tmp_path, monkeypatch
+):
     """But for the gates, of one number a head and not a channel."""
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
     keys = dict(model="fast", n_layer=4, dtype=dtype, compiled=compiled)
     saved, modelled = [], []
     for tables in (0, 2):
-        total, config = saved_bytes(tmp_path, value_tables=tables, **keys)
+        total, config = saved_bytes(words, tmp_path, value_tables=tables, **keys)
         saved.append(total)
         parts = memory_bytes(config, 4, getattr(torch, dtype), compiled, "muon")
         modelled.append(parts["activations"])

@@ -1,6 +1,9 @@
 """The numbers on the log line, with a clock that the test turns by hand."""
 
+import hashlib
+import io
 import json
+import math
 import os
 import re
 import sys
@@ -8,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from common.console import RunError, count, duration, say, warn
+from common import console
+from common.console import RunError, complain, count, duration, say, warn
 from configurator import Config
 from training import runlog
 from training.checkpoint import Progress
@@ -52,6 +56,7 @@ def make_log(tmp_path, clock, ledger, **changes):
     log = RunLog(config, hw, Ranks(), began=0.0)
     log.ledger, log.windows = ledger, Windows()
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
+    log.bytes_per_token = None
     return log
 
 
@@ -129,6 +134,65 @@ def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
         r"iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (-?\d+\.\d\d)%", iteration
     )
     assert re.match(r"step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})", evaluation)
+
+
+def last_record(out_dir):
+    """The last line of metrics.jsonl, by a reader that takes only what JSON allows."""
+    line = (out_dir / "metrics.jsonl").read_text().splitlines()[-1]
+    return json.loads(line, parse_constant=pytest.fail)
+
+
+def test_an_evaluation_tells_perplexity_and_bits_per_byte(tmp_path, clock, capsys):
+    """A loss of ln 8 is 3 bits per token, and as sure as a choice among 8."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    log.bytes_per_token = 1.5
+    log.evaluation(500, math.log(16), math.log(8))
+    said = "step 500: train loss 2.7726, val loss 2.0794, time 0.0s"
+    assert capsys.readouterr().out == f"{said}, perplexity 8, 2.0000 bits per byte\n"
+    assert last_record(tmp_path) == dict(
+        kind="eval",
+        iter=500,
+        train_loss=2.77258872,
+        val_loss=2.07944154,
+        seconds=0.0,
+        perplexity=8.0,
+        bits_per_byte=2.0,
+    )
+
+
+def test_bits_per_byte_are_null_where_nobody_counted_the_bytes(tmp_path, clock, capsys):
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    log.evaluation(0, 1.0, math.log(8))
+    assert capsys.readouterr().out.endswith(", perplexity 8\n")
+    assert last_record(tmp_path)["bits_per_byte"] is None
+
+
+@pytest.mark.parametrize(
+    "loss, perplexity, bits",
+    [(709.0, 8.21840746e307, 1022.87078), (710.0, None, 1024.31348), (1e300, None, 1.44269504e300)]
+    + [(math.inf, None, None), (math.nan, None, None)],
+)
+def test_a_loss_of_any_size_is_a_line_and_a_record(loss, perplexity, bits, tmp_path, clock, capsys):
+    """A run that explodes has lost enough already. 710 nats are 710 / ln 2 bits."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    log.bytes_per_token = 1.0
+    log.evaluation(0, loss, loss)
+    assert capsys.readouterr().out.startswith("step 0: train loss ")
+    record = last_record(tmp_path)
+    assert (record["perplexity"], record["bits_per_byte"]) == (perplexity, bits)
+
+
+def test_tokenizers_are_named_so_that_no_two_are_alike():
+    of_json = hashlib.sha256(b'{"model": "\xc3\xa4"}').hexdigest()
+    names = {
+        "gpt2": dict(kind="gpt2"),
+        "byte": dict(kind="byte"),
+        "unknown": dict(kind="unknown"),
+        f"bpe {of_json}": dict(kind="bpe", json='{"model": "\u00e4"}'),
+        f"char {hashlib.sha256(b'abc').hexdigest()}": dict(kind="char", itos=["a", "b", "c"]),
+    }
+    for name, spec in names.items():
+        assert runlog.tokenizer_name(spec) == name
 
 
 def test_loss_is_the_mean_over_all_micro_batches(tmp_path, clock, capsys):
@@ -249,6 +313,36 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
         say("iter 1: loss 2.0")
         warn("metrics.jsonl: No space left on device; going on")
     assert sys.stdout.name == sys.stderr.name == os.devnull
+
+
+class Interrupted(io.RawIOBase):
+    """A file whose first write is interrupted by a signal whose handler speaks."""
+
+    def __init__(self):
+        self.content, self.handlers = b"", [lambda: complain("a checkpoint is saved first")]
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.handlers:
+            self.handlers.pop()()
+        self.content += bytes(data)
+        return len(data)
+
+
+@pytest.mark.parametrize("place", ["console", "log.txt"])
+def test_a_signal_in_the_middle_of_a_line_costs_its_own_line_not_the_run(place, monkeypatch):
+    """Python refuses a second write while it is in the first: "reentrant call"."""
+    raw = Interrupted()
+    text = io.TextIOWrapper(io.BufferedWriter(raw), write_through=place == "console")
+    if place == "console":
+        monkeypatch.setattr(sys, "stderr", text)
+    else:
+        monkeypatch.setattr(console, "transcript", text)
+    complain("iter 4: loss spike")
+    text.flush()
+    assert not raw.handlers and raw.content == b"iter 4: loss spike\n"
 
 
 def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):

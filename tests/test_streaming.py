@@ -3,6 +3,7 @@ Training straight from text: the same windows whoever tokenises them, exact resu
 whatever goes wrong.
 """
 
+import multiprocessing
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import train
 from common.console import UserError
@@ -45,6 +47,23 @@ TRAIN = BYTES + "import train; from common import console\nconsole.run_main(trai
 @pytest.fixture(autouse=True)
 def byte_tokens(monkeypatch):
     monkeypatch.setattr(stream, "named_spec", lambda name: {"kind": "byte"})
+
+
+@pytest.fixture
+def warm_workers(monkeypatch):
+    """
+    Workers that fork from a process that has imported torch already. As users have them, each a
+    new Python, they are in the tests that run train.py in a process of its own.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.peer", "data.stream"])
+
+    def loader(pieces, **options):
+        if options["num_workers"]:
+            options["multiprocessing_context"] = context
+        return DataLoader(pieces, **options)
+
+    monkeypatch.setattr(stream, "DataLoader", loader)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +128,9 @@ def take(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_any_number_of_workers_reads_the_windows_counted_by_hand(folder, parquet, workers):
+def test_any_number_of_workers_reads_the_windows_counted_by_hand(
+    folder, parquet, workers, warm_workers
+):
     config = config_for(parquet if workers else folder, data_workers=workers)
     data = stream.open_stream(config)
     val, tokens = split_by_hand(TEXTS, 500)
@@ -148,7 +169,7 @@ def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_fact
         world_size = data.draw(st.integers(1, 3))
 
 
-def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch):
+def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch, warm_workers):
     """
     With dropout and accumulation, across the source's end, and another number of workers in the
     second half.
@@ -410,7 +431,9 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script, workers):
+def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(
+    tmp_path, script, workers, warm_workers
+):
     write_parquet(tmp_path / "a.parquet", documents(400))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 damaged")
     options = dict(

@@ -51,9 +51,13 @@ def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, t
     assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 3, 6, 7]
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 3, 4, 6, 7]
     out = capsys.readouterr().out
-    assert re.search(
-        r"^step 7: train loss \d\.\d{4}, val loss \d\.\d{4}, time \d+\.\ds$", out, re.M
-    )
+    evaluation = r"^step 7: train loss \d\.\d{4}, val loss (\d\.\d{4}), time \d+\.\ds"
+    assert re.search(rf"{evaluation}, perplexity [\d.]+, \d\.\d{{4}} bits per byte$", out, re.M)
+    # its tokens are bytes
+    last = records(tmp_path, "eval")[-1]
+    assert last["bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2))
+    assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
+    assert records(tmp_path, "start")[0]["tokenizer"] == "byte"
     assert re.search(
         rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds$", out, re.M
     )

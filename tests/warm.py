@@ -12,6 +12,7 @@ reads as it is imported, and Python's own options. Start a cold process for thos
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -34,11 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 class Server:
     """The warm process, seen from the tests. It ends when the tests do."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """`modules`: what it imports in place of the whole project."""
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 # one thread for each process: models this small only wait for more
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -187,14 +189,12 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    from matplotlib.figure import Figure
-
-    import bench  # noqa: F401
-    import convert  # noqa: F401
-    import sample  # noqa: F401
-    import train  # noqa: F401
-
-    Figure().savefig(io.BytesIO())  # loads fonts and the PNG writer
+    modules = sys.argv[2:] or ["bench", "convert", "sample", "train", "matplotlib.figure"]
+    for module in modules:
+        importlib.import_module(module)
+    if "matplotlib.figure" in modules:
+        sys.modules["matplotlib.figure"].Figure().savefig(io.BytesIO())  # loads fonts, PNG writer
+    os.fsync = lambda file: None  # as in conftest.py
     gc.collect()
     gc.freeze()  # or each child would go through a million objects as it ends
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -7,6 +7,7 @@ compilation never enter an iteration's time.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import shlex
@@ -230,6 +231,7 @@ class RunLog:
         self.flops_per_token = flops_per_token(model)
         # nobody has counted a stream's tokens
         self.train_tokens = None if data.stream else len(data.train)
+        self.bytes_per_token = data.bytes_per_token
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         dtype = str(hw.dtype).removeprefix("torch.")
@@ -262,6 +264,7 @@ class RunLog:
             flops_per_token=self.flops_per_token,
             tokens_per_iter=c.iter_tokens,
             world_size=self.ranks.world_size,
+            tokenizer=tokenizer_name(data.tokenizer),
             torch=torch.__version__,
         )
         self.record("start", **self.start_record)
@@ -384,10 +387,16 @@ class RunLog:
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float) -> None:
         """Inside book("evaluation")."""
         seconds = self.ledger.clock() - self.ledger.since
+        # a float holds no more than exp(709)
+        perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
+        bits, end = None, ""
+        if self.bytes_per_token:
+            bits = val_loss / math.log(2) / self.bytes_per_token
+            end = f", {bits:.4f} bits per byte"
         losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
-        say(f"step {iter_num}: {losses}, time {seconds:.1f}s")
+        say(f"step {iter_num}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
-        self.record("eval", iter=iter_num, **values)
+        self.record("eval", iter=iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
         self.draw(now=True)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
@@ -454,6 +463,13 @@ def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
         enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
         fewer = f", or --max_iters={enough}" if enough > 2 * config.warmup_iters else ""
         warn(f"{epochs}; prepare a larger dataset{fewer}")
+
+
+def tokenizer_name(spec: dict) -> str:
+    """The kind of a tokenizer and, if it has a table of its own, the sha256 of that."""
+    table = spec.get("json") or "".join(spec.get("itos", []))
+    sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
+    return f"{spec['kind']} {sha256}" if table else spec["kind"]
 
 
 def compiled_graphs() -> int:

@@ -1,0 +1,125 @@
+"""
+notebook.ipynb: what a GPU that is lent for some hours is given, run here on a CPU at a tiny size.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from documents import documents, write_parquet
+from helpers import ROOT, records
+from test_docs import known_flags
+
+from common.console import UserError
+from data.tokenizer import Tokenizer
+
+NOTEBOOK = ROOT / "notebook.ipynb"
+CELLS = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+# what IPython gives to the shell: a line that begins with !, and those that it is continued on
+SHELL = re.compile(r"^( *)!((?:.*\\\n)*.*)$", re.MULTILINE)
+TINY = "--n_layer=1 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_iters=4 "
+TINY += "--eval_interval=2 --eval_tokens=256 --sample_tokens=8 --device=cpu --compile=False"
+
+
+def test_it_is_a_notebook_of_six_cells_that_nobody_has_run():
+    content = json.loads(NOTEBOOK.read_text())
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert content["metadata"]["accelerator"] == "GPU"
+    assert len(content["cells"]) == 6
+    assert len({cell["id"] for cell in content["cells"]}) == 6
+    for cell in content["cells"]:
+        assert cell.keys() == {*"cell_type execution_count id metadata outputs source".split()}
+        assert (cell["cell_type"], cell["outputs"], cell["metadata"]) == ("code", [], {})
+        assert cell["execution_count"] is None
+
+
+def test_its_commands_name_scripts_configs_and_flags_that_exist(capsys):
+    commands = [shlex.split(command) for _, command in SHELL.findall("\n".join(CELLS))]
+    scripts = [words[1] for words in commands if words[0] == "python"]
+    assert scripts == "train.py data/prepare_fineweb.py train.py compare.py sample.py".split()
+    for words in commands:
+        if words[0] != "python":
+            continue
+        flags = known_flags(words[1], [], capsys)
+        for word in words[2:]:
+            if word.startswith("--"):
+                assert word[2:].partition("=")[0] in flags, word
+            elif word.startswith("config/"):
+                assert (ROOT / word).is_file(), word
+
+
+def commit_tree(folder: Path) -> str:
+    """The working tree as a repository of one commit; its address."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and a checkout")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    someone = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], [*someone, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return f"file://{folder}"
+
+
+def run_command(command: str, outputs: list[str]) -> None:
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    outputs.append(done.stdout)
+
+
+def run_cells(cells: list[str]) -> list[str]:
+    """The cells as one program. Returns what each command of theirs has printed; none may fail."""
+    outputs = []
+    names = dict(run_command=run_command, outputs=outputs)
+    for source in cells:
+        exec(SHELL.sub(r"\1run_command(r'''\2''', outputs)", source), names)
+    return outputs
+
+
+@pytest.mark.slow
+def test_its_cells_run_in_order_in_a_fresh_folder(tmp_path, monkeypatch):
+    """Offline: the clone is of this tree, and FineWeb-Edu a parquet file of some documents."""
+    try:
+        Tokenizer({"kind": "gpt2"})
+    except UserError as error:
+        pytest.skip(str(error))
+    parquet = write_parquet(tmp_path / "fineweb.parquet", documents(300))
+    flags = dict(
+        REPOSITORY=commit_tree(tmp_path / "source"),
+        QUICK_FLAGS=TINY,
+        DATA_FLAGS=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
+        TRAIN_FLAGS=f"{TINY} --tokens_per_iter=256",
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for name, value in dict(flags, PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1").items():
+        monkeypatch.setenv(name, value)
+    pictures = []
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
+    monkeypatch.chdir(tmp_path)
+
+    _, _, quickstart, prepared, trained, figures, samples = run_cells(CELLS)
+    clone = tmp_path / "nightshift"
+    assert Path.cwd() == clone
+    assert "end: max_iters after 4 iterations" in quickstart
+    assert "data/fineweb_100M: " in prepared and "4,000 tokens for training" in prepared
+    assert "end: max_iters after 4 iterations, 1.02k tokens" in trained
+    start = records(clone / "out" / "notebook", "start")[0]
+    assert (start["dtype"], start["config"]["model"]) == ("float16", "fast")
+    assert "best val loss" in figures
+    assert [(clone / name).read_bytes()[:4] for name in pictures] == [b"\x89PNG"]
+    assert samples.count("The sun is") == 3
+    # once more, as somebody does whose browser was closed: nothing is lost and nothing fails
+    _, quickstart, prepared, trained = run_cells(CELLS[:4])
+    assert "has made its 4 iterations" in quickstart and "nothing to do" in prepared
+    assert "has made its 4 iterations" in trained
