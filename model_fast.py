@@ -64,7 +64,8 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         if has_table:
-            self.value_gate = nn.Linear(GATE_CHANNELS, config.n_head, bias=False)
+            gate_channels = min(GATE_CHANNELS, config.n_embd)
+            self.value_gate = nn.Linear(gate_channels, config.n_head, bias=False)
 
     def forward(
         self, x: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None

@@ -1,11 +1,12 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB).
-# Not measured on that card yet. Modelled: 400,000 to 580,000 tokens/s, so 1.70B tokens take 50 to
-# 71 minutes.
+# Not measured on that card yet. Modelled: 400,000 to 580,000 tokens/s, so 1.49B tokens take 43 to
+# 62 minutes.
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
-# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: model_fast.py
+# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits, value embeddings:
+# model_fast.py
 model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
@@ -22,14 +23,14 @@ muon_lr = 0.025
 muon_momentum = 0.95
 muon_weight_decay = 0.05
 embed_lr = 0.7
-head_lr = 0.004
+head_lr = 0.008  # nanochat's, for norms without gains
 vector_lr = 0.015
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
 grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
 
-max_iters = 3250  # 1.70B tokens; --max_iters=1600 is a complete, shorter schedule
+max_iters = 2850  # 1.49B tokens; --max_iters=1400 is a complete, shorter schedule
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30 %, then down to zero

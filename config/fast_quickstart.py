@@ -10,6 +10,7 @@ n_layer = 3  # more iterations in the same time than with the quickstart's 4
 n_head = 4
 n_embd = 128
 bias = False
+value_tables = 1
 tie_weights = False
 block_size = 128
 batch_size = 16

@@ -4,7 +4,7 @@
 #   bash results/gpu.sh correct     the machine, and the tests that need a GPU
 #   bash results/gpu.sh speed       step and peer at several micro-batches, and the fast model
 #   bash results/gpu.sh knobs       torch's own switches, and a bfloat16 residual stream
-#   bash results/gpu.sh recipe      both recipes on 0.1B tokens of English prose
+#   bash results/gpu.sh recipe      classic on 0.1B tokens of English prose, both fast editions on a third
 #   bash results/gpu.sh eager       against nanoGPT without torch.compile
 #   bash results/gpu.sh ladder      what each optimisation is worth
 #   bash results/gpu.sh PART dry    the same on a CPU with a tiny model, in seconds
@@ -49,6 +49,7 @@ if [ "$dry" = dry ]; then
   device=dry_run
   small=(--device=cpu --dtype=auto --compile=False --n_layer=1 --n_head=2 --n_embd=32)
   small+=(--block_size=16)
+  fast_small=("${small[@]}" --value_tables=0)
   batch=4 batches=4 eager_batch=2 ladder_batch=4
   tokens=128 eager_tokens=64
   trials=1 ladder_rows=2
@@ -62,6 +63,7 @@ else
   fi
   device=$(echo "${device#NVIDIA }" | tr 'A-Z ' 'a-z_')
   small=()
+  fast_small=()
   batch=${BATCH:-32} batches="$batch $((2 * batch)) $((batch / 2))" eager_batch=8
   ladder_batch=$((batch / 2))
   tokens=131072 eager_tokens=32768
@@ -191,7 +193,7 @@ speed() {
   if [ "$dry" != dry ]; then # the part eager tries it
     peer 150 peer "$batch" "$tokens"
   fi
-  bench 110 fast_step step "$fast_config" "${small[@]}" --batch_size="$batch" \
+  bench 110 fast_step step "$fast_config" "${fast_small[@]}" --batch_size="$batch" \
     --tokens_per_iter=$tokens --trials=$trials
 }
 
@@ -235,8 +237,10 @@ recipe() {
     --val_fraction=$val_fraction --out="$work/prose"
   train 350 classic "$config" $classic_iters --learning_rate=1.2e-3 --min_lr=1.2e-4 \
     --warmup_iters=$warmup
-  train 350 fast "$fast_config" $fast_iters
-  row 60 compare python3 compare.py "$work/classic" "$work/fast" "--json=$out/compare.json"
+  train 350 fast "$fast_config" $fast_iters "${fast_small[@]}"
+  train 350 first_edition "$fast_config" $fast_iters --value_tables=0 --head_lr=0.004
+  row 60 compare python3 compare.py "$work/classic" "$work/fast" "$work/first_edition" \
+    "--json=$out/compare.json"
 }
 
 train() { # the most seconds, name, config file, iterations, flags...

@@ -39,6 +39,7 @@ FAST = dict(
     model="fast",
     optimizer="muon",
     tie_weights=False,
+    value_tables=1,
     embed_lr=0.7,
     warmup_iters=0,
     grad_clip=0.0,

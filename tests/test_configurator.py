@@ -250,8 +250,10 @@ def configs(draw):
             values[name] = draw(st.integers(int(max(low, 0)), int(min(high, 10**6))))
         else:
             values[name] = draw(st.floats(max(low, 0.0), min(high, 1e6), allow_nan=False))
+    values["value_tables"] = 0
     if values["model"] == "fast":
         values |= dict(tie_weights=False, dropout=0.0, flash=True)
+        values["value_tables"] = values["n_layer"] // 2
     values["n_head"] = min(values["n_head"], 8192)
     values["n_embd"] = values["n_head"] * 8
     values["tokens_per_iter"] = 0

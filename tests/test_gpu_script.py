@@ -23,6 +23,7 @@ PARTS = {
     "speed": ["step_4.json", "fast_step.json"],
     "knobs": ["baseline.json", "bf16_stream.json", "loss_chunk.json"],
     "recipe": ["prepare.json", "classic.json", "classic.jsonl", "fast.json", "fast.jsonl"]
+    + ["first_edition.json", "first_edition.jsonl"]
     + ["compare.json"],
     "eager": ["peer_eager.json"],
     "ladder": ["ladder.json"],
@@ -124,7 +125,7 @@ def test_a_row_that_fails_does_not_stop_the_next_one(tmp_path):
     (tmp_path / "work" / "prose").write_text("")
     output, _ = start("recipe", tmp_path).communicate(timeout=300)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    rows = ("prepare", "classic", "fast", "compare")
+    rows = ("prepare", "classic", "fast", "first_edition", "compare")
     assert names == {f"{row}_unfinished.json" for row in rows} | {"recipe.tgz"}, output
     assert json.loads((tmp_path / "out" / "prepare_unfinished.json").read_text())["exit"] == 2
 

@@ -7,12 +7,12 @@ import torch
 from helpers import FAST, assert_same_state, flags, load, records, run_here
 from torch.func import functional_call
 
-import convert
 import sample
 import train
 from configurator import UserError
 from model import GPTConfig, KVCache, generate
 from model_fast import FastGPT, rotary_tables, rotate
+from training import checkpoint
 from training.build import count_parameters, flops_per_token
 
 SMALL = GPTConfig(
@@ -164,12 +164,12 @@ def test_first_loss_is_that_of_a_fair_die():
 
 def test_parameters_and_flops_of_the_124m_by_hand():
     """
-    Two vocabulary matrices of 50304 x 768 and 12 layers of 12 x 768^2; the embedding takes part in
-    no product.
+    Five vocabulary matrices of 50304 x 768, 12 layers of 12 x 768^2, six gates of 12 x 6; the
+    embedding and three tables of value embeddings take part in no product.
     """
-    config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False)
-    matrices = 12 * 12 * 768**2
-    assert count_parameters(config) == (2 * 50304 * 768 + matrices, 50304 * 768 + matrices)
+    config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False, value_tables=3)
+    matrices = 12 * 12 * 768**2 + 6 * 12 * 6
+    assert count_parameters(config) == (5 * 50304 * 768 + matrices, 50304 * 768 + matrices)
     assert flops_per_token(config) == 6 * (50304 * 768 + matrices) + 12 * 12 * 768 * 1024
 
 
@@ -225,29 +225,37 @@ def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tm
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
 
 
+def test_a_checkpoint_from_before_value_embeddings_goes_on_without_them(dataset, tmp_path):
+    assert run_here(dataset, tmp_path / "run", **FAST | dict(value_tables=0)) == 0
+    state, path = load(tmp_path / "run", 8), tmp_path / "run" / "ckpt-00000008.pt"
+    del state["config"]["value_tables"], state["model_config"]["value_tables"]
+    checkpoint.save(state, path)
+    more = dict(FAST, init_from="resume", max_iters=10)
+    with pytest.raises(UserError, match=r"value_tables 0 \(asked for: 1\)"):
+        run_here(dataset, tmp_path / "run", **dict(more, value_tables=1))
+    del more["value_tables"]
+    assert run_here(dataset, tmp_path / "run", **more) == 0
+    assert load(tmp_path / "run", 10)["config"]["value_tables"] == 0
+
+
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
+    wrong = dict(dropout=0.1, n_embd=36, n_head=6, value_tables=2)
     with pytest.raises(UserError) as error:
-        run_here(dataset, tmp_path, model="fast", dropout=0.1, n_embd=36, n_head=6)
+        run_here(dataset, tmp_path, model="fast", **wrong)
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "value_tables",
         "n_head",
         "tie_weights",
         "dropout",
     ]
 
 
-def test_sampling_works_and_export_says_what_it_cannot(dataset, tmp_path, script):
+def test_sampling_works(dataset, tmp_path, script):
     assert run_here(dataset, tmp_path / "run", **FAST) == 0
     code, out, _ = script(
         sample.main, f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=40", "--num_samples=1"
     )
     assert code == 0 and out
-    code, _, err = script(convert.main, "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
-    assert (
-        code == 2
-        and len(err) == 1
-        and "no architecture" in err[0]
-        and not (tmp_path / "hf").exists()
-    )
 
 
 def test_a_shorter_context_needs_no_other_weights(dataset, tmp_path):

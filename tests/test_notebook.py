@@ -23,7 +23,7 @@ NOTEBOOK = ROOT / "notebook.ipynb"
 CELLS = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
 # what IPython gives to the shell: a line that begins with !, and those that it is continued on
 SHELL = re.compile(r"^( *)!((?:.*\\\n)*.*)$", re.MULTILINE)
-TINY = "--n_layer=1 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_iters=4 "
+TINY = "--n_layer=6 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_iters=4 "
 TINY += "--eval_interval=2 --eval_tokens=256 --sample_tokens=8 --device=cpu --compile=False"
 
 

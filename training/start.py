@@ -105,9 +105,10 @@ def validate(state: dict, path: Path) -> None:
         if state["scaler"]:  # empty unless in float16
             check_values(state["scaler"], torch.amp.GradScaler("cpu").state_dict())
         config, p = Config(**state["config"]), Progress(**state["progress"])
+        model = GPTConfig(**state["model_config"])
         right = dict(
             config=all(type(fit(v, FIELDS[n], n)) is type(v) for n, v in state["config"].items()),
-            model_config=all(getattr(config, n) == state["model_config"][n] for n in ARCHITECTURE),
+            model_config=all(getattr(config, n) == getattr(model, n) for n in ARCHITECTURE),
             sequences=p.iter_num <= p.sequences <= MOST_SEQUENCES * p.iter_num,
             tokens=p.tokens == p.sequences * config.block_size,
             stream=not state.get("stream") or state["stream"]["sequence"] == p.sequences,
@@ -121,7 +122,7 @@ def validate(state: dict, path: Path) -> None:
         for states in state["rng"]:
             torch.Generator().set_state(states["cpu"])
         if p.iter_num or state["optimizer"]["state"]:  # the first update makes it
-            check_optimizer(state["optimizer"]["state"], config, GPTConfig(**state["model_config"]))
+            check_optimizer(state["optimizer"]["state"], config, model)
     except Exception as error:  # a stranger's file may hold anything
         origin = "made by another version of this program or changed"
         reason = f"{type(error).__name__}: {error}"
@@ -191,7 +192,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         config = replace(config, **{name: saved[name] for name in kept})
     else:
         saved, names, source = start.weights["model_config"], ARCHITECTURE, config.init_from
-    values = {name: saved[name] for name in names if name in saved}
+    saved = config_values(Config()) | saved  # an older checkpoint lacks what came later
+    values = {name: saved[name] for name in names}
     different = [
         f"{name} {value!r} (asked for: {getattr(config, name)!r})"
         for name, value in values.items()
