@@ -382,10 +382,11 @@ def main(argv: list[str]) -> int:
             rewind()
             save(last=True)
             reason = signals.name
-        except Exception:  # bad data, a full disk, a lost rank, no memory, anything unforeseen
+        except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
             rewind()
+            together = ranks.world_size == 1 or getattr(error, "agreed", False)
             # after skipped or unfinished updates, keep the previous checkpoint
-            if p.iter_num > 0 and not log.skips_in_a_row and ranks.world_size == 1:
+            if p.iter_num > 0 and not log.skips_in_a_row and together:
                 save(last=True)
             raise
         finally:

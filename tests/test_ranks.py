@@ -16,12 +16,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from helpers import ROOT, flags, load, records, run_here, start_process, write_dataset
+from documents import documents, write_parquet
+from helpers import (
+    ROOT,
+    flags,
+    load,
+    records,
+    run_here,
+    run_process,
+    start_process,
+    write_dataset,
+)
 
 from configurator import Config
 from training import checkpoint, ranks
@@ -346,6 +357,125 @@ ranks.Ranks.data_parallel = counted
     parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
     # 2 ranks, 4 iterations, 4 bytes for each parameter
     assert sum(exchanged) == 2 * 4 * 4 * parameters
+
+
+STREAM = dict(OPTIONS, stream=True, data_workers=0, batch_size=16, block_size=128)
+BYTES = "from data import stream; stream.TOKENIZER = {'kind': 'byte'}"
+# each batch of rows that is tokenised is told
+COUNTED = (
+    BYTES
+    + """
+encode_rows = stream.encode_rows
+def counted(first, rows, tokenizer):
+    print("tokenised", first, file=sys.stderr)
+    return encode_rows(first, rows, tokenizer)
+stream.encode_rows = counted
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory) -> Path:
+    """Some 100,000 byte tokens, in row groups of 100 documents."""
+    return write_parquet(tmp_path_factory.mktemp("source") / "a.parquet", documents(1000))
+
+
+def tokenised(err: str) -> Counter:
+    """How often each batch of rows was."""
+    return Counter(line for line in err.splitlines() if line.startswith("tokenised"))
+
+
+def test_two_ranks_train_on_a_stream_as_one_and_tokenise_it_once(parquet, tmp_path):
+    options = STREAM | dict(gradient_accumulation_steps=2, max_iters=16, eval_interval=8)
+    run = flags(parquet, tmp_path / "1", **options)
+    code, _, err = run_process(*patched(COUNTED), *run, RANK="0")
+    alone = tokenised(err)
+    assert code == 0 and alone.total() > 6
+    half = flags(parquet, tmp_path / "2", **options | dict(max_iters=8, lr_decay_iters=16))
+    codes, _, err = run_ranks(2, *patched(COUNTED), *half)
+    assert codes == [0, 0] and tokenised(err) <= alone
+    both = flags(parquet, tmp_path / "2", init_from="resume", **options | dict(data_workers=1))
+    codes, _, err = run_ranks(2, *patched(COUNTED), *both)
+    assert codes == [0, 0], err
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+    one, two = (load(tmp_path / n, 16)["stream"] for n in "12")
+    assert one == two
+
+
+def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoint(tmp_path):
+    source = tmp_path / "source"
+    write_parquet(source / "a.parquet", documents(700))
+    (source / "b.parquet").write_bytes(b"PAR1 damaged")
+    # the source ends between the batches of the two ranks, sooner or later
+    for batch_size in (15, 16):
+        out_dir = tmp_path / str(batch_size)
+        run = flags(source, out_dir, **STREAM | dict(batch_size=batch_size, max_iters=10**6))
+        codes, _, err = run_ranks(2, *patched(BYTES), *run)
+        (line,) = error_lines(err)
+        assert codes == [1, 1] and "b.parquet" in line and line.endswith("resume goes on")
+        assert checkpoint.load_newest(out_dir)["progress"]["iter_num"] > 2
+
+
+def start_streaming(parquet, out_dir, **changes) -> list:
+    """Two ranks that train on and on."""
+    options = STREAM | dict(data_workers=1, max_iters=10**6, eval_interval=10**6, log_interval=20)
+    # DataLoader looks for dead workers every 5 seconds
+    hasty = "\nfrom torch.utils.data import dataloader\n"
+    hasty += "dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)"
+    arguments = flags(parquet, out_dir, **options | changes)
+    processes = start_ranks(2, *patched(BYTES + hasty), *arguments)
+    metrics = out_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"iter": 20,' in metrics.read_text(), processes[0])
+    return processes
+
+
+def data_workers(process) -> list:
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def end_of(processes: list) -> tuple[list[int], str]:
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    return [process.returncode for process in processes], "".join(errors)
+
+
+def test_a_dead_worker_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tmp_path):
+    processes = start_streaming(parquet, tmp_path)
+    (worker,) = data_workers(processes[0])
+    assert not data_workers(processes[1])  # it is handed the first one's tokens
+    worker.kill()
+    codes, err = end_of(processes)
+    (line,) = error_lines(err)
+    assert codes == [1, 1] and f"(process {worker.pid}) was ended by SIGKILL" in line
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_a_stream_with_one_line(killed, parquet, tmp_path):
+    processes = start_streaming(parquet, tmp_path)
+    workers = data_workers(processes[0])
+    processes[killed].kill()
+    codes, err = end_of(processes)
+    (line,) = error_lines(err)
+    assert codes[1 - killed] == 1 and "lost another rank" in line
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_path):
+    processes = start_streaming(parquet, tmp_path)
+    (worker,) = data_workers(processes[0])
+    worker.suspend()  # no more data comes
+    steps = 0
+    while steps != (steps := len(records(tmp_path, "step"))):
+        time.sleep(0.5)
+    began = time.monotonic()
+    processes[1].send_signal(signal.SIGTERM)
+    codes, err = end_of(processes)
+    assert codes == [143, 143] and time.monotonic() - began < 10, err
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
 
 
 def error_lines(err: str) -> list[str]:

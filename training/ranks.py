@@ -25,6 +25,8 @@ from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
+# Of one piece of a stream: the first rank asks a silent hub again for some 20 minutes.
+STREAM_TIMEOUT = timedelta(hours=1)
 
 
 def meet(rank: int, world_size: int) -> dist.Store:
@@ -123,7 +125,7 @@ class Ranks:
         """Whether it is true on any rank."""
         return bool(self.max([value])[0])
 
-    def from_first(self, function: Callable[..., Any], *args) -> Any:
+    def from_first(self, function: Callable[..., Any], *args, group=None) -> Any:
         """
         What function(*args) returns on the first rank, or the UserError it raises there, on every
         rank.
@@ -136,10 +138,20 @@ class Ranks:
                 box, error.agreed = [error], True
         if self.world_size > 1:
             with self.together():
-                dist.broadcast_object_list(box)
+                dist.broadcast_object_list(box, group=group)
         if isinstance(box[0], UserError):
             raise box[0]
         return box[0]
+
+    def stream_line(self) -> Callable[..., Any]:
+        """
+        A from_first of the stream's own, which a thread may call while the main one calls others:
+        it uses a second group of the same ranks. The main thread makes it, all ranks at once.
+        """
+        if self.world_size == 1:
+            return self.from_first
+        group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
+        return lambda function, *args: self.from_first(function, *args, group=group)
 
     def gather(self, value: Any) -> list:
         """Every rank's value, in order, on every rank."""

@@ -171,7 +171,9 @@ def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
     with all that is wrong: with the configuration, the start, the device and the dataset.
     """
     config, problems = adopt(config, start)
-    problems = start.problems + problems + check_device(config) + check_data(config)
+    problems = start.problems + problems + check_device(config)
+    # only the first rank reads a stream
+    problems += ranks.from_first(check_data, config) if config.stream else check_data(config)
     problems += resolve(config) + ranks.check_config(config)
     ranks.raise_together(problems)
     return config
@@ -280,14 +282,17 @@ def check_data(config: Config) -> list[str]:
 
 def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     """
-    The configured dataset: a folder, or a stream from where the checkpoint's left off. Raises
-    UserError where it is not the one that the checkpoint or the weights were trained on.
+    The configured dataset: a folder, or a stream from where the checkpoint's left off, which the
+    first rank reads for all. Raises UserError where it is not the one that the checkpoint or the
+    weights were trained on.
     """
     ranks.from_first(prepare_on_demand, config)
     if config.stream:
         from data.stream import open_stream
 
-        data = open_stream(config, start.resumed and start.resumed.get("stream"))
+        line = ranks.stream_line()
+        data = line(open_stream, config, start.resumed and start.resumed.get("stream"))
+        data.stream.share(line, ranks.rank, ranks.world_size, config.batch_size)
     else:
         data = open_dataset(config.dataset)
     problems = []
