@@ -25,6 +25,7 @@ import torch
 from documents import documents, write_parquet
 from helpers import (
     ROOT,
+    assert_same_state,
     flags,
     load,
     records,
@@ -33,6 +34,7 @@ from helpers import (
     start_process,
     write_dataset,
 )
+from torch.utils._pytree import tree_leaves
 
 from configurator import Config
 from training import checkpoint, ranks
@@ -476,6 +478,68 @@ def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_p
     codes, err = end_of(processes)
     assert codes == [143, 143] and time.monotonic() - began < 10, err
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
+
+
+# what the first rank sends of tensors, in bytes
+SENT = """
+from torch.utils._pytree import tree_leaves
+original = ranks.Ranks.hand_out
+def hand_out(self, value, group=None):
+    value = original(self, value, group)
+    sizes = [leaf.nbytes for leaf in tree_leaves(value) if hasattr(leaf, "nbytes")]
+    print("handed out", sum(sizes), file=sys.stderr)
+    return value
+ranks.Ranks.hand_out = hand_out
+"""
+
+
+def handed_out(err: str) -> int:
+    return sum(int(line.split()[2]) for line in err.splitlines() if line.startswith("handed out"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resume_is_read_from_the_file_or_else_sent_once(recipe, dataset, tmp_path):
+    """By ranks that see the same file, one that sees none, and one that sees a damaged copy."""
+    options = OPTIONS | RECIPES[recipe] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
+    run_here(dataset, tmp_path / "0" / "run", **options | dict(max_iters=2))
+    file = "run/ckpt-00000002.pt"
+    tensors = [leaf for leaf in tree_leaves(load(tmp_path / "0" / "run", 2))]
+    size = sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
+    for folder in ("1", "2"):
+        shutil.copytree(tmp_path / "0", tmp_path / folder)
+    shutil.copytree(tmp_path / "0", tmp_path / "damaged")
+    with open(tmp_path / "damaged" / file, "r+b") as damaged:
+        damaged.seek(5000)
+        damaged.write(b"x" * 8)
+    arguments = flags(dataset, "run", **options | dict(init_from="resume"))
+    ways = dict(same=("0", "0"), none=("1", "none"), damaged=("2", "damaged"))
+    (tmp_path / "none").mkdir()
+    for way, folders in ways.items():
+        elsewhere = way != "same"
+        code = f"os.chdir({str(tmp_path)!r} + '/' + {folders!r}[int(RANK)])\n"
+        code += f"os.environ['LOCAL_RANK'] = '0' if {elsewhere} else RANK\n{SENT}"
+        codes, _, err = run_ranks(2, *patched(code), *arguments)
+        assert codes == [0, 0] and "warning" not in err, err
+        # counted by the one that sends and by the one that receives
+        assert handed_out(err) == (2 * size if elsewhere else 0)
+    for folder in ("1", "2"):
+        states = [load(tmp_path / name / "run", 4) for name in ("0", folder)]
+        assert_same_state(*states)
+
+
+def test_a_damaged_newest_checkpoint_is_named_once_for_all_ranks(dataset, tmp_path):
+    options = OPTIONS | dict(max_iters=8, eval_interval=2)
+    run_here(dataset, tmp_path / "run", **options | dict(max_iters=4, lr_decay_iters=8))
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    with open(tmp_path / "run" / "ckpt-00000004.pt", "r+b") as file:
+        file.truncate(5000)
+    for name in ("run", "straight"):
+        arguments = flags(dataset, tmp_path / name, **options | dict(init_from="resume"))
+        codes, out, err = run_ranks(2, "train.py", *arguments)
+        assert codes == [0, 0] and err.count("trying the one before") == (name == "run"), err
+        assert out.count(f"iteration {2 if name == 'run' else 4} of 8") == 1
+    one, two = (load(tmp_path / name, 8)["model"] for name in ("run", "straight"))
+    assert all(torch.allclose(one[k], two[k], atol=1e-4) for k in one)
 
 
 def error_lines(err: str) -> list[str]:

@@ -238,15 +238,37 @@ def find_damage(path: Path) -> str:
     return ""
 
 
-def load(path: Path) -> dict:
+def read_trailer(path: Path) -> bytes:
+    """The checksum that a checkpoint file ends with; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-TRAILER_BYTES, os.SEEK_END)
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read(path: Path, mapped: bool) -> dict:
     """
-    A checkpoint's state, in CPU memory. Runs no code from the file. Raises UserError where the file
-    is damaged.
+    What an undamaged file holds. Mapped, its tensors are the file's pages in the system's cache:
+    all processes of a machine share them, and each is read from the disk when it is used.
+    """
+    options = dict(map_location="cpu", weights_only=True)
+    if mapped:
+        with contextlib.suppress(RuntimeError):  # not every file system can
+            return torch.load(path, mmap=True, **options)
+    return torch.load(path, **options)
+
+
+def load(path: Path, mapped: bool = False) -> dict:
+    """
+    A checkpoint's state, in CPU memory or `mapped` there. Runs no code from the file. Raises
+    UserError where the file is damaged.
     """
     damage = find_damage(path)
     if not damage:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return read(path, mapped)
         except pickle.UnpicklingError:
             damage = "refused: it holds more than tensors and plain values"
         except Exception as error:  # whatever torch makes of bytes that are no archive
@@ -265,26 +287,33 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return [path for _, path in sorted((int(n), path) for n, path in numbered if n.isdecimal())]
 
 
-def load_newest(
-    out_dir: Path, check: Callable[[dict, Path], None] = lambda state, path: None
-) -> dict | None:
+def find_newest(
+    out_dir: Path,
+    check: Callable[[dict, Path], None] = lambda state, path: None,
+    mapped: bool = False,
+) -> tuple[Path, dict] | tuple[None, None]:
     """
-    The newest valid checkpoint's state; damaged ones, and those for which check(state, path)
+    The newest valid checkpoint and its state; damaged ones, and those for which check(state, path)
     raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError
     where there are checkpoints and none is valid: never a silent new start.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            state = load(path)
+            state = load(path, mapped)
             check(state, path)
-            return state
+            return path, state
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
         problem = f"none of its {len(paths)} checkpoints is valid"
         raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
-    return None
+    return None, None
+
+
+def load_newest(out_dir: Path) -> dict | None:
+    """Its state alone."""
+    return find_newest(out_dir)[1]
 
 
 def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:

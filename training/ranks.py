@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.console import RunError, UserError, complain, end_process
 from configurator import Config
@@ -138,10 +140,34 @@ class Ranks:
                 box, error.agreed = [error], True
         if self.world_size > 1:
             with self.together():
-                dist.broadcast_object_list(box, group=group)
+                box = [self.hand_out(box[0], group)]
         if isinstance(box[0], UserError):
             raise box[0]
         return box[0]
+
+    def hand_out(self, value: Any, group=None) -> Any:
+        """
+        The first rank's value. Its tensors travel one by one, from their own memory into their own
+        memory: pickled they would be there three times.
+        """
+        box = [tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)]
+        dist.broadcast_object_list(box, group=group)
+        if not self.first:
+            value = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), box[0])
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                dist.broadcast(leaf.contiguous(), 0, group)
+        return value
+
+    def fill_in(self, value: Any) -> Any:
+        """The value, where a rank has one, and the first rank's where it has None."""
+        lacking = [rank for rank, has in enumerate(self.gather(value is not None)) if not has]
+        if lacking:
+            group = dist.new_group([0, *lacking], TIMEOUT, "gloo")  # by all, also who is not in it
+            if self.first or value is None:
+                with self.together():
+                    value = self.hand_out(value, group)
+        return value
 
     def stream_line(self) -> Callable[..., Any]:
         """
