@@ -480,6 +480,45 @@ def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_p
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
 
 
+# matrices that a rank orthogonalises, parts counted apart
+ORTHOGONALISED = """
+from training import muon
+original = muon.orthogonalize
+def counted(matrices, dtype):
+    if matrices.size(1) <= matrices.size(2):  # it calls itself for the others
+        print("orthogonalised", len(matrices), file=sys.stderr)
+    return original(matrices, dtype)
+muon.orthogonalize = counted
+"""
+
+
+def test_muon_orthogonalises_each_matrix_once_and_resumes_at_any_number_of_ranks(dataset, tmp_path):
+    options = OPTIONS | RECIPES["fast"] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
+    halves = [options | dict(max_iters=2), options | dict(init_from="resume")]
+    run_here(dataset, tmp_path / "one", **options)
+    for name, numbers in dict(whole=[2], halves=[2, 2], others=[4, 1]).items():
+        for n, part in zip(numbers, [options] if name == "whole" else halves):
+            arguments = flags(dataset, tmp_path / name, **part)
+            if n == 1:
+                run_here(dataset, tmp_path / name, **part)
+                continue
+            codes, _, err = run_ranks(n, *patched(ORTHOGONALISED), *arguments)
+            assert codes == [0] * n, err
+            lines = [line for line in err.splitlines() if line.startswith("orthogonalised")]
+            # two layers of q, k, v and three other matrices
+            updates = 4 if name == "whole" else 2
+            assert sum(int(line.split()[1]) for line in lines) == 2 * 6 * updates
+    one, whole, halves, others = (
+        load(tmp_path / name, 4) for name in ("one", "whole", "halves", "others")
+    )
+    assert_same_state(whole, halves)
+    for other in (whole, others):
+        for name, weights in one["model"].items():
+            torch.testing.assert_close(other["model"][name], weights, atol=1e-3, rtol=0)
+        for number, state in one["optimizer"]["state"].items():
+            assert state.keys() == other["optimizer"]["state"][number].keys()
+
+
 # what the first rank sends of tensors, in bytes
 SENT = """
 from torch.utils._pytree import tree_leaves
