@@ -276,21 +276,16 @@ def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp
     assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)
 
 
-@pytest.mark.slow
-def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
-    dataset, tmp_path
-):
+def run_with_kills(kills: int, log: Path, *arguments: str, **environment: str) -> None:
     """
-    No kill may cost more than one of the 20 restarts. Every other life is ended while it starts up.
+    Two ranks under torchrun, one of them killed at so many random moments, of which every other is
+    while they start up. No kill may cost more than one restart.
     """
-    options = OPTIONS | dict(
-        max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
-    )
-    arguments = ["train.py", *flags(dataset, tmp_path / "broken", init_from="auto", **options)]
     random.seed(1)
-    log, killed, startup_seconds = tmp_path / "log", [], 0.0
+    killed, startup_seconds = [], 0.0
     with open(log, "w") as out:
-        process = start_torchrun(2, "--standalone", "--max-restarts=20", *arguments, out=out)
+        command = ["--standalone", f"--max-restarts={kills}", *arguments]
+        process = start_torchrun(2, *command, out=out, **environment)
 
     def workers():
         return [p for p in psutil.Process(process.pid).children() if p.pid not in killed]
@@ -299,7 +294,7 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
         return log.read_text().count("\niter ")
 
     try:
-        while len(killed) < 40:
+        while len(killed) < 2 * kills:
             began, before = time.monotonic(), lines()
             wait_until(lambda: len(workers()) == 2, process)
             life = workers()
@@ -315,6 +310,17 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
         print(log.read_text()[-5000:])
         process.terminate()
         raise
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
+    dataset, tmp_path
+):
+    options = OPTIONS | dict(
+        max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
+    )
+    arguments = flags(dataset, tmp_path / "broken", init_from="auto", **options)
+    run_with_kills(20, tmp_path / "log", "train.py", *arguments)
     assert (
         torchrun(
             2,
@@ -326,6 +332,26 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
     broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
     assert broken["iter"] == straight["iter"] == 1000
     assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_stream_killed_at_ten_random_moments_go_on_by_themselves(parquet, tmp_path):
+    options = STREAM | dict(
+        max_iters=600, eval_interval=300, checkpoint_interval=2, log_interval=10, batch_size=4
+    )
+    options |= dict(gradient_accumulation_steps=2, data_workers=1)
+    script = tmp_path / "train_on_bytes.py"
+    main = "if __name__ == '__main__':\n    console.run_main(train.main)"
+    script.write_text(f"{BYTES}\nimport train\nfrom common import console\n{main}\n")
+    straight = flags(parquet, tmp_path / "straight", **options | dict(checkpoint_interval=0))
+    assert run_process(str(script), *straight, PYTHONPATH=str(ROOT), cold=True)[0] == 0
+    arguments = flags(parquet, tmp_path / "broken", init_from="auto", **options)
+    log = tmp_path / "log"
+    run_with_kills(10, log, str(script), *arguments, PYTHONPATH=str(ROOT))
+    assert "Traceback" not in log.read_text()
+    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
+    assert broken["iter"] == straight["iter"] == 600
+    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)
 
 
 def patched(code: str) -> list[str]:
@@ -441,6 +467,7 @@ def end_of(processes: list) -> tuple[list[int], str]:
     return [process.returncode for process in processes], "".join(errors)
 
 
+@pytest.mark.slow
 def test_a_dead_worker_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tmp_path):
     processes = start_streaming(parquet, tmp_path)
     (worker,) = data_workers(processes[0])
@@ -536,7 +563,7 @@ def handed_out(err: str) -> int:
     return sum(int(line.split()[2]) for line in err.splitlines() if line.startswith("handed out"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param("classic", marks=pytest.mark.slow), "fast"])
 def test_a_resume_is_read_from_the_file_or_else_sent_once(recipe, dataset, tmp_path):
     """By ranks that see the same file, one that sees none, and one that sees a damaged copy."""
     options = OPTIONS | RECIPES[recipe] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)

@@ -248,27 +248,26 @@ def read_trailer(path: Path) -> bytes:
         return b""
 
 
-def read(path: Path, mapped: bool) -> dict:
+def read(path: Path) -> dict:
     """
-    What an undamaged file holds. Mapped, its tensors are the file's pages in the system's cache:
-    all processes of a machine share them, and each is read from the disk when it is used.
+    What an undamaged file holds. Its tensors are the file's pages in the system's cache: the
+    processes of a machine share them, and they are read from the disk when they are used.
     """
     options = dict(map_location="cpu", weights_only=True)
-    if mapped:
-        with contextlib.suppress(RuntimeError):  # not every file system can
-            return torch.load(path, mmap=True, **options)
+    with contextlib.suppress(RuntimeError):  # not every file system can
+        return torch.load(path, mmap=True, **options)
     return torch.load(path, **options)
 
 
-def load(path: Path, mapped: bool = False) -> dict:
+def load(path: Path) -> dict:
     """
-    A checkpoint's state, in CPU memory or `mapped` there. Runs no code from the file. Raises
-    UserError where the file is damaged.
+    A checkpoint's state, mapped into CPU memory. Runs no code from the file. Raises UserError where
+    the file is damaged.
     """
     damage = find_damage(path)
     if not damage:
         try:
-            return read(path, mapped)
+            return read(path)
         except pickle.UnpicklingError:
             damage = "refused: it holds more than tensors and plain values"
         except Exception as error:  # whatever torch makes of bytes that are no archive
@@ -288,9 +287,7 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 
 
 def find_newest(
-    out_dir: Path,
-    check: Callable[[dict, Path], None] = lambda state, path: None,
-    mapped: bool = False,
+    out_dir: Path, check: Callable[[dict, Path], None] = lambda state, path: None
 ) -> tuple[Path, dict] | tuple[None, None]:
     """
     The newest valid checkpoint and its state; damaged ones, and those for which check(state, path)
@@ -300,7 +297,7 @@ def find_newest(
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            state = load(path, mapped)
+            state = load(path)
             check(state, path)
             return path, state
         except UserError as error:
@@ -314,6 +311,31 @@ def find_newest(
 def load_newest(out_dir: Path) -> dict | None:
     """Its state alone."""
     return find_newest(out_dir)[1]
+
+
+def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
+    """
+    The newest valid checkpoint's state on every rank, found and checked by rank 0 as above. The
+    others map the same file where they see it, checked once on each machine. Where they do not, as
+    with a disk of their own, rank 0 sends what it has read.
+    """
+    newest = ranks.from_first(describe_newest, out_dir, check)
+    if not newest:
+        return None
+    path, trailer, tokenizer = newest
+    sees = ranks.first or read_trailer(path) == trailer
+    if sees and ranks.local_rank == 0 and not ranks.first:
+        sees = not find_damage(path)
+    trusts = ranks.gather(sees)[max(ranks.rank - ranks.local_rank, 0)]  # the first one here
+    state = ranks.fill_in(read(path) if sees and trusts else None)
+    state["tokenizer"] = tokenizer
+    return state
+
+
+def describe_newest(out_dir: Path, check: Callable) -> tuple[Path, bytes, dict] | None:
+    """Which it is: its path, its checksum, and its tokenizer, which `check` may have mended."""
+    path, state = find_newest(out_dir, check)
+    return path and (path, read_trailer(path), state["tokenizer"])
 
 
 def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:

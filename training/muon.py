@@ -80,13 +80,7 @@ class Muon(torch.optim.Optimizer):
     where the caller or a GradScaler has set it, and changes nothing where it is 1.
     """
 
-    def __init__(
-        self,
-        groups: list[dict],
-        dtype: torch.dtype,
-        fused: bool = True,
-        share: tuple[int, int] = (0, 1),
-    ):
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True, share=(0, 1)):
         super().__init__(groups, dict(fused=fused))
         self.dtype, (self.rank, self.world_size) = dtype, share
         # in turn, and those of one shape after another: equal shares

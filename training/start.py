@@ -15,15 +15,7 @@ from configurator import FIELDS, Config, config_values, fit, print_config, read_
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
 from training.build import build_model, build_optimizer
-from training.checkpoint import (
-    Progress,
-    find_damage,
-    find_newest,
-    holds_run,
-    list_checkpoints,
-    read,
-    read_trailer,
-)
+from training.checkpoint import Progress, holds_run, list_checkpoints, load_together
 from training.hardware import Hardware, check_device, set_rng_state
 from training.muon import no_mean_squares
 from training.ranks import Ranks
@@ -82,7 +74,7 @@ def find_start(config: Config, ranks: Ranks) -> Start:
             start.problems.append(f"init_from: {problem} {out_dir}; --init_from=resume")
     try:
         if resuming:
-            resume(start, out_dir, ranks)
+            start.resumed = start.weights = load_together(out_dir, validate, ranks)
         elif config.init_from != "scratch":
             start.weights = ranks.from_first(read_pretrained, config)
     except UserError as error:
@@ -97,33 +89,6 @@ def find_start(config: Config, ranks: Ranks) -> Start:
             hint = f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
             start.problems.append(f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; {hint}")
     return start
-
-
-def resume(start: Start, out_dir: Path, ranks: Ranks) -> None:
-    """
-    Load the newest valid checkpoint, if there is one. Rank 0 finds and checks it. The others map
-    the same file where they see it, checked by the first of each machine. Where they do not, as on
-    a machine with a disk of its own, rank 0 sends what it has read. Raises UserError.
-    """
-    newest = ranks.from_first(find_resumed, start, out_dir)
-    if not newest:
-        return
-    path, trailer, tokenizer = newest
-    sees = ranks.first or read_trailer(path) == trailer
-    if sees and ranks.local_rank == 0 and not ranks.first:
-        sees = not find_damage(path)
-    first_here = max(ranks.rank - ranks.local_rank, 0)
-    trusts = ranks.gather(sees)[first_here]
-    if sees and trusts and not ranks.first:
-        start.resumed = read(path, mapped=True)
-    start.resumed = start.weights = ranks.fill_in(start.resumed)
-    start.resumed["tokenizer"] = tokenizer
-
-
-def find_resumed(start: Start, out_dir: Path) -> tuple[Path, bytes, dict] | None:
-    """On rank 0. Returns what the others need to know: path, checksum, tokenizer."""
-    path, start.resumed = find_newest(out_dir, validate, mapped=True)
-    return path and (path, read_trailer(path), start.resumed["tokenizer"])
 
 
 def validate(state: dict, path: Path) -> None:
