@@ -414,6 +414,7 @@ def tokenised(err: str) -> Counter:
 
 
 def test_two_ranks_train_on_a_stream_as_one_and_tokenise_it_once(parquet, tmp_path):
+    """And one process goes on where they stopped."""
     options = STREAM | dict(gradient_accumulation_steps=2, max_iters=16, eval_interval=8)
     run = flags(parquet, tmp_path / "1", **options)
     code, _, err = run_process(*patched(COUNTED), *run, RANK="0")
@@ -422,26 +423,28 @@ def test_two_ranks_train_on_a_stream_as_one_and_tokenise_it_once(parquet, tmp_pa
     half = flags(parquet, tmp_path / "2", **options | dict(max_iters=8, lr_decay_iters=16))
     codes, _, err = run_ranks(2, *patched(COUNTED), *half)
     assert codes == [0, 0] and tokenised(err) <= alone
-    both = flags(parquet, tmp_path / "2", init_from="resume", **options | dict(data_workers=1))
-    codes, _, err = run_ranks(2, *patched(COUNTED), *both)
-    assert codes == [0, 0], err
+    rest = flags(parquet, tmp_path / "2", init_from="resume", **options | dict(data_workers=1))
+    code, _, err = run_process(*patched(BYTES), *rest, RANK="0")
+    assert code == 0, err
     assert_same_run(tmp_path / "1", tmp_path / "2")
     one, two = (load(tmp_path / n, 16)["stream"] for n in "12")
     assert one == two
 
 
-def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("batch_size", [15, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoint(
+    batch_size, tmp_path
+):
+    """The source ends between the batches of the two ranks, sooner or later."""
     source = tmp_path / "source"
     write_parquet(source / "a.parquet", documents(700))
     (source / "b.parquet").write_bytes(b"PAR1 damaged")
-    # the source ends between the batches of the two ranks, sooner or later
-    for batch_size in (15, 16):
-        out_dir = tmp_path / str(batch_size)
-        run = flags(source, out_dir, **STREAM | dict(batch_size=batch_size, max_iters=10**6))
-        codes, _, err = run_ranks(2, *patched(BYTES), *run)
-        (line,) = error_lines(err)
-        assert codes == [1, 1] and "b.parquet" in line and line.endswith("resume goes on")
-        assert checkpoint.load_newest(out_dir)["progress"]["iter_num"] > 2
+    options = STREAM | dict(batch_size=batch_size, max_iters=10**6, eval_interval=10**6)
+    run = flags(source, tmp_path / "run", **options)
+    codes, _, err = run_ranks(2, *patched(BYTES), *run)
+    (line,) = error_lines(err)
+    assert codes == [1, 1] and "b.parquet" in line and line.endswith("resume goes on")
+    assert checkpoint.load_newest(tmp_path / "run")["progress"]["iter_num"] > 2
 
 
 def start_streaming(parquet, out_dir, **changes) -> list:
@@ -519,31 +522,34 @@ muon.orthogonalize = counted
 """
 
 
-def test_muon_orthogonalises_each_matrix_once_and_resumes_at_any_number_of_ranks(dataset, tmp_path):
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_muon_orthogonalises_each_matrix_once_and_one_process_goes_on(n, dataset, tmp_path):
     options = OPTIONS | RECIPES["fast"] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
-    halves = [options | dict(max_iters=2), options | dict(init_from="resume")]
-    run_here(dataset, tmp_path / "one", **options)
-    for name, numbers in dict(whole=[2], halves=[2, 2], others=[4, 1]).items():
-        for n, part in zip(numbers, [options] if name == "whole" else halves):
-            arguments = flags(dataset, tmp_path / name, **part)
-            if n == 1:
-                run_here(dataset, tmp_path / name, **part)
-                continue
-            codes, _, err = run_ranks(n, *patched(ORTHOGONALISED), *arguments)
-            assert codes == [0] * n, err
-            lines = [line for line in err.splitlines() if line.startswith("orthogonalised")]
-            # two layers of q, k, v and three other matrices
-            updates = 4 if name == "whole" else 2
-            assert sum(int(line.split()[1]) for line in lines) == 2 * 6 * updates
-    one, whole, halves, others = (
-        load(tmp_path / name, 4) for name in ("one", "whole", "halves", "others")
-    )
-    assert_same_state(whole, halves)
-    for other in (whole, others):
-        for name, weights in one["model"].items():
-            torch.testing.assert_close(other["model"][name], weights, atol=1e-3, rtol=0)
-        for number, state in one["optimizer"]["state"].items():
-            assert state.keys() == other["optimizer"]["state"][number].keys()
+    run_here(dataset, tmp_path / "1", **options)
+    half = flags(dataset, tmp_path / "n", **options | dict(max_iters=2))
+    codes, _, err = run_ranks(n, *patched(ORTHOGONALISED), *half)
+    assert codes == [0] * n, err
+    lines = [line for line in err.splitlines() if line.startswith("orthogonalised")]
+    # two updates of two layers of q, k, v and three other matrices
+    assert sum(int(line.split()[1]) for line in lines) == 2 * 2 * 6
+    run_here(dataset, tmp_path / "n", **options | dict(init_from="resume"))
+    one, other = (load(tmp_path / name, 4) for name in "1n")
+    for name, weights in one["model"].items():
+        torch.testing.assert_close(other["model"][name], weights, atol=1e-3, rtol=0)
+    for number, state in one["optimizer"]["state"].items():
+        assert state.keys() == other["optimizer"]["state"][number].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_half_and_half_of_three_ranks_equals_the_whole_bit_for_bit(recipe, dataset, tmp_path):
+    options = OPTIONS | RECIPES[recipe] | dict(gradient_accumulation_steps=3, lr_decay_iters=8)
+    options |= dict(max_iters=8, eval_interval=4, dropout=0.1 if recipe == "classic" else 0.0)
+    parts = [("whole", options), ("halves", options | dict(max_iters=4))]
+    for name, part in [*parts, ("halves", options | dict(init_from="resume"))]:
+        codes, _, err = run_ranks(3, "train.py", *flags(dataset, tmp_path / name, **part))
+        assert codes == [0] * 3, err
+    assert_same_state(load(tmp_path / "whole", 8), load(tmp_path / "halves", 8))
 
 
 # what the first rank sends of tensors, in bytes
@@ -563,49 +569,49 @@ def handed_out(err: str) -> int:
     return sum(int(line.split()[2]) for line in err.splitlines() if line.startswith("handed out"))
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("classic", marks=pytest.mark.slow), "fast"])
-def test_a_resume_is_read_from_the_file_or_else_sent_once(recipe, dataset, tmp_path):
-    """By ranks that see the same file, one that sees none, and one that sees a damaged copy."""
+@pytest.mark.parametrize(
+    "sees, recipe",
+    [
+        ("the file", "fast"),
+        ("nothing", "classic"),
+        pytest.param("nothing", "fast", marks=pytest.mark.slow),
+        pytest.param("a damaged copy", "fast", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_is_read_from_the_file_or_else_sent_once(sees, recipe, dataset, tmp_path):
+    """The second rank sees the first one's checkpoint, or is on another machine."""
     options = OPTIONS | RECIPES[recipe] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
+    run_here(dataset, tmp_path / "straight", **options)
     run_here(dataset, tmp_path / "0" / "run", **options | dict(max_iters=2))
-    file = "run/ckpt-00000002.pt"
-    tensors = [leaf for leaf in tree_leaves(load(tmp_path / "0" / "run", 2))]
-    size = sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
-    for folder in ("1", "2"):
-        shutil.copytree(tmp_path / "0", tmp_path / folder)
-    shutil.copytree(tmp_path / "0", tmp_path / "damaged")
-    with open(tmp_path / "damaged" / file, "r+b") as damaged:
-        damaged.seek(5000)
-        damaged.write(b"x" * 8)
+    leaves = tree_leaves(load(tmp_path / "0" / "run", 2))
+    size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    if sees == "nothing":
+        (tmp_path / "1").mkdir()
+    elif sees == "a damaged copy":
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+        with open(tmp_path / "1" / "run" / "ckpt-00000002.pt", "r+b") as file:
+            file.seek(5000)
+            file.write(b"x" * 8)
+    code = f"os.chdir({str(tmp_path / '0')!r})"
+    if sees != "the file":
+        code = f"os.environ['LOCAL_RANK'] = '0'\nos.chdir({str(tmp_path)!r} + '/' + RANK)"
     arguments = flags(dataset, "run", **options | dict(init_from="resume"))
-    ways = dict(same=("0", "0"), none=("1", "none"), damaged=("2", "damaged"))
-    (tmp_path / "none").mkdir()
-    for way, folders in ways.items():
-        elsewhere = way != "same"
-        code = f"os.chdir({str(tmp_path)!r} + '/' + {folders!r}[int(RANK)])\n"
-        code += f"os.environ['LOCAL_RANK'] = '0' if {elsewhere} else RANK\n{SENT}"
-        codes, _, err = run_ranks(2, *patched(code), *arguments)
-        assert codes == [0, 0] and "warning" not in err, err
-        # counted by the one that sends and by the one that receives
-        assert handed_out(err) == (2 * size if elsewhere else 0)
-    for folder in ("1", "2"):
-        states = [load(tmp_path / name / "run", 4) for name in ("0", folder)]
-        assert_same_state(*states)
+    codes, _, err = run_ranks(2, *patched(code + SENT), *arguments)
+    assert codes == [0, 0] and "warning" not in err, err
+    # counted by the one that sends and by the one that receives
+    assert handed_out(err) == (0 if sees == "the file" else 2 * size)
+    assert_same_run(tmp_path / "straight", tmp_path / "0" / "run")
 
 
 def test_a_damaged_newest_checkpoint_is_named_once_for_all_ranks(dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=8, eval_interval=2)
-    run_here(dataset, tmp_path / "run", **options | dict(max_iters=4, lr_decay_iters=8))
-    shutil.copytree(tmp_path / "run", tmp_path / "straight")
-    with open(tmp_path / "run" / "ckpt-00000004.pt", "r+b") as file:
+    options = OPTIONS | dict(max_iters=6, eval_interval=2, lr_decay_iters=8)
+    run_here(dataset, tmp_path, **options | dict(max_iters=4))
+    with open(tmp_path / "ckpt-00000004.pt", "r+b") as file:
         file.truncate(5000)
-    for name in ("run", "straight"):
-        arguments = flags(dataset, tmp_path / name, **options | dict(init_from="resume"))
-        codes, out, err = run_ranks(2, "train.py", *arguments)
-        assert codes == [0, 0] and err.count("trying the one before") == (name == "run"), err
-        assert out.count(f"iteration {2 if name == 'run' else 4} of 8") == 1
-    one, two = (load(tmp_path / name, 8)["model"] for name in ("run", "straight"))
-    assert all(torch.allclose(one[k], two[k], atol=1e-4) for k in one)
+    resumed = flags(dataset, tmp_path, **options | dict(init_from="resume"))
+    codes, out, err = run_ranks(2, "train.py", *resumed)
+    assert codes == [0, 0] and err.count("trying the one before") == 1, err
+    assert out.count("iteration 2 of 6") == 1 and load(tmp_path, 6)["progress"]["iter_num"] == 6
 
 
 def error_lines(err: str) -> list[str]:

@@ -164,8 +164,8 @@ class Muon(torch.optim.Optimizer):
 
     def whole_state_dict(self) -> dict:
         """
-        state_dict() with the momenta of all processes on the first, for a checkpoint. All take
-        part; the others' is only their own.
+        state_dict() for a checkpoint: with the momenta of all processes on the first, elsewhere
+        with one's own. All take part.
         """
         whole = self.state_dict()
         for number, p in self.numbered():

@@ -27,7 +27,7 @@ from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
-# Of one piece of a stream: the first rank asks a silent hub again for some 20 minutes.
+# Of one piece of a stream. The first rank asks a silent hub again for longer than TIMEOUT.
 STREAM_TIMEOUT = timedelta(hours=1)
 
 
@@ -94,7 +94,12 @@ class Ranks:
         """
         if self.world_size == 1:
             return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # DDP arranges its buckets anew after the first backward pass, and three ranks or more then
+        # sum in another order. That pass is one of zeros here, or a resumed run would differ.
+        ddp_model.reducer.prepare_for_backward([])
+        sum(p.sum() * 0 for p in ddp_model.parameters()).backward()
+        return ddp_model
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
