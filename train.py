@@ -33,7 +33,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig, generate_stream
 from reports.picture import draw_run
 from training import hardware
-from training.build import build_model, build_optimizer, loss_chunk, model_config
+from training.build import build_model, build_optimizer, loss_chunk, model_config, saved_state
 from training.checkpoint import Checkpoints, list_checkpoints
 from training.gpus import out_of_memory_advice
 from training.hardware import Hardware, on_out_of_memory
@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int:
         raw_model = build_model(model_config(c, data.vocab, start.weights, hw.flash(c)))
         raw_model.to(hw.device)
         torch.manual_seed(c.seed + ranks.rank)  # but other dropout
-        optimizer = build_optimizer(raw_model, c, hw.dtype)
+        optimizer = build_optimizer(raw_model, c, hw.dtype, (ranks.rank, ranks.world_size))
         scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
         p = restore(c, start, raw_model, optimizer, scaler, hw, ranks.rank)  # how far the run is
     optimizer.register_step_pre_hook(p.begin_update)  # unfinished until p.advance()
@@ -310,10 +310,10 @@ def main(argv: list[str]) -> int:
         """Everything that resuming needs, as of the last whole iteration, if it is not saved."""
         if c.eval_only or p.updating or checkpoints.is_saved(p):
             return
-        with log.book("checkpoints"):
+        with log.book("checkpoints"), ranks.together():
             state = dict(
                 model=raw_model.state_dict(),
-                optimizer=optimizer.state_dict(),
+                optimizer=saved_state(optimizer),
                 scaler=scaler.state_dict(),
                 rng=ranks.gather(rng),
                 progress=asdict(p),
@@ -382,10 +382,11 @@ def main(argv: list[str]) -> int:
             rewind()
             save(last=True)
             reason = signals.name
-        except Exception:  # bad data, a full disk, a lost rank, no memory, anything unforeseen
+        except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
             rewind()
+            together = ranks.world_size == 1 or getattr(error, "agreed", False)
             # after skipped or unfinished updates, keep the previous checkpoint
-            if p.iter_num > 0 and not log.skips_in_a_row and ranks.world_size == 1:
+            if p.iter_num > 0 and not log.skips_in_a_row and together:
                 save(last=True)
             raise
         finally:

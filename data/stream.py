@@ -23,9 +23,10 @@ import re
 import signal
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process, resource_tracker
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +119,7 @@ class Workers:
         self.iterator: Iterator | None = None  # the workers start with the first piece
         self.processes = []
 
-    def next_piece(self) -> tuple[int, int, torch.Tensor]:
+    def next_piece(self) -> tuple[int, int, np.ndarray]:
         """File, row, tokens. Raises RunError where the source fails or a worker has died."""
         if self.iterator is None:
             self.start()
@@ -129,7 +130,8 @@ class Workers:
             raise
         if isinstance(piece, UserError):
             raise RunError(*(f"{line}; once that is mended, {GO_ON}" for line in piece.problems))
-        return piece
+        file, row, tokens = piece
+        return file, row, tokens.numpy()
 
     def start(self) -> None:
         """
@@ -174,6 +176,10 @@ def block_ctrl_c() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
+def call(function: Callable) -> Any:
+    return function()
+
+
 class Stream:
     """
     The windows of a source in its order, from a checkpoint's `position` on, or from the beginning.
@@ -188,6 +194,18 @@ class Stream:
         self.begins = sequence * block_size - token  # where in the stream the buffer does
         # Where in the stream some documents begin: (token number, file, row), in order
         self.anchors = [(self.begins, *workers.pieces.first)]
+        self.from_first, self.beyond = call, 0
+
+    def share(self, from_first: Callable, rank: int, world_size: int, batch_size: int) -> None:
+        """
+        Be one of several processes that read the same stream. The first one's workers tokenise,
+        and from_first(function) gives all what the function returns there, or raises.
+
+        Process `rank` reads every world_size-th batch. All read as far as the last of them needs,
+        so that what fails, fails for all of them in the same micro-step.
+        """
+        self.from_first = from_first
+        self.beyond = (world_size - 1 - rank) * batch_size * self.block_size
 
     def position(self, n: int) -> dict:
         """Where sequence n begins, for a checkpoint: tokens after a document's beginning."""
@@ -208,13 +226,13 @@ class Stream:
         earlier ones than before. Raises RunError.
         """
         begin, end = first * self.block_size, (first + count) * self.block_size + 1
-        while self.begins + len(self.buffer) < end:
-            file, row, tokens = self.workers.next_piece()
+        while self.begins + len(self.buffer) < end + self.beyond:
+            file, row, tokens = self.from_first(self.workers.next_piece)
             position = self.begins + len(self.buffer)
             if position - self.anchors[-1][0] >= ANCHOR_TOKENS:
                 self.anchors.append((position, file, row))
             used = min(max(begin - self.begins, 0), len(self.buffer))
-            self.buffer = np.concatenate([self.buffer[used:], tokens.numpy()])
+            self.buffer = np.concatenate([self.buffer[used:], tokens])
             self.begins += used
         tokens = self.buffer[begin - self.begins : end - self.begins]
         every = np.lib.stride_tricks.sliding_window_view(tokens, self.block_size + 1)

@@ -16,12 +16,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from helpers import ROOT, flags, load, records, run_here, start_process, write_dataset
+from documents import documents, write_parquet
+from helpers import (
+    ROOT,
+    assert_same_state,
+    flags,
+    load,
+    records,
+    run_here,
+    run_process,
+    start_process,
+    write_dataset,
+)
+from torch.utils._pytree import tree_leaves
 
 from configurator import Config
 from training import checkpoint, ranks
@@ -276,21 +289,16 @@ def test_two_machines_survive_a_kill_on_each_with_an_out_dir_on_one(dataset, tmp
     assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)
 
 
-@pytest.mark.slow
-def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
-    dataset, tmp_path
-):
+def run_with_kills(kills: int, log: Path, *arguments: str, **environment: str) -> None:
     """
-    No kill may cost more than one of the 20 restarts. Every other life is ended while it starts up.
+    Two ranks under torchrun, one of them killed at so many random moments, of which every other is
+    while they start up. No kill may cost more than one restart.
     """
-    options = OPTIONS | dict(
-        max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
-    )
-    arguments = ["train.py", *flags(dataset, tmp_path / "broken", init_from="auto", **options)]
     random.seed(1)
-    log, killed, startup_seconds = tmp_path / "log", [], 0.0
+    killed, startup_seconds = [], 0.0
     with open(log, "w") as out:
-        process = start_torchrun(2, "--standalone", "--max-restarts=20", *arguments, out=out)
+        command = ["--standalone", f"--max-restarts={kills}", *arguments]
+        process = start_torchrun(2, *command, out=out, **environment)
 
     def workers():
         return [p for p in psutil.Process(process.pid).children() if p.pid not in killed]
@@ -299,7 +307,7 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
         return log.read_text().count("\niter ")
 
     try:
-        while len(killed) < 40:
+        while len(killed) < 2 * kills:
             began, before = time.monotonic(), lines()
             wait_until(lambda: len(workers()) == 2, process)
             life = workers()
@@ -315,6 +323,17 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
         print(log.read_text()[-5000:])
         process.terminate()
         raise
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
+    dataset, tmp_path
+):
+    options = OPTIONS | dict(
+        max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
+    )
+    arguments = flags(dataset, tmp_path / "broken", init_from="auto", **options)
+    run_with_kills(20, tmp_path / "log", "train.py", *arguments)
     assert (
         torchrun(
             2,
@@ -326,6 +345,26 @@ def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_
     broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
     assert broken["iter"] == straight["iter"] == 1000
     assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_stream_killed_at_ten_random_moments_go_on_by_themselves(parquet, tmp_path):
+    options = STREAM | dict(
+        max_iters=600, eval_interval=300, checkpoint_interval=2, log_interval=10, batch_size=4
+    )
+    options |= dict(gradient_accumulation_steps=2, data_workers=1)
+    script = tmp_path / "train_on_bytes.py"
+    main = "if __name__ == '__main__':\n    console.run_main(train.main)"
+    script.write_text(f"{BYTES}\nimport train\nfrom common import console\n{main}\n")
+    straight = flags(parquet, tmp_path / "straight", **options | dict(checkpoint_interval=0))
+    assert run_process(str(script), *straight, PYTHONPATH=str(ROOT), cold=True)[0] == 0
+    arguments = flags(parquet, tmp_path / "broken", init_from="auto", **options)
+    log = tmp_path / "log"
+    run_with_kills(10, log, str(script), *arguments, PYTHONPATH=str(ROOT))
+    assert "Traceback" not in log.read_text()
+    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
+    assert broken["iter"] == straight["iter"] == 600
+    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)
 
 
 def patched(code: str) -> list[str]:
@@ -359,6 +398,233 @@ ranks.Ranks.data_parallel = counted
     parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
     # 2 ranks, 4 iterations, 4 bytes for each parameter
     assert sum(exchanged) == 2 * 4 * 4 * parameters
+
+
+STREAM = dict(OPTIONS, stream=True, data_workers=0, batch_size=16, block_size=128)
+BYTES = "from data import stream; stream.TOKENIZER = {'kind': 'byte'}"
+# each batch of rows that is tokenised is told
+COUNTED = (
+    BYTES
+    + """
+encode_rows = stream.encode_rows
+def counted(first, rows, tokenizer):
+    print("tokenised", first, file=sys.stderr)
+    return encode_rows(first, rows, tokenizer)
+stream.encode_rows = counted
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory) -> Path:
+    """Some 100,000 byte tokens, in row groups of 100 documents."""
+    return write_parquet(tmp_path_factory.mktemp("source") / "a.parquet", documents(1000))
+
+
+def tokenised(err: str) -> Counter:
+    """How often each batch of rows was."""
+    return Counter(line for line in err.splitlines() if line.startswith("tokenised"))
+
+
+def test_two_ranks_train_on_a_stream_as_one_and_tokenise_it_once(parquet, tmp_path):
+    """And one process goes on where they stopped."""
+    options = STREAM | dict(gradient_accumulation_steps=2, max_iters=16, eval_interval=8)
+    run = flags(parquet, tmp_path / "1", **options)
+    code, _, err = run_process(*patched(COUNTED), *run, RANK="0")
+    alone = tokenised(err)
+    assert code == 0 and alone.total() > 6
+    half = flags(parquet, tmp_path / "2", **options | dict(max_iters=8, lr_decay_iters=16))
+    codes, _, err = run_ranks(2, *patched(COUNTED), *half)
+    assert codes == [0, 0] and tokenised(err) <= alone
+    rest = flags(parquet, tmp_path / "2", init_from="resume", **options | dict(data_workers=1))
+    code, _, err = run_process(*patched(BYTES), *rest, RANK="0")
+    assert code == 0, err
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+    one, two = (load(tmp_path / n, 16)["stream"] for n in "12")
+    assert one == two
+
+
+@pytest.mark.parametrize("batch_size", [15, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoint(
+    batch_size, tmp_path
+):
+    """The source ends between the batches of the two ranks, sooner or later."""
+    source = tmp_path / "source"
+    write_parquet(source / "a.parquet", documents(700))
+    (source / "b.parquet").write_bytes(b"PAR1 damaged")
+    options = STREAM | dict(batch_size=batch_size, max_iters=10**6, eval_interval=10**6)
+    run = flags(source, tmp_path / "run", **options)
+    codes, _, err = run_ranks(2, *patched(BYTES), *run)
+    (line,) = error_lines(err)
+    assert codes == [1, 1] and "b.parquet" in line and line.endswith("resume goes on")
+    assert checkpoint.load_newest(tmp_path / "run")["progress"]["iter_num"] > 2
+
+
+def start_streaming(parquet, out_dir, **changes) -> list:
+    """Two ranks that train on and on."""
+    options = STREAM | dict(data_workers=1, max_iters=10**6, eval_interval=10**6, log_interval=20)
+    # DataLoader looks for dead workers every 5 seconds
+    hasty = "\nfrom torch.utils.data import dataloader\n"
+    hasty += "dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)"
+    arguments = flags(parquet, out_dir, **options | changes)
+    processes = start_ranks(2, *patched(BYTES + hasty), *arguments)
+    metrics = out_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"iter": 20,' in metrics.read_text(), processes[0])
+    return processes
+
+
+def data_workers(process) -> list:
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def end_of(processes: list) -> tuple[list[int], str]:
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    return [process.returncode for process in processes], "".join(errors)
+
+
+@pytest.mark.slow
+def test_a_dead_worker_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tmp_path):
+    processes = start_streaming(parquet, tmp_path)
+    (worker,) = data_workers(processes[0])
+    assert not data_workers(processes[1])  # it is handed the first one's tokens
+    worker.kill()
+    codes, err = end_of(processes)
+    (line,) = error_lines(err)
+    assert codes == [1, 1] and f"(process {worker.pid}) was ended by SIGKILL" in line
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_a_stream_with_one_line(killed, parquet, tmp_path):
+    processes = start_streaming(parquet, tmp_path)
+    workers = data_workers(processes[0])
+    processes[killed].kill()
+    codes, err = end_of(processes)
+    (line,) = error_lines(err)
+    assert codes[1 - killed] == 1 and "lost another rank" in line
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_path):
+    processes = start_streaming(parquet, tmp_path)
+    (worker,) = data_workers(processes[0])
+    worker.suspend()  # no more data comes
+    steps = 0
+    while steps != (steps := len(records(tmp_path, "step"))):
+        time.sleep(0.5)
+    began = time.monotonic()
+    processes[1].send_signal(signal.SIGTERM)
+    codes, err = end_of(processes)
+    assert codes == [143, 143] and time.monotonic() - began < 10, err
+    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
+
+
+# matrices that a rank orthogonalises, parts counted apart
+ORTHOGONALISED = """
+from training import muon
+original = muon.orthogonalize
+def counted(matrices, dtype):
+    if matrices.size(1) <= matrices.size(2):  # it calls itself for the others
+        print("orthogonalised", len(matrices), file=sys.stderr)
+    return original(matrices, dtype)
+muon.orthogonalize = counted
+"""
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_muon_orthogonalises_each_matrix_once_and_one_process_goes_on(n, dataset, tmp_path):
+    options = OPTIONS | RECIPES["fast"] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
+    run_here(dataset, tmp_path / "1", **options)
+    half = flags(dataset, tmp_path / "n", **options | dict(max_iters=2))
+    codes, _, err = run_ranks(n, *patched(ORTHOGONALISED), *half)
+    assert codes == [0] * n, err
+    lines = [line for line in err.splitlines() if line.startswith("orthogonalised")]
+    # two updates of two layers of q, k, v and three other matrices
+    assert sum(int(line.split()[1]) for line in lines) == 2 * 2 * 6
+    run_here(dataset, tmp_path / "n", **options | dict(init_from="resume"))
+    one, other = (load(tmp_path / name, 4) for name in "1n")
+    for name, weights in one["model"].items():
+        torch.testing.assert_close(other["model"][name], weights, atol=1e-3, rtol=0)
+    for number, state in one["optimizer"]["state"].items():
+        assert state.keys() == other["optimizer"]["state"][number].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_half_and_half_of_three_ranks_equals_the_whole_bit_for_bit(recipe, dataset, tmp_path):
+    options = OPTIONS | RECIPES[recipe] | dict(gradient_accumulation_steps=3, lr_decay_iters=8)
+    options |= dict(max_iters=8, eval_interval=4, dropout=0.1 if recipe == "classic" else 0.0)
+    parts = [("whole", options), ("halves", options | dict(max_iters=4))]
+    for name, part in [*parts, ("halves", options | dict(init_from="resume"))]:
+        codes, _, err = run_ranks(3, "train.py", *flags(dataset, tmp_path / name, **part))
+        assert codes == [0] * 3, err
+    assert_same_state(load(tmp_path / "whole", 8), load(tmp_path / "halves", 8))
+
+
+# what the first rank sends of tensors, in bytes
+SENT = """
+from torch.utils._pytree import tree_leaves
+original = ranks.Ranks.hand_out
+def hand_out(self, value, group=None):
+    value = original(self, value, group)
+    sizes = [leaf.nbytes for leaf in tree_leaves(value) if hasattr(leaf, "nbytes")]
+    print("handed out", sum(sizes), file=sys.stderr)
+    return value
+ranks.Ranks.hand_out = hand_out
+"""
+
+
+def handed_out(err: str) -> int:
+    return sum(int(line.split()[2]) for line in err.splitlines() if line.startswith("handed out"))
+
+
+@pytest.mark.parametrize(
+    "sees, recipe",
+    [
+        ("the file", "fast"),
+        ("nothing", "classic"),
+        pytest.param("nothing", "fast", marks=pytest.mark.slow),
+        pytest.param("a damaged copy", "fast", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_is_read_from_the_file_or_else_sent_once(sees, recipe, dataset, tmp_path):
+    """The second rank sees the first one's checkpoint, or is on another machine."""
+    options = OPTIONS | RECIPES[recipe] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
+    run_here(dataset, tmp_path / "straight", **options)
+    run_here(dataset, tmp_path / "0" / "run", **options | dict(max_iters=2))
+    leaves = tree_leaves(load(tmp_path / "0" / "run", 2))
+    size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    if sees == "nothing":
+        (tmp_path / "1").mkdir()
+    elif sees == "a damaged copy":
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+        with open(tmp_path / "1" / "run" / "ckpt-00000002.pt", "r+b") as file:
+            file.seek(5000)
+            file.write(b"x" * 8)
+    code = f"os.chdir({str(tmp_path / '0')!r})"
+    if sees != "the file":
+        code = f"os.environ['LOCAL_RANK'] = '0'\nos.chdir({str(tmp_path)!r} + '/' + RANK)"
+    arguments = flags(dataset, "run", **options | dict(init_from="resume"))
+    codes, _, err = run_ranks(2, *patched(code + SENT), *arguments)
+    assert codes == [0, 0] and "warning" not in err, err
+    # counted by the one that sends and by the one that receives
+    assert handed_out(err) == (0 if sees == "the file" else 2 * size)
+    assert_same_run(tmp_path / "straight", tmp_path / "0" / "run")
+
+
+def test_a_damaged_newest_checkpoint_is_named_once_for_all_ranks(dataset, tmp_path):
+    options = OPTIONS | dict(max_iters=6, eval_interval=2, lr_decay_iters=8)
+    run_here(dataset, tmp_path, **options | dict(max_iters=4))
+    with open(tmp_path / "ckpt-00000004.pt", "r+b") as file:
+        file.truncate(5000)
+    resumed = flags(dataset, tmp_path, **options | dict(init_from="resume"))
+    codes, out, err = run_ranks(2, "train.py", *resumed)
+    assert codes == [0, 0] and err.count("trying the one before") == 1, err
+    assert out.count("iteration 2 of 6") == 1 and load(tmp_path, 6)["progress"]["iter_num"] == 6
 
 
 def error_lines(err: str) -> list[str]:

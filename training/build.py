@@ -44,9 +44,12 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
     return FastGPT(config) if config.model == "fast" else GPT(config)
 
 
-def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: Config, dtype: torch.dtype, share: tuple[int, int] = (0, 1)
+) -> torch.optim.Optimizer:
     """
-    `dtype` is what the device multiplies matrices in. Each group holds its highest learning rate as
+    `dtype` is what the device multiplies matrices in, `share` this process's rank and their number,
+    for Muon, which shares out its work. Each group holds its highest learning rate as
     `initial_lr`; the first group's rate is the one in the log. A fused update skips itself on the
     device when asked to. MPS's fused kernel cannot.
     """
@@ -69,7 +72,14 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
         dict(adam, params=roles["vectors"], initial_lr=config.vector_lr, weight_decay=0.0),
     ]
     groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
-    return Muon(groups, dtype, fused)
+    return Muon(groups, dtype, fused, share)
+
+
+def saved_state(optimizer: torch.optim.Optimizer) -> dict:
+    """On the first process, what a checkpoint holds of the optimizer. All processes take part."""
+    if isinstance(optimizer, Muon):
+        return optimizer.whole_state_dict()
+    return optimizer.state_dict()
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -238,15 +238,36 @@ def find_damage(path: Path) -> str:
     return ""
 
 
+def read_trailer(path: Path) -> bytes:
+    """The checksum that a checkpoint file ends with; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-TRAILER_BYTES, os.SEEK_END)
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read(path: Path) -> dict:
+    """
+    What an undamaged file holds. Its tensors are the file's pages in the system's cache: the
+    processes of a machine share them, and they are read from the disk when they are used.
+    """
+    options = dict(map_location="cpu", weights_only=True)
+    with contextlib.suppress(RuntimeError):  # not every file system can
+        return torch.load(path, mmap=True, **options)
+    return torch.load(path, **options)
+
+
 def load(path: Path) -> dict:
     """
-    A checkpoint's state, in CPU memory. Runs no code from the file. Raises UserError where the file
-    is damaged.
+    A checkpoint's state, mapped into CPU memory. Runs no code from the file. Raises UserError where
+    the file is damaged.
     """
     damage = find_damage(path)
     if not damage:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return read(path)
         except pickle.UnpicklingError:
             damage = "refused: it holds more than tensors and plain values"
         except Exception as error:  # whatever torch makes of bytes that are no archive
@@ -265,11 +286,11 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return [path for _, path in sorted((int(n), path) for n, path in numbered if n.isdecimal())]
 
 
-def load_newest(
+def find_newest(
     out_dir: Path, check: Callable[[dict, Path], None] = lambda state, path: None
-) -> dict | None:
+) -> tuple[Path, dict] | tuple[None, None]:
     """
-    The newest valid checkpoint's state; damaged ones, and those for which check(state, path)
+    The newest valid checkpoint and its state; damaged ones, and those for which check(state, path)
     raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError
     where there are checkpoints and none is valid: never a silent new start.
     """
@@ -278,13 +299,43 @@ def load_newest(
         try:
             state = load(path)
             check(state, path)
-            return state
+            return path, state
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
         problem = f"none of its {len(paths)} checkpoints is valid"
         raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
-    return None
+    return None, None
+
+
+def load_newest(out_dir: Path) -> dict | None:
+    """Its state alone."""
+    return find_newest(out_dir)[1]
+
+
+def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
+    """
+    The newest valid checkpoint's state on every rank, found and checked by rank 0 as above. The
+    others map the same file where they see it, checked once on each machine. Where they do not, as
+    with a disk of their own, rank 0 sends what it has read.
+    """
+    newest = ranks.from_first(describe_newest, out_dir, check)
+    if not newest:
+        return None
+    path, trailer, tokenizer = newest
+    sees = ranks.first or read_trailer(path) == trailer
+    if sees and ranks.local_rank == 0 and not ranks.first:
+        sees = not find_damage(path)
+    trusts = ranks.gather(sees)[max(ranks.rank - ranks.local_rank, 0)]  # the first one here
+    state = ranks.fill_in(read(path) if sees and trusts else None)
+    state["tokenizer"] = tokenizer
+    return state
+
+
+def describe_newest(out_dir: Path, check: Callable) -> tuple[Path, bytes, dict] | None:
+    """Which it is: its path, its checksum, and its tokenizer, which `check` may have mended."""
+    path, state = find_newest(out_dir, check)
+    return path and (path, read_trailer(path), state["tokenizer"])
 
 
 def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:

@@ -10,7 +10,10 @@ of a shape, takes the parts of a fused q, k, v matrix apart, and skips an update
 a gradient is not finite.
 """
 
+from collections import Counter
+
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -70,13 +73,20 @@ class Muon(torch.optim.Optimizer):
     Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each),
     the others go to AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
 
+    `share` is this process's rank and their number. Each process orthogonalises its share of the
+    matrices of each shape, and only it keeps their momentum. All get the results and move alike.
+
     Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device)
     where the caller or a GradScaler has set it, and changes nothing where it is 1.
     """
 
-    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True, share=(0, 1)):
         super().__init__(groups, dict(fused=fused))
-        self.dtype = dtype
+        self.dtype, (self.rank, self.world_size) = dtype, share
+        # in turn, and those of one shape after another: equal shares
+        matrices = [p for group in groups if "momentum" in group for p in group["params"]]
+        matrices.sort(key=lambda p: p.shape)
+        self.owner = {p: number % self.world_size for number, p in enumerate(matrices)}
         # GradScaler then leaves skipping to us, and does not wait for the device
         self._step_supports_amp_scaling = fused
 
@@ -106,27 +116,78 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for p in params:
-            if "momentum" not in self.state[p]:
+            if "momentum" not in self.state[p] and self.owner[p] == self.rank:
                 self.state[p]["momentum"] = torch.zeros_like(p)
             if "mean_squares" not in self.state[p]:  # nor in checkpoints of the first edition
                 self.state[p]["mean_squares"] = no_mean_squares(p, group["parts"])
             by_shape.setdefault(p.shape, []).append(p)
         for (rows, cols), same in by_shape.items():
-            momenta = [self.state[p]["momentum"] for p in same]
-            m = torch.stack(momenta)  # (n, rows, cols)
-            g = torch.where(skipped, m, torch.stack([p.grad for p in same]))
-            m.lerp_(g, 1 - group["momentum"])
-            torch._foreach_copy_(momenta, m.unbind())
             part_rows = rows // group["parts"]
-            look_ahead = g.lerp_(m, group["momentum"]).view(-1, part_rows, cols)
+            own = None
+            if mine := [p for p in same if self.owner[p] == self.rank]:
+                momenta = [self.state[p]["momentum"] for p in mine]
+                m = torch.stack(momenta)  # (n, rows, cols)
+                g = torch.where(skipped, m, torch.stack([p.grad for p in mine]))
+                m.lerp_(g, 1 - group["momentum"])
+                torch._foreach_copy_(momenta, m.unbind())
+                look_ahead = g.lerp_(m, group["momentum"]).view(-1, part_rows, cols)
+                own = orthogonalize(look_ahead, self.dtype)
             # in float32: float16 has no room for small rates
-            directions = orthogonalize(look_ahead, self.dtype).float()
+            directions = self.gather(own, same, (part_rows, cols)).float()
             means = [self.state[p]["mean_squares"] for p in same]
             mean = torch.cat(means)  # (n * parts, part_rows, 1) or (n * parts, 1, cols)
             mean = torch.where(skipped, mean, mean.lerp(mean_squares(directions), 1 - NORMUON_BETA))
             torch._foreach_copy_(means, mean.split(group["parts"]))
             updates = normalize(directions, mean) * (lr * max(1, part_rows / cols) ** 0.5)
-            torch._foreach_sub_(same, updates.view_as(m).unbind())
+            torch._foreach_sub_(same, updates.view(-1, rows, cols).unbind())
+
+    def gather(self, own: Tensor | None, same: list[Tensor], shape: tuple[int, int]) -> Tensor:
+        """
+        The directions of all of `same`, which hold matrices of this shape, from those of this
+        process's share: (n * parts, *shape), in self.dtype.
+        """
+        if self.world_size == 1:
+            return own
+        parts = len(same[0]) // shape[0]
+        most = max(Counter(self.owner[p] for p in same).values()) * parts
+        padded = torch.zeros(most, *shape, dtype=self.dtype, device=same[0].device)
+        if own is not None:
+            padded[: len(own)] = own
+        everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(everyone, padded)
+        in_turn = [iter(directions.split(parts)) for directions in everyone]
+        return torch.cat([next(in_turn[self.owner[p]]) for p in same])
+
+    def numbered(self) -> list[tuple[int, Tensor]]:
+        """The parameters with their numbers in a state_dict."""
+        return list(enumerate(p for group in self.param_groups for p in group["params"]))
+
+    def whole_state_dict(self) -> dict:
+        """
+        state_dict() for a checkpoint: with the momenta of all processes on the first, elsewhere
+        with one's own. All take part.
+        """
+        whole = self.state_dict()
+        for number, p in self.numbered():
+            owner = self.owner.get(p, 0)
+            if owner == 0 or p not in self.state:  # nothing to send, or no update yet
+                continue
+            if self.rank == owner:
+                dist.send(self.state[p]["momentum"].cpu(), 0)
+            elif self.rank == 0:
+                momentum = torch.empty(p.shape)
+                dist.recv(momentum, owner)
+                whole["state"][number] = dict(whole["state"][number], momentum=momentum)
+        return whole
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a whole one, but for the momenta of other processes' matrices."""
+        states = dict(state_dict["state"])
+        for number, p in self.numbered():
+            if number in states and self.owner.get(p, self.rank) != self.rank:
+                others = states[number].items()
+                states[number] = {name: value for name, value in others if name != "momentum"}
+        super().load_state_dict(dict(state_dict, state=states))
 
     def step_others(self, group: dict, found_inf: Tensor | None) -> None:
         params = [p for p in group["params"] if p.grad is not None]

@@ -18,13 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.console import RunError, UserError, complain, end_process
 from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
+# Of one piece of a stream. The first rank asks a silent hub again for longer than TIMEOUT.
+STREAM_TIMEOUT = timedelta(hours=1)
 
 
 def meet(rank: int, world_size: int) -> dist.Store:
@@ -90,7 +94,12 @@ class Ranks:
         """
         if self.world_size == 1:
             return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # DDP arranges its buckets anew after the first backward pass, and three ranks or more then
+        # sum in another order. That pass is one of zeros here, or a resumed run would differ.
+        ddp_model.reducer.prepare_for_backward([])
+        sum(p.sum() * 0 for p in ddp_model.parameters()).backward()
+        return ddp_model
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -123,7 +132,7 @@ class Ranks:
         """Whether it is true on any rank."""
         return bool(self.max([value])[0])
 
-    def from_first(self, function: Callable[..., Any], *args) -> Any:
+    def from_first(self, function: Callable[..., Any], *args, group=None) -> Any:
         """
         What function(*args) returns on the first rank, or the UserError it raises there, on every
         rank.
@@ -136,10 +145,44 @@ class Ranks:
                 box, error.agreed = [error], True
         if self.world_size > 1:
             with self.together():
-                dist.broadcast_object_list(box)
+                box = [self.hand_out(box[0], group)]
         if isinstance(box[0], UserError):
             raise box[0]
         return box[0]
+
+    def hand_out(self, value: Any, group=None) -> Any:
+        """
+        The first rank's value. Its tensors travel one by one, from their own memory into their own
+        memory: pickled they would be there three times.
+        """
+        box = [tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)]
+        dist.broadcast_object_list(box, group=group)
+        if not self.first:
+            value = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), box[0])
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                dist.broadcast(leaf.contiguous(), 0, group)
+        return value
+
+    def fill_in(self, value: Any) -> Any:
+        """The value, where a rank has one, and the first rank's where it has None."""
+        lacking = [rank for rank, has in enumerate(self.gather(value is not None)) if not has]
+        if lacking:
+            group = dist.new_group([0, *lacking], TIMEOUT, "gloo")  # by all, also who is not in it
+            if self.first or value is None:
+                with self.together():
+                    value = self.hand_out(value, group)
+        return value
+
+    def stream_line(self) -> Callable[..., Any]:
+        """
+        A from_first of the stream's own, which a thread may call while the main one calls others:
+        it uses a second group of the same ranks. The main thread makes it, all ranks at once.
+        """
+        if self.world_size == 1:
+            return self.from_first
+        group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
+        return lambda function, *args: self.from_first(function, *args, group=group)
 
     def gather(self, value: Any) -> list:
         """Every rank's value, in order, on every rank."""

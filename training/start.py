@@ -15,7 +15,7 @@ from configurator import FIELDS, Config, config_values, fit, print_config, read_
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
 from training.build import build_model, build_optimizer
-from training.checkpoint import Progress, holds_run, list_checkpoints, load_newest
+from training.checkpoint import Progress, holds_run, list_checkpoints, load_together
 from training.hardware import Hardware, check_device, set_rng_state
 from training.muon import no_mean_squares
 from training.ranks import Ranks
@@ -63,7 +63,7 @@ def read_arguments(argv: list[str], ranks: Ranks) -> Config:
 
 
 def find_start(config: Config, ranks: Ranks) -> Start:
-    """Load what init_from names: rank 0 reads it for all. Notes what is wrong with it."""
+    """Load what init_from names, which rank 0 checks for all. Notes what is wrong with it."""
     out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
     start = Start(known=list_checkpoints(out_dir))
     if not (resuming or config.overwrite) and ranks.from_first(holds_run, out_dir):
@@ -75,7 +75,7 @@ def find_start(config: Config, ranks: Ranks) -> Start:
             start.problems.append(f"init_from: {problem} {out_dir}; --init_from=resume")
     try:
         if resuming:
-            start.resumed = start.weights = ranks.from_first(load_newest, out_dir, validate)
+            start.resumed = start.weights = load_together(out_dir, validate, ranks)
         elif config.init_from != "scratch":
             start.weights = ranks.from_first(read_pretrained, config)
     except UserError as error:
@@ -173,7 +173,9 @@ def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
     with all that is wrong: with the configuration, the start, the device and the dataset.
     """
     config, problems = adopt(config, start)
-    problems = start.problems + problems + check_device(config) + check_data(config)
+    problems = start.problems + problems + check_device(config)
+    # only the first rank reads a stream
+    problems += ranks.from_first(check_data, config) if config.stream else check_data(config)
     problems += resolve(config) + ranks.check_config(config)
     ranks.raise_together(problems)
     return config
@@ -285,14 +287,17 @@ def check_data(config: Config) -> list[str]:
 
 def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     """
-    The configured dataset: a folder, or a stream from where the checkpoint's left off. Raises
-    UserError where it is not the one that the checkpoint or the weights were trained on.
+    The configured dataset: a folder, or a stream from where the checkpoint's left off, which the
+    first rank reads for all. Raises UserError where it is not the one that the checkpoint or the
+    weights were trained on.
     """
     ranks.from_first(prepare_on_demand, config)
     if config.stream:
         from data.stream import open_stream
 
-        data = open_stream(config, start.resumed and start.resumed.get("stream"))
+        line = ranks.stream_line()
+        data = line(open_stream, config, start.resumed and start.resumed.get("stream"))
+        data.stream.share(line, ranks.rank, ranks.world_size, config.batch_size)
     else:
         data = open_dataset(config.dataset)
     problems = []
@@ -335,6 +340,8 @@ def restore(
     state = start.resumed
     state["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(state["optimizer"])
+    for moments in optimizer.state.values():  # on a CPU they would still be the file's pages
+        moments.update({name: moment.clone() for name, moment in moments.items()})
     if scaler.is_enabled() and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     if rank < len(state["rng"]):
