@@ -290,8 +290,18 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     first = (position["file"], position["row"]) if position else begin
     workers = Workers(Pieces(files, backoff, tokenizer.spec, first, begin), config.data_workers)
     stream = Stream(workers, config.block_size, identity, position)
-    train, val = HeldTokens(train), HeldTokens(val)
-    return Dataset(name, train, val, tokenizer.vocab, tokenizer.spec, fingerprint, stream, modified)
+    text = tokenizer.decode([token for token in val.tolist() if token != tokenizer.eot])
+    return Dataset(
+        name,
+        HeldTokens(train),
+        HeldTokens(val),
+        tokenizer.vocab,
+        tokenizer.spec,
+        fingerprint,
+        stream,
+        modified,
+        bytes_per_token=len(text.encode()) / len(val),
+    )
 
 
 def read_first(

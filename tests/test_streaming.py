@@ -212,6 +212,12 @@ def test_the_held_out_documents_stay_when_a_resumed_run_evaluates_on_more(folder
     assert [load(tmp_path, i)["stream"]["held_out"] for i in (2, 4)] == [256, 256]
 
 
+def test_the_bytes_of_the_held_out_documents_are_counted_without_end_of_text(folder):
+    val, _ = split_by_hand(TEXTS, 500)
+    data = stream.open_stream(config_for(folder))
+    assert data.bytes_per_token == pytest.approx((len(val) - val.count(0)) / len(val))
+
+
 def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeypatch):
     read = stream.Stream.read
     monkeypatch.setattr(
