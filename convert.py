@@ -130,7 +130,7 @@ def hf_config(tokenizer: dict, config: GPTConfig) -> dict:
     vocab, tied = config.vocab_size, config.tie_weights
     eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
     if tokenizer["kind"] == "bpe":
-        eot, tokenizer = Tokenizer(tokenizer).eot, dict(kind="bpe")  # its text: tokenizer.json
+        eot = Tokenizer(tokenizer).eot
     hf = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
     hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)

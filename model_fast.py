@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
         if values is not None:
-            # what a token is goes straight into the values, by its own embedding (records)
+            # add the token's value embedding, scaled by a gate for each head (records)
             gate = 3 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, nh)
             v = v + gate[..., None] * values.view_as(v)
         # QK-norm: scores cannot explode (arXiv:2010.04245). The angles were in float32.

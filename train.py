@@ -384,9 +384,9 @@ def main(argv: list[str]) -> int:
             reason = signals.name
         except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
             rewind()
-            together = ranks.world_size == 1 or getattr(error, "agreed", False)
-            # after skipped or unfinished updates, keep the previous checkpoint
-            if p.iter_num > 0 and not log.skips_in_a_row and together:
+            # saving takes all ranks; after skipped or unfinished updates the previous one stays
+            all_here = ranks.world_size == 1 or getattr(error, "agreed", False)
+            if p.iter_num > 0 and not log.skips_in_a_row and all_here:
                 save(last=True)
             raise
         finally:

@@ -54,7 +54,7 @@ def complain(*lines: str) -> None:
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """A console that has gone, or whose disk is full, costs its lines, never the run."""
     text = "\n".join(one_line(line) for line in lines)
-    # RuntimeError: a signal speaks in the middle of a line; what it says is lost here
+    # RuntimeError: a signal handler printed while a line was being printed; its line is dropped
     with contextlib.suppress(RuntimeError):
         try:
             print(text, file=getattr(sys, console), flush=True)

@@ -194,7 +194,7 @@ class Stream:
         self.begins = sequence * block_size - token  # where in the stream the buffer does
         # Where in the stream some documents begin: (token number, file, row), in order
         self.anchors = [(self.begins, *workers.pieces.first)]
-        self.from_first, self.beyond = call, 0
+        self.from_first, self.tokens_of_later_ranks = call, 0
 
     def share(self, from_first: Callable, rank: int, world_size: int, batch_size: int) -> None:
         """
@@ -205,7 +205,7 @@ class Stream:
         so that what fails, fails for all of them in the same micro-step.
         """
         self.from_first = from_first
-        self.beyond = (world_size - 1 - rank) * batch_size * self.block_size
+        self.tokens_of_later_ranks = (world_size - 1 - rank) * batch_size * self.block_size
 
     def position(self, n: int) -> dict:
         """Where sequence n begins, for a checkpoint: tokens after a document's beginning."""
@@ -226,7 +226,7 @@ class Stream:
         earlier ones than before. Raises RunError.
         """
         begin, end = first * self.block_size, (first + count) * self.block_size + 1
-        while self.begins + len(self.buffer) < end + self.beyond:
+        while self.begins + len(self.buffer) < end + self.tokens_of_later_ranks:
             file, row, tokens = self.from_first(self.workers.next_piece)
             position = self.begins + len(self.buffer)
             if position - self.anchors[-1][0] >= ANCHOR_TOKENS:
@@ -281,7 +281,9 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
         raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
     tokenizer = Tokenizer(named_spec(config.tokenizer))
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
-    val, train, begin = read_first(sources.files_source(files, backoff), tokenizer, held_out)
+    val, train, begin, val_bytes = read_first(
+        sources.files_source(files, backoff), tokenizer, held_out
+    )
     check_first(config, len(val), len(train))
 
     identity = dict(revision=revision, held_out=held_out)
@@ -290,7 +292,6 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     first = (position["file"], position["row"]) if position else begin
     workers = Workers(Pieces(files, backoff, tokenizer.spec, first, begin), config.data_workers)
     stream = Stream(workers, config.block_size, identity, position)
-    text = tokenizer.decode([token for token in val.tolist() if token != tokenizer.eot])
     return Dataset(
         name,
         HeldTokens(train),
@@ -300,29 +301,30 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
         fingerprint,
         stream,
         modified,
-        bytes_per_token=len(text.encode()) / len(val),
+        bytes_per_token=val_bytes / len(val),
     )
 
 
 def read_first(
     source: sources.Source, tokenizer: Tokenizer, wanted: int
-) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
     """
-    The first whole documents that hold `wanted` tokens, the next `wanted` tokens, and the file and
-    row where these begin. Fewer where the source ends.
+    The first whole documents that hold `wanted` tokens, the next `wanted` tokens, the file and row
+    where these begin, and the bytes of the former's text. Fewer where the source ends.
     """
-    val, train, begin = array("H"), array("H"), (0, 0)
+    val, train, begin, val_bytes = array("H"), array("H"), (0, 0), 0
     for file, first, rows in source(0, 0):
-        for row, tokens, _ in encode_rows(first, rows, tokenizer):
+        for row, tokens, size in encode_rows(first, rows, tokenizer):
             if len(val) < wanted:
                 val.frombytes(tokens.tobytes())
+                val_bytes += size
             else:
                 if not train:
                     begin = (file, row)
                 train.frombytes(tokens.tobytes())
         if len(train) >= wanted:
             break
-    return np.array(val), np.array(train[:wanted]), begin
+    return np.array(val), np.array(train[:wanted]), begin, val_bytes
 
 
 def check_first(config: Config, val_tokens: int, train_tokens: int) -> None:

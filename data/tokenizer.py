@@ -174,14 +174,17 @@ def cut(text: str) -> list[str]:
 def sample_text(source: Callable, skip: int, total: int) -> list[str]:
     """
     The text of a data.sources.Source after its first `skip` bytes, which are validation's. Of more
-    than SAMPLE_MB, every n-th 200 kB, or the first SAMPLE_MB where the `total` bytes are not known.
+    than SAMPLE_MB, pieces spread evenly over it, or the first SAMPLE_MB where the `total` bytes are
+    not known.
     """
-    sample, read, every = [], 0, 1 + total // (SAMPLE_MB * 1_000_000)
+    sample, read, taken, every = [], 0, 0, 1 + total // (SAMPLE_MB * 1_000_000)
     for text in (text for _, _, rows in source(0, 0) for text in rows if text):
         for piece in cut(text):
-            read += len(piece.encode())
-            if read > skip and read // 200_000 % every == 0:
+            size = len(piece.encode())
+            read += size
+            if read > skip and taken * every < read - skip:
                 sample.append(piece)
+                taken += size
             if read > skip + every * SAMPLE_MB * 1_000_000:
                 return sample
     return sample

@@ -323,7 +323,7 @@ def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, scri
     a = write_run(tmp_path / "a", 36_000, {0: 8.0, 5: 4.0, 10: 3.2}, dataset="x", **gpt2)
     b = write_run(tmp_path / "b", 36_000, {0: 6.0, 5: 2.5, 10: 2.0}, dataset="y", **own)
     code, out, err = script(compare.main, a, b, f"--json={tmp_path / 'table.json'}")
-    assert code == 0 and len(err) == 1 and "needs its data prepared again" in err[0]
+    assert code == 0 and len(err) == 1 and "prepare the data of a run with n/a again" in err[0]
     assert "unequal tokenizers (a: gpt2, b: bpe 1a2b1a2b1), so losses are in bits per" in err[0]
     best = row(out, "best bits per byte")
     assert best.split()[4:] == ["0.8000", "1.0000", "a", "0.2000", "lower"]
@@ -344,7 +344,7 @@ def test_unequal_tokenizers_without_bits_per_byte_are_not_ranked(known, tmp_path
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, tokenizer="gpt2", bits=known)
     b = write_run(tmp_path / "b", 10, {0: 6.0, 5: 1.0}, tokenizer="byte")
     code, out, err = script(compare.main, a, b)
-    assert code == 0 and len(err) == 1 and "a run that has none needs its data" in err[0]
+    assert code == 0 and len(err) == 1 and "prepare the data of a run with n/a again" in err[0]
     shown = "0.7500" if known else "n/a"
     assert row(out, "best bits per byte").split() == ["best", "bits", "per", "byte", shown, "n/a"]
     assert "lower" not in out and "less" not in out

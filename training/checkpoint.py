@@ -309,7 +309,7 @@ def find_newest(
 
 
 def load_newest(out_dir: Path) -> dict | None:
-    """Its state alone."""
+    """The newest valid checkpoint's state, as find_newest() finds it."""
     return find_newest(out_dir)[1]
 
 
@@ -323,19 +323,22 @@ def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
     if not newest:
         return None
     path, trailer, tokenizer = newest
-    sees = ranks.first or read_trailer(path) == trailer
-    if sees and ranks.local_rank == 0 and not ranks.first:
-        sees = not find_damage(path)
-    trusts = ranks.gather(sees)[max(ranks.rank - ranks.local_rank, 0)]  # the first one here
-    state = ranks.fill_in(read(path) if sees and trusts else None)
+    has_file = ranks.first or read_trailer(path) == trailer
+    if has_file and ranks.local_rank == 0 and not ranks.first:
+        has_file = not find_damage(path)
+    # what the first rank of this machine found
+    is_whole = ranks.gather(has_file)[max(ranks.rank - ranks.local_rank, 0)]
+    state = ranks.fill_in(read(path) if has_file and is_whole else None)
     state["tokenizer"] = tokenizer
     return state
 
 
 def describe_newest(out_dir: Path, check: Callable) -> tuple[Path, bytes, dict] | None:
-    """Which it is: its path, its checksum, and its tokenizer, which `check` may have mended."""
+    """The newest valid checkpoint's path, checksum and tokenizer, which `check` may have mended."""
     path, state = find_newest(out_dir, check)
-    return path and (path, read_trailer(path), state["tokenizer"])
+    if path is None:
+        return None
+    return path, read_trailer(path), state["tokenizer"]
 
 
 def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:

@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True, share=(0, 1)):
         super().__init__(groups, dict(fused=fused))
         self.dtype, (self.rank, self.world_size) = dtype, share
-        # in turn, and those of one shape after another: equal shares
+        # dealt out in turn, sorted by shape: every process gets as many of each shape
         matrices = [p for group in groups if "momentum" in group for p in group["params"]]
         matrices.sort(key=lambda p: p.shape)
         self.owner = {p: number % self.world_size for number, p in enumerate(matrices)}

@@ -179,8 +179,8 @@ def read_hf(folder: Path) -> dict:
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    if tokenizer == UNKNOWN:
-        tokenizer = hf.get("tokenizer_spec", UNKNOWN)
+    if "tokenizer_spec" in hf:  # an export of this program
+        vocab, tokenizer = config.vocab_size, hf["tokenizer_spec"]
     return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
 
 

@@ -152,8 +152,8 @@ class Ranks:
 
     def hand_out(self, value: Any, group=None) -> Any:
         """
-        The first rank's value. Its tensors travel one by one, from their own memory into their own
-        memory: pickled they would be there three times.
+        The first rank's value. Its tensors are sent one by one: pickling them all would need three
+        times their memory.
         """
         box = [tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)]
         dist.broadcast_object_list(box, group=group)
@@ -168,16 +168,18 @@ class Ranks:
         """The value, where a rank has one, and the first rank's where it has None."""
         lacking = [rank for rank, has in enumerate(self.gather(value is not None)) if not has]
         if lacking:
-            group = dist.new_group([0, *lacking], TIMEOUT, "gloo")  # by all, also who is not in it
+            group = dist.new_group(
+                [0, *lacking], TIMEOUT, "gloo"
+            )  # every rank must call it, member or not
             if self.first or value is None:
                 with self.together():
                     value = self.hand_out(value, group)
         return value
 
-    def stream_line(self) -> Callable[..., Any]:
+    def make_stream_from_first(self) -> Callable[..., Any]:
         """
-        A from_first of the stream's own, which a thread may call while the main one calls others:
-        it uses a second group of the same ranks. The main thread makes it, all ranks at once.
+        A from_first for the stream's reading thread. It has a process group of its own, so that the
+        main thread can use the other one meanwhile. All ranks must call this together.
         """
         if self.world_size == 1:
             return self.from_first

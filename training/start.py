@@ -269,7 +269,7 @@ def prepare_on_demand(config: Config) -> None:
     say(f"data: preparing {folder} from Python's own source files")
     script = Path(__file__).parent.parent / "data" / "prepare_text.py"
     command = [sys.executable, str(script), f"--out={folder}"]
-    # not what it prints last, the command to type next
+    # hide its output, which ends with the next command to type
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     if problems := check_dataset(config):
@@ -295,21 +295,22 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     if config.stream:
         from data.stream import open_stream
 
-        line = ranks.stream_line()
-        data = line(open_stream, config, start.resumed and start.resumed.get("stream"))
-        data.stream.share(line, ranks.rank, ranks.world_size, config.batch_size)
+        from_first = ranks.make_stream_from_first()
+        data = from_first(open_stream, config, start.resumed and start.resumed.get("stream"))
+        data.stream.share(from_first, ranks.rank, ranks.world_size, config.batch_size)
     else:
         data = open_dataset(config.dataset)
     problems = []
     theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
-    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
+    if "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
+        held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
+        known = f"the weights of init_from={config.init_from} another one, {theirs['kind']}"
+        name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
+        mend = "start" if config.stream else "prepare the text again"
+        problems.append(f"{held}, {known}; {mend} with --tokenizer={name}")
+    elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
         problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
-    elif "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
-        held = f"dataset: {data.source} holds {data.tokenizer['kind']} tokens"
-        known = f"the weights of init_from={config.init_from} know {theirs['kind']} tokens"
-        name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
-        problems.append(f"{held}, {known}; prepare the text again with --tokenizer={name}")
     elif start.weights and start.weights["vocab"] < data.vocab:
         known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
         problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
