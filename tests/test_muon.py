@@ -36,9 +36,9 @@ SMALL = GPTConfig(
 )
 
 
-def fast_model() -> FastGPT:
+def fast_model(**changes) -> FastGPT:
     torch.manual_seed(0)
-    return FastGPT(SMALL)
+    return FastGPT(replace(SMALL, **changes))
 
 
 def give_gradients(model: nn.Module, seed: int) -> None:
@@ -202,12 +202,13 @@ def test_q_k_and_v_are_a_matrix_each():
 
 
 def test_everything_else_moves_as_with_adamw():
-    model = fast_model()
+    model = fast_model(value_tables=1)
     twin = copy.deepcopy(model)
     ours, roles = build_optimizer(model, CONFIG, torch.float32), parameters_by_role(twin)
     keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
     theirs = [
         torch.optim.AdamW(roles["embedding"], lr=0.1, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["values"], lr=0.05, weight_decay=0.01, **keys),
         torch.optim.AdamW(roles["head"], lr=0.01, weight_decay=0.01, **keys),
         torch.optim.AdamW(roles["vectors"], lr=0.03, weight_decay=0.0, **keys),
     ]
@@ -216,14 +217,17 @@ def test_everything_else_moves_as_with_adamw():
             give_gradients(net, step)
         for optimizer in (ours, *theirs):
             optimizer.step()
-    for role in ("embedding", "head", "vectors"):
+    for role in ("embedding", "values", "head", "vectors"):
         for p, q in zip(parameters_by_role(model)[role], roles[role], strict=True):
             torch.testing.assert_close(p, q)
 
 
 @pytest.mark.parametrize(
     "model",
-    [GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16)), FastGPT(SMALL)],
+    [
+        GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16)),
+        fast_model(value_tables=1),
+    ],
 )
 def test_every_parameter_has_one_role(model):
     found = [id(p) for group in parameters_by_role(model).values() for p in group]

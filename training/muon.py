@@ -23,6 +23,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 # how long NorMuon's mean squares remember (track 3 of modded-nanogpt's records)
 NORMUON_BETA = 0.95
+# value embeddings learn at this share of the token embedding's rate (nanochat)
+VALUE_RATE = 0.5
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
 
@@ -218,11 +220,11 @@ class Muon(torch.optim.Optimizer):
 
 def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """
-    matrices (of hidden layers), qkv (three in one), embedding (look-up tables), head and vectors. A
-    head tied to the embedding counts as head. Raises ValueError for a parameter that has no role
-    here.
+    matrices (of hidden layers), qkv (three in one), embedding, values (value embeddings), head and
+    vectors. A head tied to the embedding counts as head. Raises ValueError for a parameter that has
+    no role here.
     """
-    roles = dict(matrices=[], qkv=[], head=[], embedding=[], vectors=[])
+    roles = dict(matrices=[], qkv=[], head=[], embedding=[], values=[], vectors=[])
     modules = dict(model.named_modules())
     # a tied head goes under its last name
     names = {p: name for name, p in model.named_parameters(remove_duplicate=False)}
@@ -231,7 +233,7 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         if name == "lm_head.weight":
             role = "head"
         elif isinstance(owner, nn.Embedding):
-            role = "embedding"
+            role = "values" if "value_tables" in name else "embedding"
         elif p.dim() < 2:
             role = "vectors"
         elif isinstance(owner, nn.Linear):
