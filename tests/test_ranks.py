@@ -356,7 +356,7 @@ def test_ranks_of_a_stream_killed_at_ten_random_moments_go_on_by_themselves(parq
     options |= dict(gradient_accumulation_steps=2, data_workers=1)
     script = tmp_path / "train_on_bytes.py"
     main = "if __name__ == '__main__':\n    console.run_main(train.main)"
-    script.write_text(f"{BYTES}\nimport train\nfrom common import console\n{main}\n")
+    script.write_text(f"import train\nfrom common import console\n{main}\n")
     straight = flags(parquet, tmp_path / "straight", **options | dict(checkpoint_interval=0))
     assert run_process(str(script), *straight, PYTHONPATH=str(ROOT), cold=True)[0] == 0
     arguments = flags(parquet, tmp_path / "broken", init_from="auto", **options)
@@ -402,18 +402,16 @@ ranks.Ranks.data_parallel = counted
 
 
 STREAM = dict(OPTIONS, stream=True, data_workers=0, batch_size=16, block_size=128)
-BYTES = "from data import stream; stream.TOKENIZER = {'kind': 'byte'}"
+STREAM["tokenizer"] = "byte"
 # each batch of rows that is tokenised is told
-COUNTED = (
-    BYTES
-    + """
+COUNTED = """
+from data import stream
 encode_rows = stream.encode_rows
 def counted(first, rows, tokenizer):
     print("tokenised", first, file=sys.stderr)
     return encode_rows(first, rows, tokenizer)
 stream.encode_rows = counted
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +436,7 @@ def test_two_ranks_train_on_a_stream_as_one_and_tokenise_it_once(parquet, tmp_pa
     codes, _, err = run_ranks(2, *patched(COUNTED), *half)
     assert codes == [0, 0] and tokenised(err) <= alone
     rest = flags(parquet, tmp_path / "2", init_from="resume", **options | dict(data_workers=1))
-    code, _, err = run_process(*patched(BYTES), *rest, RANK="0")
+    code, _, err = run_process(*patched(""), *rest, RANK="0")
     assert code == 0, err
     assert_same_run(tmp_path / "1", tmp_path / "2")
     one, two = (load(tmp_path / n, 16)["stream"] for n in "12")
@@ -455,7 +453,7 @@ def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoin
     (source / "b.parquet").write_bytes(b"PAR1 damaged")
     options = STREAM | dict(batch_size=batch_size, max_iters=10**6, eval_interval=10**6)
     run = flags(source, tmp_path / "run", **options)
-    codes, _, err = run_ranks(2, *patched(BYTES), *run)
+    codes, _, err = run_ranks(2, *patched(""), *run)
     (line,) = error_lines(err)
     assert codes == [1, 1] and "b.parquet" in line and line.endswith("resume goes on")
     assert checkpoint.load_newest(tmp_path / "run")["progress"]["iter_num"] > 2
@@ -468,7 +466,7 @@ def start_streaming(parquet, out_dir, **changes) -> list:
     hasty = "\nfrom torch.utils.data import dataloader\n"
     hasty += "dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)"
     arguments = flags(parquet, out_dir, **options | changes)
-    processes = start_ranks(2, *patched(BYTES + hasty), *arguments)
+    processes = start_ranks(2, *patched(hasty), *arguments)
     metrics = out_dir / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and '"iter": 20,' in metrics.read_text(), processes[0])
     return processes
