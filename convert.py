@@ -89,7 +89,7 @@ def check_target(folder: Path) -> list[Path]:
     if config.is_file():
         strange = "tokenizer_spec" not in read_json(config, mend="give another folder")
     if strange:
-        raise UserError(f"{folder}: holds a model that convert.py did not write; give another")
+        raise UserError(f"{folder}: holds files that convert.py did not write; give another folder")
     return stale
 
 

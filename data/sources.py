@@ -57,7 +57,8 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
         if not paths:
             problems.append(f"{flag}{name}: no such file")
         elif not found:
-            problems.append(f"{flag}{name}: holds no {', '.join(endings)} files")
+            hint = "" if ".txt" in endings else "; data/prepare_text.py takes text files"
+            problems.append(f"{flag}{name}: holds no {', '.join(endings)} files{hint}")
         files += sorted(found)
     for file in files:
         if file_ending(file) in ROW_FILES and not os.path.getsize(file):
