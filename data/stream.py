@@ -125,9 +125,10 @@ class Workers:
             self.start()
         try:
             piece = next(self.iterator)
-        except RuntimeError:  # how DataLoader tells of a dead worker
+        # how DataLoader tells of a dead worker; one killed while it sends ends the connection
+        except (RuntimeError, OSError, EOFError) as error:
             self.raise_if_dead()
-            raise
+            raise RunError(f"a data worker failed ({error}); {GO_ON}") from error
         if isinstance(piece, UserError):
             raise RunError(*(f"{line}; once that is mended, {GO_ON}" for line in piece.problems))
         file, row, tokens = piece
@@ -156,6 +157,7 @@ class Workers:
 
     def raise_if_dead(self) -> None:
         for number, process in enumerate(self.processes):
+            process.join(1)  # its end may come a moment after the news of it
             if process.exitcode:
                 how = "failed"
                 if process.exitcode < 0:
