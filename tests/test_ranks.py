@@ -120,10 +120,17 @@ def stopped_torchrun(dataset, tmp_path_factory) -> tuple[Path, str, list]:
     arguments = flags(dataset, out_dir, **options, recompute=True, always_save_checkpoint=False)
     process = start_torchrun(2, "--standalone", "train.py", *arguments)
     metrics = out_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"step", "iter": 55,' in metrics.read_text(), process)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    try:
+        begun = '"step", "iter": 55,'
+        wait_until(lambda: metrics.exists() and begun in metrics.read_text(), process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:  # it would train for ever
+            for worker in psutil.Process(process.pid).children(recursive=True):
+                worker.kill()
+            process.kill()
     return out_dir, out, workers
 
 
