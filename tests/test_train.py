@@ -653,12 +653,15 @@ def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_p
 def test_compiled_run_resumes_bit_for_bit_and_books_compilation(dataset, tmp_path):
     # 96 windows: the last is the next epoch's
     options = dict(compile=True, dropout=0.1, gradient_accumulation_steps=3)
+    torch.compiler.reset()  # an earlier test may have compiled the same model
     run_here(dataset, tmp_path / "straight", **options)
     run_here(dataset, tmp_path / "broken", **options, max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "broken", **options, init_from="resume")
     assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "broken", 8))
     end = records(tmp_path / "straight", "end")[0]
-    assert end["ledger"]["compile"] > 1
+    # ten iterations take 0.05 s; compiling takes seconds, or 0.5 s where the compiled code lies in
+    # torch's cache on the disk
+    assert end["ledger"]["compile"] > 0.2
     assert not records(tmp_path / "straight", "event")  # nothing was compiled again later
 
 
