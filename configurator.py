@@ -85,13 +85,13 @@ class Config:
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
     value_tables: int = key(0, "tables of value embeddings (model=fast): memory, no time", low=0)
+    bigram_rows: int = key(0, "rows for token pairs, and keys offset (fast)", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
     embed_lr: float = key(0.004, "the same for embeddings, half for values; fast: 0.7", low=0.0)
     head_lr: float = key(0.004, "the same for the output head, tied or not", low=0.0)
-    vector_lr: float = key(0.015, "the same for biases and norms", low=0.0)
     muon_momentum: float = key(0.95, "Muon's momentum", low=0.0, high=0.9999999)
     muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)
     weight_decay: float = key(0.1, "of matrices and embeddings; muon: embeddings, head", low=0.0)
@@ -361,7 +361,7 @@ def resolve(config: Config) -> list[str]:
         config.gradient_accumulation_steps = steps
     rates = [config.learning_rate]
     if config.optimizer == "muon":
-        rates = [config.muon_lr, config.embed_lr, config.head_lr, config.vector_lr]
+        rates = [config.muon_lr, config.embed_lr, config.head_lr]
     if min(rates) < config.min_lr and "min_lr" not in config.given:
         config.min_lr = min(rates) / 10  # a rate must not rise to min_lr
     if config.tokenizer != "gpt2" and not config.stream:
@@ -386,8 +386,9 @@ def check_model(config: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     if config.model != "fast":
-        if config.value_tables:
-            problems.append("value_tables: only model=fast has them; --value_tables=0")
+        for name in ("value_tables", "bigram_rows"):
+            if getattr(config, name):
+                problems.append(f"{name}: only model=fast has them; --{name}=0")
         return problems
     if 2 * config.value_tables > config.n_layer:
         most = config.n_layer // 2

@@ -34,7 +34,9 @@ class GPTConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
     # keep only the stream at each block's entry; the backward pass runs the block again
     recompute: bool = False
-    value_tables: int = 0  # model_fast.py's value embeddings
+    # model_fast.py's tables of value embeddings, and the rows of its table of token pairs
+    value_tables: int = 0
+    bigram_rows: int = 0
 
 
 def pad_vocab(vocab_size: int, multiple: int) -> int:
@@ -321,7 +323,9 @@ def generate_stream(
     caches, new = [], idx
     for _ in range(max_new_tokens):
         if not caches or caches[0].length == window:
-            caches = [KVCache(min(T + max_new_tokens, window)) for _ in range(model.config.n_layer)]
+            room = min(T + max_new_tokens, window)
+            # one more than layers: model_fast.py keeps the tokens in it
+            caches = [KVCache(room) for _ in range(model.config.n_layer + 1)]
             new = idx[:, -window:]
         logits = model.next_logits(new, caches)[:, :vocab].float()
         new = draw(logits, temperature, top_k, top_p, generator)

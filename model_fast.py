@@ -23,6 +23,8 @@ ROTARY_BASE = 1024
 LOGIT_CAP = 15.0
 # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
 ATTENTION_SCALE = 1.36
+# spreads token pairs over the rows of their table, as any large odd number would
+PAIR_HASH = 1_000_003
 # of the stream's channels, those that say how much of a value embedding each head takes (records)
 GATE_CHANNELS = 12
 
@@ -55,10 +57,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
 
 
+def offset_keys(k: Tensor) -> Tensor:
+    """
+    Of keys k (B, nh, T, hs), the channels that do not turn become those of the token before. So one
+    layer can find the token that followed another, where induction heads take two (records).
+    """
+    turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, nh, T, 2, hs / 4) each
+    still = torch.cat((still[:, :, :1], still[:, :, :-1]), dim=2)
+    return torch.stack((turning, still), dim=-2).flatten(-3)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, has_table: bool):
         super().__init__()
         self.n_head, self.flash = config.n_head, config.flash
+        self.offset_keys = config.bigram_rows > 0
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one product
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
@@ -82,6 +95,8 @@ class CausalSelfAttention(nn.Module):
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
+        if self.offset_keys:
+            k = offset_keys(k)
         # as in model.py
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=0.0, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
@@ -134,6 +149,9 @@ class FastGPT(nn.Module):
                 h=nn.ModuleList(blocks),
             )
         )
+        if config.bigram_rows:
+            # a hash table of token pairs, added to the token's embedding (records)
+            self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
@@ -142,10 +160,13 @@ class FastGPT(nn.Module):
         """
         Embedding N(0, 1), as the norm after it asks for; matrices that read the stream N(0, 0.33 /
         fan_in); what writes to it, and the head, zero: every block begins as the identity, and the
-        first loss is ln V (muP, arXiv:2203.03466). Value embeddings N(0, 1 / C) (nanochat).
+        first loss is ln V (muP, arXiv:2203.03466). Token pairs zero (records). Value embeddings
+        N(0, 1 / C) (nanochat).
         """
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight", "value_gate.weight", "bias")):
+            if name.endswith(
+                ("c_proj.weight", "lm_head.weight", "value_gate.weight", "bias", "bigrams.weight")
+            ):
                 nn.init.zeros_(p)
             elif name == "transformer.wte.weight":
                 nn.init.normal_(p)
@@ -171,6 +192,8 @@ class FastGPT(nn.Module):
         """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
+        if self.config.bigram_rows:
+            x = x + self.transformer.bigrams(self.pair_rows(idx, caches))
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()  # the stream too, as in the records; weights stay in float32
@@ -186,6 +209,18 @@ class FastGPT(nn.Module):
             else:
                 x = block(x, embedded, cos, sin, caches[layer] if caches else None)
         return norm(x)
+
+    def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
+        """
+        idx (B, T), after what is in the last cache -> each token's row (B, T) in the table of token
+        pairs. Token 0 stands before the first; several pairs may share a row.
+        """
+        tokens = idx
+        if caches:
+            column = idx[:, None, :, None]  # the shape that a cache takes
+            tokens = caches[-1].extend(column, column)[0][:, 0, :, 0]
+        before = F.pad(tokens, (1, 0))[:, -idx.size(1) - 1 : -1]
+        return (before * PAIR_HASH + idx) % self.config.bigram_rows
 
     def logits(self, x: Tensor) -> Tensor:
         return cap_logits(self.lm_head(x).float(), LOGIT_CAP)

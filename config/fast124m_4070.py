@@ -25,7 +25,6 @@ muon_momentum = 0.95
 muon_weight_decay = 0.05
 embed_lr = 0.7
 head_lr = 0.008  # nanochat's, for norms without gains
-vector_lr = 0.015
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95

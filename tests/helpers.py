@@ -40,6 +40,7 @@ FAST = dict(
     optimizer="muon",
     tie_weights=False,
     value_tables=1,
+    bigram_rows=100,
     embed_lr=0.7,
     warmup_iters=0,
     grad_clip=0.0,

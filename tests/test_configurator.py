@@ -251,6 +251,7 @@ def configs(draw):
         else:
             values[name] = draw(st.floats(max(low, 0.0), min(high, 1e6), allow_nan=False))
     values["value_tables"] = 0
+    values["bigram_rows"] = values["bigram_rows"] if values["model"] == "fast" else 0
     if values["model"] == "fast":
         values |= dict(tie_weights=False, dropout=0.0, flash=True)
         values["value_tables"] = values["n_layer"] // 2

@@ -45,7 +45,7 @@ def random_gpt(**changes) -> GPT:
 def random_fast(**changes) -> FastGPT:
     """A fast model, every parameter of which matters: each is far from its initial value."""
     config = dict(SIZES, vocab_size=128, block_size=256, tie_weights=False, model="fast")
-    config |= dict(value_tables=1)
+    config |= dict(value_tables=1, bigram_rows=100)
     torch.manual_seed(0)
     model = build_model(GPTConfig(**config | changes)).eval()
     for parameter in model.parameters():

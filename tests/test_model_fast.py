@@ -25,6 +25,7 @@ SMALL = GPTConfig(
     bias=False,
     tie_weights=False,
     value_tables=1,
+    bigram_rows=50,  # fewer than pairs
 )
 
 
@@ -89,6 +90,9 @@ def plain_logits(
     rows = []
     for sequence in idx:
         x = rms(weights["transformer.wte.weight"][sequence])
+        pairs = [(0, *sequence[:-1].tolist()), sequence.tolist()]
+        rows_of_pairs = [(a * 1_000_003 + b) % 50 for a, b in zip(*pairs)]
+        x = x + weights["transformer.bigrams.weight"][rows_of_pairs]
         for layer in range(config.n_layer):
             name = f"transformer.h.{layer}."
             q, k, v = (rms(x) @ weights[name + "attn.c_attn.weight"].T).split(C, dim=-1)
@@ -104,15 +108,14 @@ def plain_logits(
             heads = []
             for h in range(config.n_head):
                 cut = slice(h * hs, (h + 1) * hs)
+                keys = torch.stack([turn(rms(row), s) for s, row in enumerate(k[:, cut])])
+                for quarter in (1, 3):  # they do not turn: those of the token before
+                    still = slice(quarter * hs // 4, (quarter + 1) * hs // 4)
+                    keys[1:, still] = keys[:-1, still].clone()
                 out = []
                 for t in range(len(sequence)):
                     query = turn(rms(q[t, cut]), t)
-                    scores = torch.stack(
-                        [
-                            1.36 / math.sqrt(hs) * query @ turn(rms(k[s, cut]), s)
-                            for s in range(t + 1)
-                        ]
-                    )
+                    scores = 1.36 / math.sqrt(hs) * keys[: t + 1] @ query
                     out.append(scores.softmax(0) @ v[: t + 1, cut])
                 heads.append(torch.stack(out))
             x = x + torch.cat(heads, -1) @ weights[name + "attn.c_proj.weight"].T
@@ -164,12 +167,14 @@ def test_first_loss_is_that_of_a_fair_die():
 
 def test_parameters_and_flops_of_the_124m_by_hand():
     """
-    Five vocabulary matrices of 50304 x 768, 12 layers of 12 x 768^2, six gates of 12 x 6; the
-    embedding and three tables of value embeddings take part in no product.
+    Five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x 768^2,
+    six gates of 12 x 6; embedding, value embeddings and token pairs take part in no product.
     """
-    config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False, value_tables=3)
+    tables = dict(value_tables=3, bigram_rows=1000)
+    config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False, **tables)
     matrices = 12 * 12 * 768**2 + 6 * 12 * 6
-    assert count_parameters(config) == (5 * 50304 * 768 + matrices, 50304 * 768 + matrices)
+    total = (5 * 50304 + 1000) * 768 + matrices
+    assert count_parameters(config) == (total, 50304 * 768 + matrices)
     assert flops_per_token(config) == 6 * (50304 * 768 + matrices) + 12 * 12 * 768 * 1024
 
 
@@ -192,7 +197,7 @@ def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
 
 def test_one_token_continues_a_cache():
     model, idx = perturbed().eval(), tokens(2, 12)
-    caches = [KVCache(24) for _ in range(3)]
+    caches = [KVCache(24) for _ in range(4)]
     model.next_logits(idx[:, :11], caches)
     torch.testing.assert_close(
         model.next_logits(idx[:, 11:], caches), model(idx)[:, -1], atol=1e-5, rtol=1e-5
@@ -225,17 +230,23 @@ def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tm
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
 
 
-def test_a_checkpoint_from_before_value_embeddings_goes_on_without_them(dataset, tmp_path):
-    assert run_here(dataset, tmp_path / "run", **FAST | dict(value_tables=0)) == 0
+def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path):
+    tables = ("value_tables", "bigram_rows")
+    first = dict(FAST) | dict.fromkeys(tables, 0)
+    assert run_here(dataset, tmp_path / "run", **first) == 0
     state, path = load(tmp_path / "run", 8), tmp_path / "run" / "ckpt-00000008.pt"
-    del state["config"]["value_tables"], state["model_config"]["value_tables"]
+    state["config"]["vector_lr"] = 0.015  # a key of then
+    for name in tables:
+        del state["config"][name], state["model_config"][name]
     checkpoint.save(state, path)
-    more = dict(FAST, init_from="resume", max_iters=10)
-    with pytest.raises(UserError, match=r"value_tables 0 \(asked for: 1\)"):
-        run_here(dataset, tmp_path / "run", **dict(more, value_tables=1))
-    del more["value_tables"]
+    more = dict(first, init_from="resume", max_iters=10)
+    for name in tables:
+        with pytest.raises(UserError, match=rf"{name} 0 \(asked for: 1\)"):
+            run_here(dataset, tmp_path / "run", **more | {name: 1})
+        del more[name]
     assert run_here(dataset, tmp_path / "run", **more) == 0
-    assert load(tmp_path / "run", 10)["config"]["value_tables"] == 0
+    kept = load(tmp_path / "run", 10)["config"]
+    assert [kept[name] for name in tables] == [0, 0] and "vector_lr" not in kept
 
 
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):

@@ -20,7 +20,6 @@ CONFIG = Config(
     muon_lr=0.02,
     embed_lr=0.1,
     head_lr=0.01,
-    vector_lr=0.03,
     weight_decay=0.01,
     beta1=0.8,
 )
@@ -202,22 +201,23 @@ def test_q_k_and_v_are_a_matrix_each():
 
 
 def test_everything_else_moves_as_with_adamw():
-    model = fast_model(value_tables=1)
+    model = fast_model(value_tables=1, bigram_rows=50)
     twin = copy.deepcopy(model)
     ours, roles = build_optimizer(model, CONFIG, torch.float32), parameters_by_role(twin)
     keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
     theirs = [
         torch.optim.AdamW(roles["embedding"], lr=0.1, weight_decay=0.01, **keys),
         torch.optim.AdamW(roles["values"], lr=0.05, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["bigrams"], lr=0.01, weight_decay=0.01, **keys),
         torch.optim.AdamW(roles["head"], lr=0.01, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["vectors"], lr=0.03, weight_decay=0.0, **keys),
+        torch.optim.AdamW(roles["vectors"], lr=0.015, weight_decay=0.0, **keys),
     ]
     for step in range(5):
         for net in (model, twin):
             give_gradients(net, step)
         for optimizer in (ours, *theirs):
             optimizer.step()
-    for role in ("embedding", "values", "head", "vectors"):
+    for role in ("embedding", "values", "bigrams", "head", "vectors"):
         for p, q in zip(parameters_by_role(model)[role], roles[role], strict=True):
             torch.testing.assert_close(p, q)
 
@@ -226,7 +226,7 @@ def test_everything_else_moves_as_with_adamw():
     "model",
     [
         GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=16)),
-        fast_model(value_tables=1),
+        fast_model(value_tables=1, bigram_rows=50),
     ],
 )
 def test_every_parameter_has_one_role(model):

@@ -11,7 +11,7 @@ import torch.nn as nn
 from configurator import Config, config_values
 from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
-from training.muon import VALUE_RATE, Muon, parameters_by_role
+from training.muon import BIGRAM_RATE, VALUE_RATE, VECTOR_LR, Muon, parameters_by_role
 
 # Compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there it pays to chunk the loss.
 EAGER_LOSS_CHUNK = 1024  # tokens
@@ -69,8 +69,9 @@ def build_optimizer(
         dict(muon, params=roles["qkv"], initial_lr=config.muon_lr, parts=3),
         dict(adam, params=roles["embedding"], initial_lr=config.embed_lr),
         dict(adam, params=roles["values"], initial_lr=VALUE_RATE * config.embed_lr),
+        dict(adam, params=roles["bigrams"], initial_lr=BIGRAM_RATE * config.embed_lr),
         dict(adam, params=roles["head"], initial_lr=config.head_lr),
-        dict(adam, params=roles["vectors"], initial_lr=config.vector_lr, weight_decay=0.0),
+        dict(adam, params=roles["vectors"], initial_lr=VECTOR_LR, weight_decay=0.0),
     ]
     groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
     return Muon(groups, dtype, fused, share)

@@ -8,6 +8,7 @@ Nothing imports this file here, as training needs no transformers.
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from model import GPTConfig
@@ -66,7 +67,10 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache()
         caches, parts = None, [input_ids]
         if past_key_values is not None:
-            caches = [LayerCache(past_key_values, layer) for layer in range(self.config.n_layer)]
+            if len(past_key_values.layers) == self.config.n_layer:
+                past_key_values.layers.append(DynamicLayer())  # for the tokens, as model.py's
+            layers = range(self.config.n_layer + 1)
+            caches = [LayerCache(past_key_values, layer) for layer in layers]
             if caches[0].length > 0:
                 parts = input_ids.split(1, dim=1)  # as FastGPT asks where the caches hold tokens
         x = torch.cat([self.model.hidden(part, caches) for part in parts], dim=1)

@@ -25,6 +25,9 @@ NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 NORMUON_BETA = 0.95
 # value embeddings learn at this share of the token embedding's rate (nanochat)
 VALUE_RATE = 0.5
+# and those of token pairs at this one: most are rare, and their steps noisy
+BIGRAM_RATE = 0.1
+VECTOR_LR = 0.015  # highest rate of biases and norms (records)
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
 
@@ -220,11 +223,11 @@ class Muon(torch.optim.Optimizer):
 
 def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """
-    matrices (of hidden layers), qkv (three in one), embedding, values (value embeddings), head and
-    vectors. A head tied to the embedding counts as head. Raises ValueError for a parameter that has
-    no role here.
+    matrices (of hidden layers), qkv (three in one), embedding, values (value embeddings), bigrams
+    (token pairs), head and vectors. A head tied to the embedding counts as head. Raises ValueError
+    for a parameter that has no role here.
     """
-    roles = dict(matrices=[], qkv=[], head=[], embedding=[], values=[], vectors=[])
+    roles = dict(matrices=[], qkv=[], head=[], embedding=[], values=[], bigrams=[], vectors=[])
     modules = dict(model.named_modules())
     # a tied head goes under its last name
     names = {p: name for name, p in model.named_parameters(remove_duplicate=False)}
@@ -232,8 +235,12 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         owner = modules[name.rpartition(".")[0]]
         if name == "lm_head.weight":
             role = "head"
+        elif "value_tables" in name:
+            role = "values"
+        elif "bigrams" in name:
+            role = "bigrams"
         elif isinstance(owner, nn.Embedding):
-            role = "values" if "value_tables" in name else "embedding"
+            role = "embedding"
         elif p.dim() < 2:
             role = "vectors"
         elif isinstance(owner, nn.Linear):

@@ -22,7 +22,7 @@ from training.ranks import Ranks
 from training.runlog import CATEGORIES
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
-ARCHITECTURE += ("value_tables",)
+ARCHITECTURE += ("value_tables", "bigram_rows")
 # A resumed run must keep these
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # With another value of these, sums are rounded differently
