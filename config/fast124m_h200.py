@@ -1,21 +1,22 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an H200 (141 GB).
-# Not measured on that card yet. Modelled: 400,000 to 580,000 tokens/s, so 1.49B tokens take 43 to
-# 62 minutes.
+# Not measured on that card yet. Modelled: 400,000 to 580,000 tokens/s, so 1.30B tokens take 37 to
+# 54 minutes.
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
-# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits, value embeddings:
-# model_fast.py
+# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits, value embeddings,
+# token pairs: model_fast.py
 model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768
 bias = False
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
+bigram_rows = 251520  # for token pairs, 5 to an id; no FLOPs, but memory
 tie_weights = False
 block_size = 1024
-batch_size = 32  # modelled: 19.8 GB; the logits of 64 would need 64-bit indices
+batch_size = 32  # modelled: 23.5 GB; the logits of 64 would need 64-bit indices
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
@@ -29,7 +30,7 @@ beta1 = 0.8
 beta2 = 0.95
 grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
 
-max_iters = 2850  # 1.49B tokens; --max_iters=1400 is a complete, shorter schedule
+max_iters = 2475  # 1.30B tokens; --max_iters=1400 is a complete, shorter schedule
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30 %, then down to zero

@@ -238,7 +238,8 @@ recipe() {
   train 350 classic "$config" $classic_iters --learning_rate=1.2e-3 --min_lr=1.2e-4 \
     --warmup_iters=$warmup
   train 350 fast "$fast_config" $fast_iters "${fast_small[@]}"
-  train 350 first_edition "$fast_config" $fast_iters --value_tables=0 --head_lr=0.004
+  train 350 first_edition "$fast_config" $fast_iters --value_tables=0 --bigram_rows=0 \
+    --head_lr=0.004
   row 60 compare python3 compare.py "$work/classic" "$work/fast" "$work/first_edition" \
     "--json=$out/compare.json"
 }

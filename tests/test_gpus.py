@@ -332,15 +332,16 @@ def test_a_block_keeps_what_the_memory_model_says(
     ("dtype", "compiled"),
     [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
 )
-def test_value_embeddings_keep_what_the_memory_model_says(
+def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
     dtype, compiled, words, tmp_path, monkeypatch
 ):
-    """But for the gates, of one number a head and not a channel."""
+    """But for the gates, of one number a head and not a channel, and the rows' numbers."""
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
     keys = dict(model="fast", n_layer=4, dtype=dtype, compiled=compiled)
     saved, modelled = [], []
-    for tables in (0, 2):
-        total, config = saved_bytes(words, tmp_path, value_tables=tables, **keys)
+    for tables, rows in ((0, 0), (2, 64)):
+        sizes = dict(value_tables=tables, bigram_rows=rows)
+        total, config = saved_bytes(words, tmp_path, **sizes, **keys)
         saved.append(total)
         parts = memory_bytes(config, 4, getattr(torch, dtype), compiled, "muon")
         modelled.append(parts["activations"])

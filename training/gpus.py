@@ -168,6 +168,8 @@ def memory_bytes(
     activations = tokens * (model.n_layer * kept_of_a_block + LAST_NORM_BYTES[half] * C)
     # a token's row of each table, and the values it is added to in two layers
     activations += tokens * model.value_tables * 3 * element * C
+    if model.bigram_rows and compiled:
+        activations += tokens * element * C  # the stream with token pairs
     if model.recompute:
         # The peak may come later: the logits are gone, but one block is computed again, and
         # gradients exist beside it.
@@ -190,6 +192,8 @@ def block_bytes(model: GPTConfig, half: bool, compiled: bool) -> int:
     per_channel = kept[model.model, half]
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
+    if model.bigram_rows:
+        per_channel += 2 if half else 4  # keys before and after their offset
     # two float32 numbers for each of the two norms, one for each head
     size = per_channel * model.n_embd + 16 + 4 * model.n_head
     if not model.flash:
