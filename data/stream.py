@@ -281,7 +281,7 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     known = has_fields(position, PLACE | dict(sequence=int, held_out=int))
     if position and not (known and position["file"] < len(files)):
         raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
-    tokenizer = Tokenizer(named_spec(config.tokenizer))
+    tokenizer = Tokenizer(named_spec(config.tokenizer), config.tokenizer)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     val, train, begin, val_bytes = read_first(
         sources.files_source(files, backoff), tokenizer, held_out
