@@ -78,6 +78,7 @@ class Checkpoints:
         # iteration of the newest checkpoint, and the last evaluation that it knows of
         self.saved: tuple[int, int] | None = None
         self.best_before = math.inf, -1
+        self.val_loss: float | None = None  # of the last evaluation of this start
         if resumed:
             progress = Progress(**resumed["progress"])
             self.saved = progress.iter_num, progress.evaluated_at
@@ -112,6 +113,7 @@ class Checkpoints:
 
     def note_evaluation(self, progress: Progress, val_loss: float) -> bool:
         """Whether this evaluation is the best so far, which `progress` then notes."""
+        self.val_loss = val_loss
         if val_loss < progress.best_val_loss:
             self.best_before = progress.best_val_loss, progress.best_iter
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
@@ -128,6 +130,8 @@ class Checkpoints:
         chance: then it raises RunError.
         """
         began = time.perf_counter()
+        if progress.evaluated_at == progress.iter_num:
+            state["val_loss"] = self.val_loss
         size = self.ranks.from_first(self.write, state, progress, log, last)
         if size:
             self.saved = progress.iter_num, progress.evaluated_at

@@ -104,9 +104,11 @@ def describe(state: dict, path: Path) -> str:
     iter_num = progress["iter_num"]
     if path.is_dir():
         path = path / f"ckpt-{iter_num:08}.pt"
-    if progress["best_iter"] != iter_num:
-        return f"{path}, iteration {iter_num:,}"
-    return f"{path}, iteration {iter_num:,}, val loss {progress['best_val_loss']:.4f}"
+    val_loss = state.get("val_loss")
+    if progress["best_iter"] == iter_num:  # all that an older checkpoint knows
+        val_loss = progress["best_val_loss"]
+    known = "" if val_loss is None else f", val loss {val_loss:.4f}"
+    return f"{path}, iteration {iter_num:,}{known}"
 
 
 # -----------------------------------------------------------------------------
