@@ -75,24 +75,22 @@ class Checkpoints:
         an earlier one. `known` are the checkpoints that were there when the run looked for one.
         """
         self.config, self.ranks, self.out_dir = config, ranks, Path(config.out_dir)
+        progress = Progress(**resumed["progress"]) if resumed else None
         # iteration of the newest checkpoint, and the last evaluation that it knows of
-        self.saved: tuple[int, int] | None = None
+        self.saved = (progress.iter_num, progress.evaluated_at) if progress else None
         self.best_before = math.inf, -1
         self.val_loss: float | None = None  # of the last evaluation of this start
-        if resumed:
-            progress = Progress(**resumed["progress"])
-            self.saved = progress.iter_num, progress.evaluated_at
         if not config.eval_only:
-            ranks.from_first(self.open_folder, resumed, known)
+            ranks.from_first(self.open_folder, progress, known)
 
-    def open_folder(self, resumed: dict | None, known: list[Path]) -> None:
+    def open_folder(self, progress: Progress | None, known: list[Path]) -> None:
         # released when this file is closed
-        self.lock = make_out_dir(self.out_dir, fresh=resumed is None, known=known)
+        self.lock = make_out_dir(self.out_dir, fresh=progress is None, known=known)
         self.known = list_checkpoints(self.out_dir)  # a run that has been here leaves others
-        if resumed and resumed["progress"]["best_iter"] == resumed["progress"]["iter_num"]:
+        if progress and progress.best_iter == progress.iter_num:
             # the run may have been killed after saving it and before marking it
             with contextlib.suppress(OSError):
-                mark_best(self.path(resumed["progress"]["iter_num"]))
+                mark_best(self.path(progress.iter_num))
 
     def keep_folder(self) -> bool:
         """
@@ -290,9 +288,7 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return [path for _, path in sorted((int(n), path) for n, path in numbered if n.isdecimal())]
 
 
-def find_newest(
-    out_dir: Path, check: Callable[[dict, Path], None] = lambda state, path: None
-) -> tuple[Path, dict] | tuple[None, None]:
+def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path | None, dict | None]:
     """
     The newest valid checkpoint and its state; damaged ones, and those for which check(state, path)
     raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError
