@@ -77,8 +77,7 @@ class Tokenizer:
 
 
 def encode_bytes(text: str) -> np.ndarray:
-    content = text.replace("\0", "").encode(errors="replace")
-    return np.frombuffer(content, dtype=np.uint8)
+    return np.frombuffer(text.replace("\0", "").encode(errors="replace"), dtype=np.uint8)
 
 
 def gpt2_bpe():
