@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.console import Parser, UserError, duration, one_line, run_main, warn
+from common.console import Parser, UserError, duration, one_line, raise_if_any, run_main, warn
 from common.files import plain_file
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
@@ -338,8 +338,7 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
             runs.append(read_run(path, gpu))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_if_any(problems)
     names = [run.name for run in runs]
     for run, path in zip(runs, paths):
         if names.count(run.name) > 1:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import train
-from common.console import RunError, UserError
+from common.console import RunError, raise_if_any
 from configurator import Config
 from data.loader import TrainBatches, move
 from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
@@ -109,8 +109,7 @@ def real_or_random_data(config: Config, folder: Path) -> Dataset:
     UserError if the dataset does not suit the config.
     """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
-        if problems := check_dataset(config):
-            raise UserError(*problems)
+        raise_if_any(check_dataset(config))
         return open_dataset(config.dataset)
     size = max(RANDOM_TOKENS, 8 * config.block_size)
     tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, size)

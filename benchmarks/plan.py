@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, count, say
+from common.console import UserError, count, raise_if_any, say
 from configurator import Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
@@ -354,5 +354,4 @@ def check_inputs(config: Config, options: Namespace) -> None:
         problems.append("iter_seconds: from_run measures it; drop one of the two")
     if options.gpu == "all" and (options.iter_seconds or options.from_run):
         problems.append("gpu: one iteration time cannot serve all; name one card")
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, did_you_mean, warn
+from common.console import RunError, UserError, did_you_mean, raise_if_any, warn
 from common.files import plain_file, replacing
 from configurator import Config
 from data.tokenizer import GPT2_VOCAB, fits, read_bpe, read_meta
@@ -318,8 +318,7 @@ def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]
                 shards[split].append(open_shard(folder / name, listed.get(name)))
             except UserError as error:
                 problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     for split in shards:
         names = [shard.path.name for shard in shards[split]]
         if f"{split}.bin" in names and len(names) > 1:
