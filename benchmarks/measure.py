@@ -3,6 +3,7 @@ Time a few seconds of the training that train.py does. The modes of bench.py mea
 """
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -97,10 +98,8 @@ class Trainee:
 
 def load_when_needed(batches: TrainBatches) -> Iterator:
     """The same batches, each loaded only when it is asked for."""
-    first = 0
-    while True:
+    for first in itertools.count(step=batches.batch_size):
         yield move(batches.load(first), batches.device)
-        first += batches.batch_size
 
 
 def real_or_random_data(config: Config, folder: Path) -> Dataset:
@@ -129,8 +128,7 @@ def readable_errors() -> Iterator[None]:
             yield
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().partition("\n")[0]
-        message = f"torch.compile does not work here ({reason}); --compile=False"
-        raise RunError(message) from None
+        raise RunError(f"torch.compile does not work here ({reason}); --compile=False") from None
 
 
 # -----------------------------------------------------------------------------
