@@ -104,17 +104,13 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 def allow_open_files(count: int) -> None:
     """Raise the limit of open files, usually 1,024 for a process, by `count`."""
-    try:
+    # ImportError: Windows, whose limit is higher; the others: macOS has a further limit of its own
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
-    except ImportError:  # Windows, whose limit is higher
-        return
-    unlimited = resource.RLIM_INFINITY
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == unlimited:
-        return
-    wanted = soft + count if hard == unlimited else min(soft + count, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a further limit of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + count, hard), hard))
 
 
 class TokenStream:
