@@ -101,25 +101,19 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     begin = (start["file"], start["row"])
     found = writer.has_all or not any(start.values())
     batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
-    try:
-        with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
-            while not writer.has_all and (batch := next(batches, None)):
-                file, documents = batch
-                for row, tokens, size in documents:
-                    done = start["token"] if (file, row) == begin else 0
-                    found = found or ((file, row) == begin and done <= len(tokens))
-                    if found:
-                        writer.add(tokens, size, file, row, done)
-                bar.update(writer.tokens - bar.n)
-        batches.close()  # ends the threads
-        if not found:
-            raise RunError(damaged(writer.folder))
-        writer.complete()
-    except RunError:
-        raise
-    except UserError as error:  # the source's
-        problems = [f"{problem}; {GO_ON}, from the same source" for problem in error.problems]
-        raise RunError(*problems) from None
+    with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
+        while not writer.has_all and (batch := next(batches, None)):
+            file, documents = batch
+            for row, tokens, size in documents:
+                done = start["token"] if (file, row) == begin else 0
+                found = found or ((file, row) == begin and done <= len(tokens))
+                if found:
+                    writer.add(tokens, size, file, row, done)
+            bar.update(writer.tokens - bar.n)
+    batches.close()  # ends the threads
+    if not found:
+        raise RunError(damaged(writer.folder))
+    writer.complete()
 
 
 def progress_bar(tokens: int, done: int) -> tqdm:
@@ -154,7 +148,8 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields the file
     number and the encode_rows of each batch. Reads so far ahead that the threads go on while the
-    source downloads or a shard is written, and not so far that memory grows with the source.
+    source downloads or a shard is written, and not so far that memory grows with the source. Raises
+    RunError where the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending = deque()
@@ -166,6 +161,9 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
                 yield file, future.result()
         for file, future in pending:
             yield file, future.result()
+    except UserError as error:
+        problems = [f"{problem}; {GO_ON}, from the same source" for problem in error.problems]
+        raise RunError(*problems) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
