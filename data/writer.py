@@ -231,15 +231,16 @@ class ShardWriter:
             self.bytes -= size * max(done - 1, 0) // (len(tokens) - 1)  # end-of-text has none
             done += len(piece)
             self.bytes += size * (done - 1) // (len(tokens) - 1)
+            self.manifest["next"] = dict(file=file, row=row, token=done)
             if len(piece) == room:
-                self.finish_shard(dict(file=file, row=row, token=done))
+                self.finish_shard()
         documents = self.manifest["documents"] + self.documents
         enough = self.totals["val"] >= self.plan.val_tokens and documents >= self.plan.val_documents
         if self.split == "val" and enough:
-            self.finish_shard(dict(file=file, row=row, token=done))
+            self.finish_shard()
             self.split = "train"
 
-    def finish_shard(self, next_place: dict | None = None) -> None:
+    def finish_shard(self) -> None:
         """
         Write the shard, then the manifest that names it and the place where the next begins. Raises
         RunError.
@@ -253,7 +254,6 @@ class ShardWriter:
                 self.manifest["shards"].append(dict(shard, bytes=self.bytes))
                 self.manifest["documents"] += self.documents
                 self.filled = self.documents = self.bytes = 0
-            self.manifest["next"] = next_place
             path = self.folder / "manifest.json"
             write_manifest(self.folder, self.manifest)
         except OSError as error:
@@ -268,6 +268,7 @@ class ShardWriter:
             self.remove_all()
             raise RunError(f"{self.plan.source}: {self.why_no_training()}")
         self.manifest["complete"] = True
+        del self.manifest["next"]
         self.finish_shard()
         self.release()
 
@@ -305,11 +306,8 @@ def tokens_of(manifest: dict) -> dict[str, int]:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replace manifest.json in one step, after what it names is safe on the disk."""
-    content = dict(manifest)
-    if content["complete"]:
-        content.pop("next", None)  # nothing comes next
     with replacing(folder / "manifest.json") as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
+        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
         fsync_folder(folder)  # the names of the shards
     fsync_folder(folder)
 
