@@ -212,11 +212,6 @@ def dataset_folder(name: str) -> Path:
     return Path("data", name)
 
 
-def dataset_name(folder: Path) -> str:
-    """What to give for --dataset."""
-    return folder.name if folder.parent == Path("data") else str(folder)
-
-
 def open_dataset(name: str) -> Dataset:
     """
     Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per

@@ -24,9 +24,8 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from common.console import RunError, UserError, complain, say
+from common.console import RunError, UserError, complain, raise_if_any, say
 from common.files import fsync_folder, lack_of_space, plain_file, replacing, try_lock
-from data import shards
 from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
 from data.tokenizer import Tokenizer, read_bpe
@@ -134,7 +133,8 @@ def describe(folder: Path, manifest: dict) -> None:
         size = sum(shard["bytes"] for shard in manifest["shards"])  # older ones have not counted
         say(f"text: {size:,} bytes, {size / total:.3f} bytes per token")
     config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
-    own = [f"--dataset={shards.dataset_name(folder)}", f"--out_dir=out/{folder.name}"]
+    name = folder.name if folder.parent == Path("data") else folder
+    own = [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
     command = shlex.join(["python", "train.py", config, *own])
     unfinished = "unfinished: the command that began it goes on"
     say(f"next: {command}" if manifest["complete"] else unfinished)
@@ -177,9 +177,7 @@ def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple]
     for row, text in enumerate(rows, first_row):
         ids = tokenizer.encode(text) if text else ()
         if len(ids):
-            tokens = np.empty(len(ids) + 1, dtype="<u2")
-            tokens[0] = tokenizer.eot
-            tokens[1:] = ids
+            tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
             documents.append((row, tokens, len(text.encode(errors="replace"))))
     return documents
 
@@ -426,8 +424,7 @@ def check_folder(name: str) -> None:
             except UserError as error:
                 problems += error.problems
             bar.update(shard["tokens"])
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     say(f"{folder}: sizes, headers and sha256 agree with manifest.json")
     tokenizer = f"tokenizer {manifest['tokenizer']}"
     say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
