@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.console import Parser, UserError, duration, one_line, run_main, warn
+from common.console import Parser, UserError, duration, one_line, raise_if_any, run_main, warn
 from common.files import plain_file
 from configurator import FIELDS, Config
 from reports.nanogpt_log import read_nanogpt_log
@@ -39,6 +39,10 @@ BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
 # A straight line may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
 # 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
 NEAR = 0.2
+# keys that have no effect with an optimizer
+MUON_KEYS = ("muon_lr", "muon_momentum", "muon_weight_decay", "embed_lr", "head_lr", "vector_lr")
+UNUSED_KEYS = {"adamw": set(MUON_KEYS), "muon": {"learning_rate"}}
+TOLD_ELSEWHERE = {"out_dir", "overwrite", "wandb_run_name", "device", "dtype"}
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
 iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
@@ -169,10 +173,11 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
     rows = []
     # the keys in which the runs differ, and the device and dtype that were in use
+    unused = [UNUSED_KEYS.get(run.config.get("optimizer"), set()) for run in runs]
+    left_out = TOLD_ELSEWHERE | set.intersection(*unused)
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
-        told_elsewhere = key in ("out_dir", "overwrite", "wandb_run_name", "device", "dtype")
-        if len(set(values) - {None}) > 1 and not told_elsewhere:
+        if len(set(values) - {None}) > 1 and key not in left_out:
             rows.append(Row(key, f"config/{key}", values, str))
     for key in ("device", "dtype"):
         rows.append(Row(key, key, [getattr(run, key) for run in runs], str))
@@ -333,8 +338,7 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
             runs.append(read_run(path, gpu))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_if_any(problems)
     names = [run.name for run in runs]
     for run, path in zip(runs, paths):
         if names.count(run.name) > 1:

@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
 from training.build import build_model
-from training.pretrained import GPT2_ONLY, TRANSPOSED, read_weights
+from training.pretrained import GPT2_ONLY, TRANSPOSED, load_pretrained, read_weights
 
 # What an earlier export, or a tool that worked on it, may have left beside its weights
 STALE_FILES = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
@@ -183,13 +183,12 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
 
 def to_ckpt(source: str, out: str) -> None:
     """Weights as a checkpoint of their own, with no run in it to resume. Raises UserError."""
-    state, path = read_weights(source), Path(out)
+    state, path = load_pretrained(source), Path(out)
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
     if path.suffix != ".pt" or path.name.startswith("ckpt-"):
         raise UserError(f"{path}: must end with .pt and not be the name of a run's own ckpt-N.pt")
-    kept = {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
-    checkpoint.save(kept, path)
+    checkpoint.save(state, path)
     say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
     if state["tokenizer"]["kind"] == "unknown":
         say("tokenizer: not known from the files; the model trains, but sample.py refuses it")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, complain, printable, run_main, warn
+from common.console import UserError, complain, printable, raise_if_any, run_main, warn
 from common.files import plain_file
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
@@ -123,9 +123,7 @@ def stream_samples(
 
 def main(argv: list[str]) -> int:
     config, problems = read_config(argv, SampleConfig)
-    problems = problems or hardware.check_device(config)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems or hardware.check_device(config))
     prompt = read_prompt(config.start)
     # a training config may say auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")

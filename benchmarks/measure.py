@@ -3,6 +3,7 @@ Time a few seconds of the training that train.py does. The modes of bench.py mea
 """
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 import train
-from common.console import RunError, UserError
+from common.console import RunError, raise_if_any
 from configurator import Config
 from data.loader import TrainBatches, move
 from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
@@ -97,10 +98,8 @@ class Trainee:
 
 def load_when_needed(batches: TrainBatches) -> Iterator:
     """The same batches, each loaded only when it is asked for."""
-    first = 0
-    while True:
+    for first in itertools.count(step=batches.batch_size):
         yield move(batches.load(first), batches.device)
-        first += batches.batch_size
 
 
 def real_or_random_data(config: Config, folder: Path) -> Dataset:
@@ -109,8 +108,7 @@ def real_or_random_data(config: Config, folder: Path) -> Dataset:
     UserError if the dataset does not suit the config.
     """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
-        if problems := check_dataset(config):
-            raise UserError(*problems)
+        raise_if_any(check_dataset(config))
         return open_dataset(config.dataset)
     size = max(RANDOM_TOKENS, 8 * config.block_size)
     tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, size)
@@ -130,8 +128,7 @@ def readable_errors() -> Iterator[None]:
             yield
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().partition("\n")[0]
-        message = f"torch.compile does not work here ({reason}); --compile=False"
-        raise RunError(message) from None
+        raise RunError(f"torch.compile does not work here ({reason}); --compile=False") from None
 
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, count, say
+from common.console import UserError, count, raise_if_any, say
 from configurator import Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
@@ -59,16 +59,12 @@ def card_of_row(row: dict[str, str], config: Config) -> dict:
 
 
 def card_here(config: Config) -> dict:
-    if problems := hardware.check_device(config):
-        raise UserError(*problems)
-    device = hardware.choose_device(config)
-    dtype = hardware.choose_dtype(config, device)
-    memory = None
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory / hardware.GIB
-    peak = config.peak_tflops or hardware.find_peak(device, dtype, config.tf32)
-    dtype_name = str(dtype).removeprefix("torch.")
-    return describe_card(hardware.device_name(device), dtype_name, peak, memory)
+    raise_if_any(hardware.check_device(config))
+    hw, memory = hardware.set_up(config), None
+    if hw.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(hw.device).total_memory / hardware.GIB
+    dtype = str(hw.dtype).removeprefix("torch.")
+    return describe_card(hw.name, dtype, hw.peak_tflops, memory)
 
 
 # -----------------------------------------------------------------------------
@@ -354,5 +350,4 @@ def check_inputs(config: Config, options: Namespace) -> None:
         problems.append("iter_seconds: from_run measures it; drop one of the two")
     if options.gpu == "all" and (options.iter_seconds or options.from_run):
         problems.append("gpu: one iteration time cannot serve all; name one card")
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)

@@ -142,6 +142,12 @@ class RunError(UserError):
     exit_code = 1
 
 
+def raise_if_any(problems: list[str]) -> None:
+    """Raise a UserError with a line for each problem, unless there are none."""
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with this project's error line in place of its own, and no abbreviated flags."""
 

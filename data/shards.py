@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, did_you_mean, warn
+from common.console import RunError, UserError, did_you_mean, raise_if_any, warn
 from common.files import plain_file, replacing
 from configurator import Config
 from data.tokenizer import GPT2_VOCAB, fits, read_bpe, read_meta
@@ -104,17 +104,13 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 def allow_open_files(count: int) -> None:
     """Raise the limit of open files, usually 1,024 for a process, by `count`."""
-    try:
+    # ImportError: Windows, whose limit is higher; the others: macOS has a further limit of its own
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
-    except ImportError:  # Windows, whose limit is higher
-        return
-    unlimited = resource.RLIM_INFINITY
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == unlimited:
-        return
-    wanted = soft + count if hard == unlimited else min(soft + count, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a further limit of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + count, hard), hard))
 
 
 class TokenStream:
@@ -216,11 +212,6 @@ def dataset_folder(name: str) -> Path:
     return Path("data", name)
 
 
-def dataset_name(folder: Path) -> str:
-    """What to give for --dataset."""
-    return folder.name if folder.parent == Path("data") else str(folder)
-
-
 def open_dataset(name: str) -> Dataset:
     """
     Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per
@@ -318,8 +309,7 @@ def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]
                 shards[split].append(open_shard(folder / name, listed.get(name)))
             except UserError as error:
                 problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     for split in shards:
         names = [shard.path.name for shard in shards[split]]
         if f"{split}.bin" in names and len(names) > 1:

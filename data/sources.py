@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.console import UserError, warn
+from common.console import UserError, raise_if_any, warn
 
 Rows = list[str | None]  # None: a null in the file
 Batch = tuple[int, int, Rows]
@@ -63,8 +63,7 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
     for file in files:
         if file_ending(file) in ROW_FILES and not os.path.getsize(file):
             problems.append(f"{file}: is empty; remove it")
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return files
 
 

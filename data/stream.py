@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process, resource_tracker
-from typing import Any
+from operator import call
 
 import numpy as np
 import torch
@@ -178,10 +178,6 @@ def block_ctrl_c() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-def call(function: Callable) -> Any:
-    return function()
-
-
 class Stream:
     """
     The windows of a source in its order, from a checkpoint's `position` on, or from the beginning.
@@ -281,11 +277,10 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     known = has_fields(position, PLACE | dict(sequence=int, held_out=int))
     if position and not (known and position["file"] < len(files)):
         raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
-    tokenizer = Tokenizer(named_spec(config.tokenizer))
+    tokenizer = Tokenizer(named_spec(config.tokenizer), config.tokenizer)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
-    val, train, begin, val_bytes = read_first(
-        sources.files_source(files, backoff), tokenizer, held_out
-    )
+    source = sources.files_source(files, backoff)
+    val, train, begin, val_bytes = read_first(source, tokenizer, held_out)
     check_first(config, len(val), len(train))
 
     identity = dict(revision=revision, held_out=held_out)

@@ -44,7 +44,8 @@ class Tokenizer:
     decode(ids)      text
     """
 
-    def __init__(self, spec: dict):
+    def __init__(self, spec: dict, path: str | Path = "tokenizer.json"):
+        """`path`: where a bpe spec was read, for messages."""
         self.spec, self.kind = spec, spec.get("kind")
         if self.kind == "byte":
             self.vocab, self.eot = BYTE_VOCAB, 0
@@ -62,7 +63,7 @@ class Tokenizer:
             self.encode = lambda text: bpe.encode_to_numpy(text, disallowed_special=())
             self.decode = bpe.decode
         elif self.kind == "bpe":
-            bpe, self.vocab, self.eot = load_bpe(spec.get("json"))
+            bpe, self.vocab, self.eot = load_bpe(spec.get("json"), path)
             self.encode = lambda text: encode_bpe(bpe, text)
             self.decode = lambda ids: bpe.decode(list(ids), skip_special_tokens=False)
         else:
@@ -76,8 +77,7 @@ class Tokenizer:
 
 
 def encode_bytes(text: str) -> np.ndarray:
-    content = text.replace("\0", "").encode(errors="replace")
-    return np.frombuffer(content, dtype=np.uint8)
+    return np.frombuffer(text.replace("\0", "").encode(errors="replace"), dtype=np.uint8)
 
 
 def gpt2_bpe():
@@ -102,11 +102,11 @@ def open_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":
-        return Tokenizer(named_spec(name))
+        return Tokenizer(named_spec(name), name)
     if not (size.isdecimal() and BYTE_VOCAB < int(size[:9]) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
     begun = out / "tokenizer.json"
-    if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun))).vocab == int(size):
+    if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
         return tokenizer
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
     return Tokenizer(train_bpe(sample_text(source, skip, total), int(size)))
@@ -131,7 +131,7 @@ def read_bpe(path: Path, manifest: dict | None = None) -> dict:
     return dict(kind="bpe", json=content.decode(errors="replace"))
 
 
-def load_bpe(json: str):
+def load_bpe(json: str, path: str | Path):
     """The library's tokenizer, the number of its ids, and that of end-of-text. Raises UserError."""
     # The threads are ours; after threads of the library's own each fork would warn
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -140,7 +140,7 @@ def load_bpe(json: str):
 
         bpe = tokenizers.Tokenizer.from_str(json)
     except Exception as error:  # the library raises no other
-        raise UserError(f"tokenizer.json: the tokenizers library refuses it ({error})") from None
+        raise UserError(f"{path}: the tokenizers library refuses it ({error})") from None
     bpe.no_truncation()
     bpe.no_padding()
     bpe.encode_special_tokens = True  # as text: no document can hold an end-of-text
@@ -148,11 +148,11 @@ def load_bpe(json: str):
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
     ends = [special[name] for name in ENDS if name in special]
     if vocab > MOST_IDS:
-        raise UserError(f"tokenizer.json: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
+        raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
     if not ends:
-        raise UserError(f"tokenizer.json: has none of the special tokens {', '.join(ENDS)}")
+        raise UserError(f"{path}: has none of the special tokens {', '.join(ENDS)}")
     if bpe.decode(list(encode_bpe(bpe, PROBE)), skip_special_tokens=False) != PROBE:
-        raise UserError("tokenizer.json: text does not come back as it was; choose another")
+        raise UserError(f"{path}: text does not come back as it was; choose another")
     return bpe, vocab, ends[0]
 
 

@@ -24,9 +24,8 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from common.console import RunError, UserError, complain, say
+from common.console import RunError, UserError, complain, raise_if_any, say
 from common.files import fsync_folder, lack_of_space, plain_file, replacing, try_lock
-from data import shards
 from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
 from data.sources import Batch, Rows, Source
 from data.tokenizer import Tokenizer, read_bpe
@@ -101,25 +100,19 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     begin = (start["file"], start["row"])
     found = writer.has_all or not any(start.values())
     batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
-    try:
-        with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
-            while not writer.has_all and (batch := next(batches, None)):
-                file, documents = batch
-                for row, tokens, size in documents:
-                    done = start["token"] if (file, row) == begin else 0
-                    found = found or ((file, row) == begin and done <= len(tokens))
-                    if found:
-                        writer.add(tokens, size, file, row, done)
-                bar.update(writer.tokens - bar.n)
-        batches.close()  # ends the threads
-        if not found:
-            raise RunError(damaged(writer.folder))
-        writer.complete()
-    except RunError:
-        raise
-    except UserError as error:  # the source's
-        problems = [f"{problem}; {GO_ON}, from the same source" for problem in error.problems]
-        raise RunError(*problems) from None
+    with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
+        while not writer.has_all and (batch := next(batches, None)):
+            file, documents = batch
+            for row, tokens, size in documents:
+                done = start["token"] if (file, row) == begin else 0
+                found = found or ((file, row) == begin and done <= len(tokens))
+                if found:
+                    writer.add(tokens, size, file, row, done)
+            bar.update(writer.tokens - bar.n)
+    batches.close()  # ends the threads
+    if not found:
+        raise RunError(damaged(writer.folder))
+    writer.complete()
 
 
 def progress_bar(tokens: int, done: int) -> tqdm:
@@ -140,7 +133,8 @@ def describe(folder: Path, manifest: dict) -> None:
         size = sum(shard["bytes"] for shard in manifest["shards"])  # older ones have not counted
         say(f"text: {size:,} bytes, {size / total:.3f} bytes per token")
     config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
-    own = [f"--dataset={shards.dataset_name(folder)}", f"--out_dir=out/{folder.name}"]
+    name = folder.name if folder.parent == Path("data") else folder
+    own = [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
     command = shlex.join(["python", "train.py", config, *own])
     unfinished = "unfinished: the command that began it goes on"
     say(f"next: {command}" if manifest["complete"] else unfinished)
@@ -154,7 +148,8 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields the file
     number and the encode_rows of each batch. Reads so far ahead that the threads go on while the
-    source downloads or a shard is written, and not so far that memory grows with the source.
+    source downloads or a shard is written, and not so far that memory grows with the source. Raises
+    RunError where the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending = deque()
@@ -166,6 +161,9 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
                 yield file, future.result()
         for file, future in pending:
             yield file, future.result()
+    except UserError as error:
+        problems = [f"{problem}; {GO_ON}, from the same source" for problem in error.problems]
+        raise RunError(*problems) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -179,9 +177,7 @@ def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple]
     for row, text in enumerate(rows, first_row):
         ids = tokenizer.encode(text) if text else ()
         if len(ids):
-            tokens = np.empty(len(ids) + 1, dtype="<u2")
-            tokens[0] = tokenizer.eot
-            tokens[1:] = ids
+            tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
             documents.append((row, tokens, len(text.encode(errors="replace"))))
     return documents
 
@@ -233,15 +229,16 @@ class ShardWriter:
             self.bytes -= size * max(done - 1, 0) // (len(tokens) - 1)  # end-of-text has none
             done += len(piece)
             self.bytes += size * (done - 1) // (len(tokens) - 1)
+            self.manifest["next"] = dict(file=file, row=row, token=done)
             if len(piece) == room:
-                self.finish_shard(dict(file=file, row=row, token=done))
+                self.finish_shard()
         documents = self.manifest["documents"] + self.documents
         enough = self.totals["val"] >= self.plan.val_tokens and documents >= self.plan.val_documents
         if self.split == "val" and enough:
-            self.finish_shard(dict(file=file, row=row, token=done))
+            self.finish_shard()
             self.split = "train"
 
-    def finish_shard(self, next_place: dict | None = None) -> None:
+    def finish_shard(self) -> None:
         """
         Write the shard, then the manifest that names it and the place where the next begins. Raises
         RunError.
@@ -255,7 +252,6 @@ class ShardWriter:
                 self.manifest["shards"].append(dict(shard, bytes=self.bytes))
                 self.manifest["documents"] += self.documents
                 self.filled = self.documents = self.bytes = 0
-            self.manifest["next"] = next_place
             path = self.folder / "manifest.json"
             write_manifest(self.folder, self.manifest)
         except OSError as error:
@@ -270,6 +266,7 @@ class ShardWriter:
             self.remove_all()
             raise RunError(f"{self.plan.source}: {self.why_no_training()}")
         self.manifest["complete"] = True
+        del self.manifest["next"]
         self.finish_shard()
         self.release()
 
@@ -307,11 +304,8 @@ def tokens_of(manifest: dict) -> dict[str, int]:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replace manifest.json in one step, after what it names is safe on the disk."""
-    content = dict(manifest)
-    if content["complete"]:
-        content.pop("next", None)  # nothing comes next
     with replacing(folder / "manifest.json") as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
+        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
         fsync_folder(folder)  # the names of the shards
     fsync_folder(folder)
 
@@ -430,8 +424,7 @@ def check_folder(name: str) -> None:
             except UserError as error:
                 problems += error.problems
             bar.update(shard["tokens"])
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     say(f"{folder}: sizes, headers and sha256 agree with manifest.json")
     tokenizer = f"tokenizer {manifest['tokenizer']}"
     say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")

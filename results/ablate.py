@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common.console import Parser, UserError, run_main
+from common.console import Parser, UserError, raise_if_any, run_main
 from compare import learning_curve, reach
 from reports.picture import COLORS, count4, draw_band, finish
 from reports.records import read_metrics
@@ -51,8 +51,7 @@ def read_variants(given: list[str], file: Path) -> dict[str, str]:
         elif known.get(name, arguments) != arguments:
             problems.append(f"{name}: was {known[name]!r} in this folder; choose another name")
         variants[name] = arguments
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(known | variants, indent=1))
     return variants

@@ -183,6 +183,24 @@ def test_a_log_says_which_dtype_it_ran_in(tmp_path, script):
     assert (figures["device"], figures["dtype"]) == ("NVIDIA GeForce RTX 4070", "float16")
 
 
+@pytest.mark.parametrize(
+    "optimizers, left_out",
+    [
+        (("muon", "muon"), {"learning_rate"}),
+        (("adamw", "adamw"), {"muon_lr", "head_lr"}),
+        (("muon", "adamw"), set()),
+    ],
+)
+def test_keys_that_no_run_uses_are_no_differences(tmp_path, script, optimizers, left_out):
+    rates = ("learning_rate", "muon_lr", "head_lr")
+    folders = []
+    for number, optimizer in enumerate(optimizers, 1):
+        config = dict.fromkeys(rates, 0.01 * number) | dict(optimizer=optimizer)
+        folders.append(write_run(tmp_path / str(number), 1000, {0: 8.0, 50: 4.0}, **config))
+    table = compare_runs(script, *folders)["runs"]["1"]
+    assert {key for key in rates if f"config/{key}" not in table} == left_out
+
+
 def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
     a = write_run(tmp_path / "a", 36_000, {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}, learning_rate=1e-3)
     losses = {0: 8.0, 40: 4.0, 46: 3.8, 54: 3.4, 95: 2.5}

@@ -16,12 +16,14 @@ from weights import as_transformers, assert_refused
 
 import convert
 import sample
+import train
 from common.console import UserError, printable
 from configurator import read_config
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
 from model import GPT, GPTConfig, draw, generate
 from training import checkpoint
+from training.pretrained import read_weights
 
 TEXT = (Path(__file__).parent / "conftest.py").read_bytes()
 
@@ -130,6 +132,18 @@ def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
     assert len(set(samples)) == 3
     assert script(sample.main, *arguments)[1] == out
     assert script(sample.main, *arguments, "--seed=1")[1] != out
+
+
+def test_the_loss_is_that_of_the_checkpoint_the_best_or_not(run, tmp_path, monkeypatch):
+    losses = iter([(4.0, 4.0), (3.0, 3.25), (3.0, 3.5)])
+    monkeypatch.setattr(train, "estimate_loss", lambda *_: next(losses))
+    run_here(run.parent, tmp_path, max_iters=4, eval_interval=2, checkpoint_interval=3)
+    best, newest = tmp_path / "best.pt", tmp_path / "ckpt-00000004.pt"
+    assert read_weights(str(best))["source"] == f"{best}, iteration 2, val loss 3.2500"
+    for name in (tmp_path, newest):
+        assert read_weights(str(name))["source"] == f"{newest}, iteration 4, val loss 3.5000"
+    newest.unlink()  # no evaluation at 3
+    assert read_weights(str(tmp_path))["source"] == f"{tmp_path}/ckpt-00000003.pt, iteration 3"
 
 
 def test_greedy_samples_are_those_of_an_uncached_model(run, script):

@@ -75,23 +75,22 @@ class Checkpoints:
         an earlier one. `known` are the checkpoints that were there when the run looked for one.
         """
         self.config, self.ranks, self.out_dir = config, ranks, Path(config.out_dir)
+        progress = Progress(**resumed["progress"]) if resumed else None
         # iteration of the newest checkpoint, and the last evaluation that it knows of
-        self.saved: tuple[int, int] | None = None
+        self.saved = (progress.iter_num, progress.evaluated_at) if progress else None
         self.best_before = math.inf, -1
-        if resumed:
-            progress = Progress(**resumed["progress"])
-            self.saved = progress.iter_num, progress.evaluated_at
+        self.val_loss: float | None = None  # of the last evaluation of this start
         if not config.eval_only:
-            ranks.from_first(self.open_folder, resumed, known)
+            ranks.from_first(self.open_folder, progress, known)
 
-    def open_folder(self, resumed: dict | None, known: list[Path]) -> None:
+    def open_folder(self, progress: Progress | None, known: list[Path]) -> None:
         # released when this file is closed
-        self.lock = make_out_dir(self.out_dir, fresh=resumed is None, known=known)
+        self.lock = make_out_dir(self.out_dir, fresh=progress is None, known=known)
         self.known = list_checkpoints(self.out_dir)  # a run that has been here leaves others
-        if resumed and resumed["progress"]["best_iter"] == resumed["progress"]["iter_num"]:
+        if progress and progress.best_iter == progress.iter_num:
             # the run may have been killed after saving it and before marking it
             with contextlib.suppress(OSError):
-                mark_best(self.path(resumed["progress"]["iter_num"]))
+                mark_best(self.path(progress.iter_num))
 
     def keep_folder(self) -> bool:
         """
@@ -112,6 +111,7 @@ class Checkpoints:
 
     def note_evaluation(self, progress: Progress, val_loss: float) -> bool:
         """Whether this evaluation is the best so far, which `progress` then notes."""
+        self.val_loss = val_loss
         if val_loss < progress.best_val_loss:
             self.best_before = progress.best_val_loss, progress.best_iter
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
@@ -128,6 +128,8 @@ class Checkpoints:
         chance: then it raises RunError.
         """
         began = time.perf_counter()
+        if progress.evaluated_at == progress.iter_num:
+            state["val_loss"] = self.val_loss
         size = self.ranks.from_first(self.write, state, progress, log, last)
         if size:
             self.saved = progress.iter_num, progress.evaluated_at
@@ -286,9 +288,7 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return [path for _, path in sorted((int(n), path) for n, path in numbered if n.isdecimal())]
 
 
-def find_newest(
-    out_dir: Path, check: Callable[[dict, Path], None] = lambda state, path: None
-) -> tuple[Path, dict] | tuple[None, None]:
+def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path | None, dict | None]:
     """
     The newest valid checkpoint and its state; damaged ones, and those for which check(state, path)
     raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import UserError
+from common.console import UserError, raise_if_any
 from common.files import plain_file
 from data.shards import dataset_folder, read_json
 from data.tokenizer import GPT2_VOCAB, fits, read_meta
@@ -104,9 +104,11 @@ def describe(state: dict, path: Path) -> str:
     iter_num = progress["iter_num"]
     if path.is_dir():
         path = path / f"ckpt-{iter_num:08}.pt"
-    if progress["best_iter"] != iter_num:
-        return f"{path}, iteration {iter_num:,}"
-    return f"{path}, iteration {iter_num:,}, val loss {progress['best_val_loss']:.4f}"
+    val_loss = state.get("val_loss")
+    if progress["best_iter"] == iter_num:  # all that an older checkpoint knows
+        val_loss = progress["best_val_loss"]
+    known = "" if val_loss is None else f", val loss {val_loss:.4f}"
+    return f"{path}, iteration {iter_num:,}{known}"
 
 
 # -----------------------------------------------------------------------------
@@ -197,8 +199,7 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
         value = hf.get(key, allowed[0])
         if value not in allowed:
             problems.append(f"{path}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     block_size, tie_weights = sizes.pop("n_positions"), hf.get("tie_word_embeddings", True)
     return GPTConfig(block_size=block_size, tie_weights=tie_weights, **sizes)
 

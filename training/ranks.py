@@ -168,9 +168,8 @@ class Ranks:
         """The value, where a rank has one, and the first rank's where it has None."""
         lacking = [rank for rank, has in enumerate(self.gather(value is not None)) if not has]
         if lacking:
-            group = dist.new_group(
-                [0, *lacking], TIMEOUT, "gloo"
-            )  # every rank must call it, member or not
+            # every rank must call this, member or not
+            group = dist.new_group([0, *lacking], TIMEOUT, "gloo")
             if self.first or value is None:
                 with self.together():
                     value = self.hand_out(value, group)

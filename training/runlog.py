@@ -79,10 +79,6 @@ class Ledger:
                 batch = next(batches)
             yield batch
 
-    def move(self, seconds: float, source: str, target: str) -> None:
-        self.seconds[source] -= seconds
-        self.seconds[target] += seconds
-
     def total(self) -> float:
         self.switch(self.category)
         return sum(self.seconds.values())
@@ -186,13 +182,15 @@ class RunLog:
         torch.compile ran again in it, all its time is booked as compile.
         """
         it = Iteration(progress.iter_num, progress.tokens, progress.sequences, lr)
-        graphs, seconds_before = compiled_graphs(), self.ledger.seconds["steps"]
+        graphs, booked = counters["stats"]["unique_graphs"], self.ledger.seconds
+        booked_before = booked["steps"]
         with self.ledger.book("steps"):
             yield it
-        if compiled_graphs() != graphs:
+        if counters["stats"]["unique_graphs"] != graphs:
             self.wait_for_device()
-            seconds = self.ledger.seconds["steps"] - seconds_before
-            self.ledger.move(seconds, "steps", "compile")
+            seconds = booked["steps"] - booked_before
+            booked["steps"] -= seconds
+            booked["compile"] += seconds
             self.warn(it.iter_num, f"compiled again, {seconds:.1f}s booked as compile")
             it.timed = False
         self.iterations.append(it)
@@ -335,12 +333,11 @@ class RunLog:
         Warn of a loss far above the running mean of the lines before. A loss that is not finite
         does not enter the mean.
         """
-        if self.mean_loss is not None and loss > SPIKE * self.mean_loss:
-            mean = self.mean_loss
+        mean = loss if self.mean_loss is None else self.mean_loss
+        if loss > SPIKE * mean:
             self.warn(iter_num, f"loss spike, {loss:.4f} after a running mean of {mean:.4f}")
         if math.isfinite(loss):
-            before = loss if self.mean_loss is None else self.mean_loss
-            self.mean_loss = 0.9 * before + 0.1 * loss
+            self.mean_loss = 0.9 * mean + 0.1 * loss
 
     def check_skips(self) -> None:
         """
@@ -470,11 +467,6 @@ def tokenizer_name(spec: dict) -> str:
     table = spec.get("json") or "".join(spec.get("itos", []))
     sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
     return f"{spec['kind']} {sha256}" if table else spec["kind"]
-
-
-def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
-    return counters["stats"]["unique_graphs"]
 
 
 # -----------------------------------------------------------------------------

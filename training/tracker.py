@@ -24,8 +24,7 @@ class Tracker:
                 import wandb
 
                 names = dict(project=config.wandb_project, name=config.wandb_run_name)
-                values = config_values(config)
-                self.writer = wandb.init(**names, dir=config.out_dir, config=values)
+                self.writer = wandb.init(**names, dir=config.out_dir, config=config_values(config))
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
