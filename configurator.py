@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.console import UserError, complain, did_you_mean, run_main
+from common.console import UserError, complain, did_you_mean, raise_if_any, run_main
 
 
 def key(
@@ -163,8 +163,7 @@ def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ..
         for check in checks:
             problems += check(config)
         problems += resolve(config)
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_if_any(problems)
     return config
 
 
@@ -279,8 +278,7 @@ def keys_set(path: Path, tree: ast.Module, known: dict, before: dict, namespace:
                 raise UserError(f"{name}: unknown key{hint}")
         except UserError as error:
             problems.append(f"{path}: {error}")
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return found
 
 

@@ -312,6 +312,8 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))
+    run_here(dataset, tmp_path / "b", init_from="auto", max_iters=9, min_lr=1e-4)
+    assert "decay ended there: this goes on at 0.0001; " in capsys.readouterr().err
 
 
 def test_only_improvements_are_saved_if_asked(dataset, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, did_you_mean, say, warn
+from common.console import UserError, did_you_mean, raise_if_any, say, warn
 from configurator import FIELDS, Config, config_values, fit, print_config, read_config, resolve
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
@@ -244,9 +244,12 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
         say(f"resume: {name} = {getattr(config, name)!r} (the checkpoint had {before!r})")
     horizon = progress.lr_horizon
     if horizon != config.max_iters and "lr_decay_iters" not in config.given and ranks.first:
+        ends = "still ends there"
+        if horizon <= progress.iter_num:
+            ends = f"ended there: this goes on at {config.min_lr:g}"
         warn(
             f"{config.out_dir} began as a run of {horizon:,} iterations, and the rate's decay "
-            f"still ends there; --lr_decay_iters={config.max_iters} moves that; for a new run: "
+            f"{ends}; --lr_decay_iters={config.max_iters} moves that; for a new run: "
             "another --out_dir"
         )
     rounding = [name for name in changed if name in ROUNDING]
@@ -272,8 +275,7 @@ def prepare_on_demand(config: Config) -> None:
     # hide its output, which ends with the next command to type
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
-    if problems := check_dataset(config):
-        raise UserError(*problems)
+    raise_if_any(check_dataset(config))
 
 
 def check_data(config: Config) -> list[str]:
