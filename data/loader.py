@@ -112,7 +112,11 @@ class TrainBatches:
         self.windows = data.stream or ShuffledWindows(data.train, config)
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
-        self.loaded: queue.Queue[Batch | Exception] = queue.Queue(PREFETCHED_BATCHES)
+        self.loaded: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+        # One entry per batch that may be read ahead
+        self.permits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(PREFETCHED_BATCHES):
+            self.permits.put(None)
         self.next_batch: Batch | Exception | None = None  # taken out of `loaded` by ready()
         self.closed = False
         first = consumed + rank * config.batch_size
@@ -124,7 +128,10 @@ class TrainBatches:
 
     def read_ahead(self, first: int) -> None:
         try:
-            while not self.closed:
+            while True:
+                self.permits.get()
+                if self.closed:
+                    return
                 self.loaded.put(self.load(first))
                 first += self.stride
         except Exception as error:  # for the thread that waits for the batch
@@ -151,6 +158,7 @@ class TrainBatches:
         while not self.ready():
             pass
         batch, self.next_batch = self.next_batch, None
+        self.permits.put(None)
         if isinstance(batch, Exception):
             raise batch
         return move(batch, self.device)
@@ -158,8 +166,7 @@ class TrainBatches:
     def close(self) -> None:
         atexit.unregister(self.close)
         self.closed = True
-        with contextlib.suppress(queue.Empty):
-            self.loaded.get_nowait()  # the reader may be waiting for room
+        self.permits.put(None)  # the reader may be waiting for it
         self.reader.join(timeout=1)  # longer only where no data comes
         self.windows.close()
 
@@ -197,8 +204,9 @@ def eval_batches(
     T = config.block_size
     available = (len(stream) - 1) // T
     count = min(max(tokens // T, 1), available)
-    span = available if spread else count
-    starts = [n * span // count * T for n in range(count)]
+    starts = [n * T for n in range(count)]
+    if spread:
+        starts = [n * available // count * T for n in range(count)]
     for first in range(0, count, config.batch_size * world_size):
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
