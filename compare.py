@@ -39,9 +39,8 @@ BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
 # A straight line may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
 # 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
 NEAR = 0.2
-# keys that have no effect with an optimizer
-MUON_KEYS = ("muon_lr", "muon_momentum", "muon_weight_decay", "embed_lr", "head_lr")
-UNUSED_KEYS = {"adamw": set(MUON_KEYS), "muon": {"learning_rate"}}
+MUON_KEYS = {"muon_lr", "muon_momentum", "muon_weight_decay", "embed_lr", "head_lr"}
+UNUSED_KEYS = dict(adamw=MUON_KEYS, muon={"learning_rate"})  # by the optimizer
 TOLD_ELSEWHERE = {"out_dir", "overwrite", "wandb_run_name", "device", "dtype"}
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at

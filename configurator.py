@@ -84,8 +84,8 @@ class Config:
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
-    value_tables: int = key(0, "tables of value embeddings (model=fast): memory, no time", low=0)
-    bigram_rows: int = key(0, "rows for token pairs, and keys offset (fast)", low=0, high=2**31)
+    value_tables: int = key(0, "tables of value embeddings (model=fast): memory, no FLOPs", low=0)
+    bigram_rows: int = key(0, "rows for token pairs; keys look back too (fast)", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
@@ -359,7 +359,8 @@ def resolve(config: Config) -> list[str]:
         config.gradient_accumulation_steps = steps
     rates = [config.learning_rate]
     if config.optimizer == "muon":
-        rates = [config.muon_lr, config.embed_lr, config.head_lr]
+        # a tenth: token pairs
+        rates = [config.muon_lr, config.embed_lr / 10, config.head_lr]
     if min(rates) < config.min_lr and "min_lr" not in config.given:
         config.min_lr = min(rates) / 10  # a rate must not rise to min_lr
     if config.tokenizer != "gpt2" and not config.stream:

@@ -51,7 +51,7 @@ def pad_vocab(vocab_size: int, multiple: int) -> int:
 class KVCache:
     """
     Keys and values of the tokens that one layer has seen, for generation: room for `capacity`,
-    `length` filled.
+    `length` filled. In model_fast.py a further one holds the tokens themselves.
     """
 
     def __init__(self, capacity: int):
@@ -324,7 +324,7 @@ def generate_stream(
     for _ in range(max_new_tokens):
         if not caches or caches[0].length == window:
             room = min(T + max_new_tokens, window)
-            # one more than layers: model_fast.py keeps the tokens in it
+            # one more than layers, for the tokens
             caches = [KVCache(room) for _ in range(model.config.n_layer + 1)]
             new = idx[:, -window:]
         logits = model.next_logits(new, caches)[:, :vocab].float()

@@ -23,7 +23,7 @@ ROTARY_BASE = 1024
 LOGIT_CAP = 15.0
 # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
 ATTENTION_SCALE = 1.36
-# spreads token pairs over the rows of their table, as any large odd number would
+# a prime that spreads token pairs over a table with fewer rows than pairs
 PAIR_HASH = 1_000_003
 # of the stream's channels, those that say how much of a value embedding each head takes (records)
 GATE_CHANNELS = 12
@@ -59,8 +59,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def offset_keys(k: Tensor) -> Tensor:
     """
-    Of keys k (B, nh, T, hs), the channels that do not turn become those of the token before. So one
-    layer can find the token that followed another, where induction heads take two (records).
+    Keys k (B, nh, T, hs) after their rotation -> the same, but the channels that do not turn are
+    those of the token before. So one layer can find what followed an earlier token; otherwise that
+    takes two (modded-nanogpt, pull request 169).
     """
     turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, nh, T, 2, hs / 4) each
     still = torch.cat((still[:, :, :1], still[:, :, :-1]), dim=2)
@@ -71,7 +72,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, has_table: bool):
         super().__init__()
         self.n_head, self.flash = config.n_head, config.flash
-        self.offset_keys = config.bigram_rows > 0
+        self.looks_back = config.bigram_rows > 0
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one product
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
@@ -95,7 +96,7 @@ class CausalSelfAttention(nn.Module):
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.offset_keys:
+        if self.looks_back:
             k = offset_keys(k)
         # as in model.py
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
@@ -150,7 +151,7 @@ class FastGPT(nn.Module):
             )
         )
         if config.bigram_rows:
-            # a hash table of token pairs, added to the token's embedding (records)
+            # a hash table of token pairs, added to the token's embedding (the same, 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -189,6 +190,7 @@ class FastGPT(nn.Module):
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
         idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads.
+        There is a cache for each layer, and a last one for the tokens.
         """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
@@ -201,8 +203,7 @@ class FastGPT(nn.Module):
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
         recompute = self.config.recompute and self.training and not caches
         values = [table(idx).type_as(x) for table in self.transformer.value_tables]
-        for layer, block in enumerate(self.transformer.h):
-            number = self.table_of_layer[layer]
+        for layer, (block, number) in enumerate(zip(self.transformer.h, self.table_of_layer)):
             embedded = None if number is None else values[number]
             if recompute:
                 x = checkpoint(block, x, embedded, cos, sin, use_reentrant=False)
@@ -212,15 +213,17 @@ class FastGPT(nn.Module):
 
     def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
         """
-        idx (B, T), after what is in the last cache -> each token's row (B, T) in the table of token
-        pairs. Token 0 stands before the first; several pairs may share a row.
+        idx (B, T), after what is in the last cache -> the row (B, T) of each token and the one
+        before it in the table of token pairs. Token 0 stands before the first. Pairs share rows
+        where there are fewer rows than pairs.
         """
         tokens = idx
         if caches:
             column = idx[:, None, :, None]  # the shape that a cache takes
             tokens = caches[-1].extend(column, column)[0][:, 0, :, 0]
         before = F.pad(tokens, (1, 0))[:, -idx.size(1) - 1 : -1]
-        return (before * PAIR_HASH + idx) % self.config.bigram_rows
+        V, rows = self.config.vocab_size, self.config.bigram_rows
+        return (before * (V if V * V <= rows else PAIR_HASH) + idx) % rows
 
     def logits(self, x: Tensor) -> Tensor:
         return cap_logits(self.lm_head(x).float(), LOGIT_CAP)

@@ -110,6 +110,7 @@ def allow_open_files(count: int) -> None:
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
+            # Linux has no unlimited hard limit; macOS's is a large number
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + count, hard), hard))
 
 

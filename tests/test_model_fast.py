@@ -1,6 +1,7 @@
 """The fast model against plain formulas written out here."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,9 +144,11 @@ def test_gradients_equal_finite_differences(monkeypatch):
         model="fast",
         block_size=5,
         vocab_size=7,
-        n_layer=1,
+        n_layer=2,
         n_head=1,
         n_embd=8,
+        value_tables=1,
+        bigram_rows=11,
         bias=True,
         tie_weights=False,
     )
@@ -176,6 +179,25 @@ def test_parameters_and_flops_of_the_124m_by_hand():
     total = (5 * 50304 + 1000) * 768 + matrices
     assert count_parameters(config) == (total, 50304 * 768 + matrices)
     assert flops_per_token(config) == 6 * (50304 * 768 + matrices) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows"), [(256, 65536), (4096, 131072), (50304, 131072), (50304, 251520)]
+)
+def test_token_pairs_are_spread_over_all_rows(vocab, rows):
+    """Each pair of bytes has a row of its own; else no row has many more pairs than by chance."""
+    model = FastGPT(replace(SMALL, vocab_size=vocab, bigram_rows=rows, n_embd=8))
+    if vocab == 256:
+        pairs = torch.cartesian_prod(torch.arange(256), torch.arange(256))
+    else:  # frequent tokens, which tokenizers give low ids, beside all others
+        pairs = torch.cartesian_prod(torch.arange(64), torch.arange(2048))
+    counts = model.pair_rows(pairs, None)[:, 1].bincount(minlength=rows)
+    assert len(counts) == rows
+    if vocab == 256:
+        assert (counts == 1).all()
+    else:  # of a random hash as many rows are empty
+        chance = (1 - 1 / rows) ** len(pairs)
+        assert (counts == 0).float().mean() < 1.1 * chance
 
 
 @pytest.mark.parametrize("T", [1, 7, 24])

@@ -68,9 +68,8 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         caches, parts = None, [input_ids]
         if past_key_values is not None:
             if len(past_key_values.layers) == self.config.n_layer:
-                past_key_values.layers.append(DynamicLayer())  # for the tokens, as model.py's
-            layers = range(self.config.n_layer + 1)
-            caches = [LayerCache(past_key_values, layer) for layer in layers]
+                past_key_values.layers.append(DynamicLayer())  # for the tokens
+            caches = [LayerCache(past_key_values, n) for n in range(self.config.n_layer + 1)]
             if caches[0].length > 0:
                 parts = input_ids.split(1, dim=1)  # as FastGPT asks where the caches hold tokens
         x = torch.cat([self.model.hidden(part, caches) for part in parts], dim=1)

@@ -25,8 +25,10 @@ NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 NORMUON_BETA = 0.95
 # value embeddings learn at this share of the token embedding's rate (nanochat)
 VALUE_RATE = 0.5
-# and those of token pairs at this one: most are rare, and their steps noisy
+# and token pairs at this one: 0.03 and 0.3 were worse (results/LOG.md)
 BIGRAM_RATE = 0.1
+# by a module's name in model_fast.py
+EMBEDDING_ROLES = dict(value_tables="values", bigrams="bigrams")
 VECTOR_LR = 0.015  # highest rate of biases and norms (records)
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
@@ -235,12 +237,8 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         owner = modules[name.rpartition(".")[0]]
         if name == "lm_head.weight":
             role = "head"
-        elif "value_tables" in name:
-            role = "values"
-        elif "bigrams" in name:
-            role = "bigrams"
         elif isinstance(owner, nn.Embedding):
-            role = "embedding"
+            role = EMBEDDING_ROLES.get(name.split(".")[1], "embedding")
         elif p.dim() < 2:
             role = "vectors"
         elif isinstance(owner, nn.Linear):
