@@ -26,7 +26,7 @@ import torch
 
 from common.console import Parser, UserError, duration, one_line, raise_if_any, run_main, warn
 from common.files import plain_file
-from configurator import FIELDS, Config
+from configurator import FIELDS, saved_config
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
 from reports.records import RunRecords, percentile, read_metrics
@@ -262,7 +262,7 @@ def common_point(runs: list[RunRecords], axis: str) -> float | None:
 def find_warnings(runs: list[RunRecords]) -> list[str]:
     """The runs' own warnings, and one if their evaluations are of unequal size."""
     warnings = [warning for run in runs for warning in run.warnings]
-    sizes = {run.name: Config(**run.config).eval_size for run in runs if run.config}
+    sizes = {run.name: saved_config(run.config).eval_size for run in runs if run.config}
     if len(set(sizes.values())) > 1:
         unequal = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         consequence = "small differences in val loss say little"

@@ -90,7 +90,7 @@ class Config:
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
-    embed_lr: float = key(0.004, "the same for embeddings, half for values; fast: 0.7", low=0.0)
+    embed_lr: float = key(0.004, "embeddings; values half, token pairs a tenth; fast: 0.7", low=0.0)
     head_lr: float = key(0.004, "the same for the output head, tied or not", low=0.0)
     muon_momentum: float = key(0.95, "Muon's momentum", low=0.0, high=0.9999999)
     muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)
@@ -385,9 +385,8 @@ def check_model(config: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     if config.model != "fast":
-        for name in ("value_tables", "bigram_rows"):
-            if getattr(config, name):
-                problems.append(f"{name}: only model=fast has them; --{name}=0")
+        if config.value_tables or config.bigram_rows:
+            problems.append("value_tables, bigram_rows: for --model=fast only; leave them at 0")
         return problems
     if 2 * config.value_tables > config.n_layer:
         most = config.n_layer // 2
@@ -414,6 +413,14 @@ def nearest_divisor(total: int, wanted: int) -> int:
 
 # -----------------------------------------------------------------------------
 # Printing
+
+
+def saved_config(values: dict[str, Any]) -> Config:
+    """
+    The configuration that a checkpoint or metrics.jsonl holds, without keys that are gone since.
+    Raises UserError for a value that does not fit.
+    """
+    return Config(**{n: fit(values[n], f, n) for n, f in FIELDS.items() if n in values})
 
 
 def config_values(config: Config) -> dict[str, Any]:

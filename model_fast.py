@@ -23,8 +23,8 @@ ROTARY_BASE = 1024
 LOGIT_CAP = 15.0
 # / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
 ATTENTION_SCALE = 1.36
-# a prime that spreads token pairs over a table with fewer rows than pairs
-PAIR_HASH = 1_000_003
+# spreads token pairs evenly over a table of any size (Knuth's Fibonacci hashing)
+GOLDEN_RATIO = 0.6180339887498949
 # of the stream's channels, those that say how much of a value embedding each head takes (records)
 GATE_CHANNELS = 12
 
@@ -213,8 +213,8 @@ class FastGPT(nn.Module):
 
     def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
         """
-        idx (B, T), after what is in the last cache -> the row (B, T) of each token and the one
-        before it in the table of token pairs. Token 0 stands before the first. Pairs share rows
+        idx (B, T) int64, after what is in the last cache -> the row (B, T) of each token and the
+        one before it in the table of token pairs. Token 0 stands before the first. Pairs share rows
         where there are fewer rows than pairs.
         """
         tokens = idx
@@ -223,7 +223,8 @@ class FastGPT(nn.Module):
             tokens = caches[-1].extend(column, column)[0][:, 0, :, 0]
         before = F.pad(tokens, (1, 0))[:, -idx.size(1) - 1 : -1]
         V, rows = self.config.vocab_size, self.config.bigram_rows
-        return (before * (V if V * V <= rows else PAIR_HASH) + idx) % rows
+        spread = V if V * V <= rows else int(GOLDEN_RATIO * rows)
+        return (before * spread + idx) % rows
 
     def logits(self, x: Tensor) -> Tensor:
         return cap_logits(self.lm_head(x).float(), LOGIT_CAP)

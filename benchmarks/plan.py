@@ -63,8 +63,7 @@ def card_here(config: Config) -> dict:
     hw, memory = hardware.set_up(config), None
     if hw.device.type == "cuda":
         memory = torch.cuda.get_device_properties(hw.device).total_memory / hardware.GIB
-    dtype = str(hw.dtype).removeprefix("torch.")
-    return describe_card(hw.name, dtype, hw.peak_tflops, memory)
+    return describe_card(hw.name, str(hw.dtype).removeprefix("torch."), hw.peak_tflops, memory)
 
 
 # -----------------------------------------------------------------------------
@@ -74,8 +73,7 @@ def card_here(config: Config) -> dict:
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     if not card["peak_tflops"]:
         mend = "another --dtype or --gpu, or give --iter_seconds or --from_run"
-        unknown = f"unknown peak in {card['dtype']}: {mend}"
-        return dict(pace=unknown, iter_seconds=None)
+        return dict(pace=f"unknown peak in {card['dtype']}: {mend}", iter_seconds=None)
     low, likely, high = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}"
     flops = flops_per_token(model)

@@ -65,13 +65,13 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("attention_mask: can hide the end only; give prompts one at a time")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        caches, parts = None, [input_ids]
+        caches, parts = None, [input_ids.long()]
         if past_key_values is not None:
             if len(past_key_values.layers) == self.config.n_layer:
                 past_key_values.layers.append(DynamicLayer())  # for the tokens
             caches = [LayerCache(past_key_values, n) for n in range(self.config.n_layer + 1)]
             if caches[0].length > 0:
-                parts = input_ids.split(1, dim=1)  # as FastGPT asks where the caches hold tokens
+                parts = parts[0].split(1, dim=1)  # as FastGPT asks where the caches hold tokens
         x = torch.cat([self.model.hidden(part, caches) for part in parts], dim=1)
         logits, loss = self.model.logits(x[:, -logits_to_keep:]), None  # -0: all
         if labels is not None:

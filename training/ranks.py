@@ -291,8 +291,7 @@ class Signals:
         """
         waiting = True
         while waiting:
-            waits_here = not ready()
-            self.agreed, waiting = self.ranks.max([self.received, waits_here])
+            self.agreed, waiting = self.ranks.max([self.received, not ready()])
             if self.agreed:
                 raise Interrupted
 

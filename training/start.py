@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
-from configurator import FIELDS, Config, config_values, fit, print_config, read_config, resolve
+from configurator import Config, config_values, print_config, read_config, resolve, saved_config
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
 from training.build import build_model, build_optimizer
@@ -104,15 +104,16 @@ def validate(state: dict, path: Path) -> None:
         check_values(state["ledger"], dict.fromkeys(CATEGORIES, 0.0))
         if state["scaler"]:  # empty unless in float16
             check_values(state["scaler"], torch.amp.GradScaler("cpu").state_dict())
-        config, p = Config(**state["config"]), Progress(**state["progress"])
+        saved, p = state["config"], Progress(**state["progress"])
+        config = saved_config(saved)
         model = GPTConfig(**state["model_config"])
         right = dict(
-            config=all(type(fit(v, FIELDS[n], n)) is type(v) for n, v in state["config"].items()),
+            config=all(type(v) is type(saved.get(n, v)) for n, v in vars(config).items()),
             model_config=all(getattr(config, n) == getattr(model, n) for n in ARCHITECTURE),
             sequences=p.iter_num <= p.sequences <= MOST_SEQUENCES * p.iter_num,
             tokens=p.tokens == p.sequences * config.block_size,
             stream=not state.get("stream") or state["stream"]["sequence"] == p.sequences,
-            data=type(state["config"]["dataset"]) is type(state["data_fingerprint"]) is str,
+            data=type(saved["dataset"]) is type(state["data_fingerprint"]) is str,
             data_modified=type(state.get("data_modified", 0.0)) is float,
             model=all(weights.isfinite().all() for weights in state["model"].values()),
         )
