@@ -85,7 +85,7 @@ class Config:
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
     value_tables: int = key(0, "tables of value embeddings (model=fast): memory, no FLOPs", low=0)
-    bigram_rows: int = key(0, "rows for token pairs; keys look back too (fast)", low=0, high=2**31)
+    bigram_rows: int = key(0, "rows for token pairs (fast); 0: no key offset", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
@@ -390,8 +390,8 @@ def check_model(config: Config) -> list[str]:
         return problems
     if 2 * config.value_tables > config.n_layer:
         most = config.n_layer // 2
-        problem = f"value_tables: {config.value_tables} for {config.n_layer} layers"
-        problems.append(f"{problem}, two of which share one; --value_tables={most} or less")
+        problem = f"value_tables: two layers share one, and n_layer is {config.n_layer}"
+        problems.append(f"{problem}; --value_tables={most} or less")
     if not rest and head_size % 4:
         problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
     if config.tie_weights:

@@ -17,7 +17,7 @@ block_size = 128
 batch_size = 16
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # with the rates of config/fast124m_4070.py
+optimizer = "muon"  # with the rates of config/fast124m_4070.py, but the head's
 muon_lr = 0.025
 muon_momentum = 0.9  # 0.95 in runs of thousands of iterations
 muon_weight_decay = 0.05
@@ -28,13 +28,13 @@ beta1 = 0.8
 beta2 = 0.95
 grad_clip = 0.0
 
-max_iters = 1200  # 2.5M bytes
+max_iters = 1000  # 2.0M bytes
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
 
-eval_interval = 600
+eval_interval = 500
 eval_tokens = 32768
 log_interval = 25
 sample_tokens = 300
