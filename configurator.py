@@ -90,7 +90,7 @@ class Config:
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
     muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
-    embed_lr: float = key(0.004, "embeddings; values half, token pairs a tenth; fast: 0.7", low=0.0)
+    embed_lr: float = key(0.004, "same for embeddings; values 1/2, pairs 1/10; fast: 0.7", low=0.0)
     head_lr: float = key(0.004, "the same for the output head, tied or not", low=0.0)
     muon_momentum: float = key(0.95, "Muon's momentum", low=0.0, high=0.9999999)
     muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)

@@ -244,8 +244,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
         before = start.resumed["config"][name]
         say(f"resume: {name} = {getattr(config, name)!r} (the checkpoint had {before!r})")
     horizon = progress.lr_horizon
-    moves = horizon != config.max_iters and "lr_decay_iters" not in config.given
-    if config.decay_lr and moves and ranks.first:
+    unmoved = horizon != config.max_iters and "lr_decay_iters" not in config.given
+    if config.decay_lr and unmoved and ranks.first:
         ends = "still ends there"
         if horizon <= progress.iter_num:
             ends = f"ended there: this goes on at {config.min_lr:g}"
