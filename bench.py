@@ -23,25 +23,12 @@ Examples:
 """
 
 import json
-import math
-from argparse import ArgumentTypeError
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import modes, peer, plan
 from common.console import Parser, UserError, did_you_mean, parse_count, run_main
-from configurator import load_config
-from training import hardware
-
-
-def above_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise ArgumentTypeError(f"needs a number above 0, got {text!r}")
-    return number
-
+from configurator import Config, load_config
 
 # name: (type, what --help shows for the value, meaning)
 FLAGS = {
@@ -53,54 +40,60 @@ FLAGS = {
     "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
     "gpu": (str, "NAME", "a card of training/gpus.csv such as 4070, or all; else this machine's"),
     "gpus": (parse_count, "N", "how many of them share the work; 1 if not given"),
-    "iter_seconds": (above_zero, "S", "seconds that an iteration takes on one GPU"),
+    "iter_seconds": (float, "S", "seconds that an iteration takes on one GPU"),
     "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
     "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's own"),
-    "watts": (above_zero, "W", "draw of one GPU, for the energy"),
-    "price_kwh": (above_zero, "P", "price of a kWh, for the cost"),
+    "watts": (float, "W", "draw of one GPU, for the energy"),
+    "price_kwh": (float, "P", "price of a kWh, for the cost"),
     "json": (str, "PATH", "write all figures as JSON"),
 }
-# name: (what runs it, its flags)
+# name: its flags beside json
 MODES = {
-    "step": (modes.step, "trials profile json"),
-    "ladder": (modes.ladder, "trials png json"),
-    "sweep": (modes.sweep, "trials batch_sizes write png json"),
-    "plan": (plan.main, "gpu gpus iter_seconds from_run dataset_tokens watts price_kwh json"),
-    "peer": (peer.main, "nanogpt trials json"),
+    "step": ["trials", "profile"],
+    "ladder": ["trials", "png"],
+    "sweep": ["trials", "batch_sizes", "write", "png"],
+    "plan": ["gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"],
+    "peer": ["nanogpt", "trials"],
 }
 
 
-def make_folder(name: str, path: Path) -> None:
-    """Make the folder of an output file before the measurement, not after it."""
-    if path.exists() and not path.is_file():  # root would put a file in a device's place
-        raise UserError(f"{name}: {path} is a folder or a device; give a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
+def find_mode(mode: str) -> tuple[Callable[[Config, Namespace], dict], tuple[Callable, ...]]:
+    """The function of a mode, and how it checks the configuration."""
+    if mode == "plan":  # arithmetic, perhaps for another machine: needs no device
+        from benchmarks import plan
+
+        return plan.main, ()
+    from benchmarks import modes, peer
+    from training.hardware import check_device
+
+    functions = dict(step=modes.step, ladder=modes.ladder, sweep=modes.sweep, peer=peer.main)
+    return functions[mode], (check_device,)
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or f"python bench.py {'|'.join(MODES)} CONFIG").strip())
+        print(__doc__.strip())
         return 0
     mode = argv[0]
     if mode not in MODES:
         hint = did_you_mean(mode, MODES)
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
-    run_mode, flags = MODES[mode]
     parser = Parser(
         usage=f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]",
         epilog="Configuration keys: python train.py --help",
     )
-    for name in flags.split():
+    for name in [*MODES[mode], "json"]:
         kind, metavar, meaning = FLAGS[name]
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
-    # plan needs no device: it may be for another machine
-    checks = () if mode == "plan" else (hardware.check_device,)
+    run_mode, checks = find_mode(mode)
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
         if path := getattr(options, name, None):
-            make_folder(name, Path(path))
+            if Path(path).is_dir():
+                raise UserError(f"{name}: {path} is a folder; give a file")
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
     result = run_mode(config, options)
     if options.json:
         result = dict(command=f"python bench.py {' '.join(argv)}") | result

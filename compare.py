@@ -7,10 +7,9 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
 
 Time is that of iterations, evaluations and checkpoints, without start-up and compilation.
 
-Losses are compared at the last evaluation that all runs share. If they share none, a loss is read
-off the straight line between two evaluations. It is n/a if the line would be longer than a fifth of
-the way so far, or would begin at iteration 0, because the loss falls steeply there. The true value
-lies between those of the two evaluations. Runs whose ranges overlap are called equal.
+Losses are compared at the last evaluation of any run at which those of all runs are known. Between
+two evaluations a loss is read off a straight line. It is not known if the line would be longer than
+a fifth of the way so far, or would begin at iteration 0, because the loss falls steeply there.
 
 Runs of unequal tokenizers are compared in bits per byte.
 """
@@ -22,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from common.console import Parser, UserError, duration, one_line, raise_if_any, run_main, warn
-from common.files import plain_file
-from configurator import FIELDS, saved_config
+from common.console import Parser, UserError, duration, run_main, warn
+from configurator import FIELDS
+from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
 from reports.records import RunRecords, percentile, read_metrics
@@ -34,14 +32,12 @@ from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
 LOSS_NOISE = 0.005
+# Figures whose ratio is below it are equal. The tokens and the time to a loss are less certain: a
+# straight line between evaluations that are half the way apart is off by a few per cent.
+SAME, SAME_TO_LOSS = 1.005, 1.05
 BITS = "bits per byte"
 BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
-# A straight line may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
-# 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
-NEAR = 0.2
-MUON_KEYS = {"muon_lr", "muon_momentum", "muon_weight_decay", "embed_lr", "head_lr"}
-UNUSED_KEYS = dict(adamw=MUON_KEYS, muon={"learning_rate"})  # by the optimizer
-TOLD_ELSEWHERE = {"out_dir", "overwrite", "wandb_run_name", "device", "dtype"}
+TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
 iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
@@ -76,54 +72,6 @@ def mean_over_time(values: np.ndarray, seconds: np.ndarray) -> float:
     return float(np.average(values[known], weights=seconds[known])) if known.any() else math.nan
 
 
-def learning_curve(run: RunRecords, axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Where on the axis (iter, tokens or hours) the run was evaluated, and its val losses there. The
-    evaluation at iteration 0 is left out: it says nothing about what was learned.
-    """
-    x, losses = run.eval[axis], run.eval["val_loss"]
-    known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(losses)
-    return x[known], losses[known]
-
-
-@dataclass
-class Estimate:
-    """A value that lies between low and high. All three are NaN if it is not known."""
-
-    value: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-
-
-def on_line(x: np.ndarray, y: np.ndarray, i: int, at: float) -> Estimate:
-    """y at this x: at the point i, or on the straight line to it from the point before."""
-    if x[i] == at:
-        return Estimate(float(y[i]), float(y[i]), float(y[i]))
-    if i == 0:
-        return Estimate()
-    share = (at - x[i - 1]) / (x[i] - x[i - 1])
-    low, high = sorted((float(y[i - 1]), float(y[i])))
-    return Estimate(float(y[i - 1] + share * (y[i] - y[i - 1])), low, high)
-
-
-def loss_at(run: RunRecords, axis: str, at: float) -> Estimate:
-    """The val loss at this point of the axis, by the rule in this file's docstring."""
-    x, losses = learning_curve(run, axis)
-    i = np.searchsorted(x, at)
-    if i == len(x) or (x[i] > at and i > 0 and x[i] - x[i - 1] > NEAR * at):
-        return Estimate()
-    return on_line(x, losses, i, at)
-
-
-def reach(x: np.ndarray, losses: np.ndarray, target: float) -> Estimate:
-    """
-    Where on x a learning curve first comes down to this loss. Unknown if it never does, or if it
-    did so before its first evaluation.
-    """
-    reached = np.flatnonzero(losses <= target)
-    return on_line(losses, x, reached[0], target) if len(reached) else Estimate()
-
-
 # -----------------------------------------------------------------------------
 # Side by side
 
@@ -136,51 +84,54 @@ class Row:
     key: str  # its name in the JSON
     values: list  # one per run, None if not known
     format: Callable[..., str]
-    better: str | None = None  # higher | lower; None: there is no best
-    word: str = ""  # of the verdict: "a 2.39x faster"
-    noise: float = 0.0  # above 0: the verdict is a difference larger than this, not a ratio
-    estimates: list[Estimate] | None = None  # where the values come from, if they are uncertain
-    note: str = ""  # said in place of a verdict
-
-    def __post_init__(self):
-        # NaN, the one value that is not equal to itself, means unknown
-        self.values = [value if value == value else None for value in self.values]
+    verdict: str
 
 
-def verdict(row: Row, names: list[str]) -> str:
-    """The best value against the next best, such as "a 2.39x faster"; may be empty."""
-    known = [i for i, value in enumerate(row.values) if value is not None]
-    if row.note or len(known) < 2:
-        return row.note
-    if row.better is None:
-        return "differs" if len({row.values[i] for i in known}) > 1 else ""
-    known.sort(key=lambda i: row.values[i], reverse=row.better == "higher")
-    best, second = known[0], known[1]
-    if row.estimates and row.estimates[best].high > row.estimates[second].low:
-        return "equal as far as the evaluations tell"
-    low, high = sorted((row.values[best], row.values[second]))
-    if row.noise and high - low <= row.noise:
-        return f"equal within {row.noise}"
-    if row.noise:
-        return f"{names[best]} {high - low:.4f} lower"
-    if high <= 1.005 * low:
+def none_if_nan(number: float) -> float | None:
+    return None if math.isnan(number) else number
+
+
+def verdict(
+    names: list[str],
+    values: list[float | None],
+    better: str,
+    word: str,
+    noise: float | None = None,
+    same: float = SAME,
+) -> str:
+    """
+    The best value against the next best: their ratio, "a 2.39x faster", or for losses, of which a
+    difference of `noise` decides nothing, their difference. Empty where fewer than two are known.
+    """
+    order = [i for i, value in enumerate(values) if value is not None]
+    order.sort(key=lambda i: values[i], reverse=better == "higher")
+    if len(order) < 2:
+        return ""
+    best = names[order[0]]
+    low, high = sorted([values[order[0]], values[order[1]]])
+    if noise is not None:
+        within_noise = high - low <= noise
+        return f"equal within {noise}" if within_noise else f"{best} {high - low:.4f} {word}"
+    if high <= same * low:
         return "equal"
-    return f"{names[best]} {high / low:.2f}x {row.word}" if low > 0 else ""
+    return f"{best} {high / low:.2f}x {word}" if low > 0 else ""
 
 
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
     rows = []
     # the keys in which the runs differ, and the device and dtype that were in use
-    unused = [UNUSED_KEYS.get(run.config.get("optimizer"), set()) for run in runs]
-    left_out = TOLD_ELSEWHERE | set.intersection(*unused)
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
-        if len(set(values) - {None}) > 1 and key not in left_out:
-            rows.append(Row(key, f"config/{key}", values, str))
+        if len(set(values) - {None}) > 1 and key not in TOLD_ELSEWHERE:
+            rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):
-        rows.append(Row(key, key, [getattr(run, key) for run in runs], str))
+        values = [getattr(run, key) for run in runs]
+        differs = "differs" if len(set(values) - {None}) > 1 else ""
+        rows.append(Row(key, key, values, str, differs))
+    names = [run.name for run in runs]
     figures = [figures_of(run) for run in runs]
+    equal_batches = len({run.tokens_per_iter for run in runs}) == 1
     for key, label, form, better, word in (
         ("parameters", "parameters", count4, "higher", "larger"),
         ("iterations", "iterations", whole, "higher", "more"),
@@ -192,9 +143,11 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("step_ms_p95", "iteration time p95, ms", tenths, "lower", "shorter"),
         ("pause_share", "evaluations and checkpoints", percent, "lower", "less"),
     ):
-        rows.append(Row(label, key, [of_run[key] for of_run in figures], form, better, word))
-        if word == "shorter" and len({run.tokens_per_iter for run in runs}) > 1:
-            rows[-1].note = "unequal tokens per iteration"
+        values = [none_if_nan(of_run[key]) for of_run in figures]
+        result = verdict(names, values, better, word)
+        if key in ("step_ms_p50", "step_ms_p95") and not equal_batches:
+            result = "unequal tokens per iteration"
+        rows.append(Row(label, key, values, form, result))
     return rows + loss_rows(runs, target_loss)
 
 
@@ -206,68 +159,56 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     name, key, noise = "val loss", "val_loss", LOSS_NOISE
     if runs[0].loss_unit == BITS:
         name, key, noise = BITS, "bits_per_byte", BITS_NOISE
-    best = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [Row(f"best {name}", f"best_{key}", best, "{:.4f}".format, "lower", noise=noise)]
+    loss, whole = "{:.4f}".format, "{:,.0f}".format
+    lowest = [none_if_nan(percentile(run.eval["val_loss"], 0)) for run in runs]
+    result = loss_verdict(runs, lowest, "iter", noise)
+    rows = [Row(f"best {name}", f"best_{key}", lowest, loss, result)]
     if len(runs) > 1:
         for axis, where, form in (
-            ("iter", "at iteration {}", "{:,.0f}".format),
-            ("tokens", "at {} tokens", "{:,.0f}".format),
+            ("iter", "at iteration {}", whole),
+            ("tokens", "at {} tokens", whole),
             ("hours", "after {}", time_text),
         ):
-            at = common_point(runs, axis)
+            curves = [learning_curve(run, axis) for run in runs]
+            at = common_point(curves)
             if at is not None:
                 label = f"{name} {where.format(form(at))}"
-                losses = [loss_at(run, axis, at) for run in runs]
-                rows.append(estimated_row(label, f"{key}_at_equal_{axis}", losses, "{:.4f}".format))
-                rows[-1].noise = noise
-        if target_loss is None:
-            target_loss = percentile(np.array(best), 100)
-    if target_loss is not None and math.isfinite(target_loss):
+                losses = [loss_at(*curve, at) for curve in curves]
+                result = loss_verdict(runs, losses, axis, noise)
+                rows.append(Row(label, f"{key}_at_equal_{axis}", losses, loss, result))
+    if target_loss is None and len(runs) > 1:
+        target_loss = max([best for best in lowest if best is not None], default=None)
+    if target_loss is not None:
         for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
-            reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]
             label = f"{what} to {name} {target_loss:.4f}"
-            rows.append(estimated_row(label, f"{axis}_to_loss", reached, form, "less"))
-    unequal_datasets = len({run.config["dataset"] for run in runs if "dataset" in run.config}) > 1
-    for row in rows:
-        if name == BITS and "tokens" in row.key:
-            row.note = "not comparable: unequal tokenizers"
-        elif name != BITS and unequal_datasets:
-            row.note = "not comparable: unequal datasets"
+            reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]
+            result = loss_verdict(runs, reached, axis)
+            rows.append(Row(label, f"{axis}_to_loss", reached, form, result))
     return rows
 
 
-def estimated_row(label, key, estimates: list[Estimate], form, word: str = "lower") -> Row:
-    values = [estimate.value for estimate in estimates]
-    return Row(label, key, values, form, "lower", word, estimates=estimates)
+def loss_verdict(
+    runs: list[RunRecords], values: list[float | None], axis: str, noise: float | None = None
+) -> str:
+    """verdict() on losses or, without `noise`, on the tokens or time to a loss. The lowest wins."""
+    in_bits = runs[0].loss_unit == BITS
+    if in_bits and axis == "tokens":
+        return "not comparable: unequal tokenizers"
+    datasets = {run.config["dataset"] for run in runs if "dataset" in run.config}
+    if len(datasets) > 1 and not in_bits:
+        return "not comparable: unequal datasets"
+    names = [run.name for run in runs]
+    if noise is None:
+        return verdict(names, values, "lower", "less", same=SAME_TO_LOSS)
+    return verdict(names, values, "lower", "lower", noise)
 
 
-def common_point(runs: list[RunRecords], axis: str) -> float | None:
-    """
-    Where to compare the losses: at the last evaluation that all runs share. If there is none, at
-    the last evaluation of any run at which all losses are known. Failing that, at the end of the
-    run that ends first. None if some run was not evaluated after iteration 0.
-    """
-    evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
-    if not all(evaluated):
-        return None
-    shared = set.intersection(*evaluated)
-    if shared:
-        return max(shared)
-    for at in sorted(set.union(*evaluated), reverse=True):
-        if all(math.isfinite(loss_at(run, axis, at).value) for run in runs):
-            return at
-    return min(max(points) for points in evaluated)
-
-
-def find_warnings(runs: list[RunRecords]) -> list[str]:
-    """The runs' own warnings, and one if their evaluations are of unequal size."""
-    warnings = [warning for run in runs for warning in run.warnings]
-    sizes = {run.name: saved_config(run.config).eval_size for run in runs if run.config}
-    if len(set(sizes.values())) > 1:
-        unequal = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        consequence = "small differences in val loss say little"
-        warnings.append(f"unequal evaluation tokens ({unequal}), so {consequence}")
-    return warnings
+def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
+    """The last evaluation of any run at which all losses are known; None where there is none."""
+    for at in sorted(np.concatenate([x for x, _ in curves]), reverse=True):
+        if all(loss_at(*curve, at) is not None for curve in curves):
+            return float(at)
+    return None
 
 
 def time_text(hours: float) -> str:
@@ -279,11 +220,11 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     lines = [["", *names, ""]]
     for row in rows:
         cells = ["n/a" if value is None else row.format(value) for value in row.values]
-        lines.append([row.label, *cells, verdict(row, names)])
+        lines.append([row.label, *cells, row.verdict])
     widths = [max(len(cell) for cell in column) for column in zip(*lines)]
     for label, *cells, end in lines:
         cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        print(one_line("  ".join([label.ljust(widths[0]), *cells, end]).rstrip()))
+        print("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
     if len(names) > 1:
         print(FOOTNOTE)
 
@@ -300,19 +241,14 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         read = read_metrics if file.suffix == ".jsonl" else read_nanogpt_log
-        run = read(plain_file(file))
+        run = read(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{path}: a record is damaged ({error}); remove that line") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
-    if gpu and not np.isfinite(run.step["mfu"]).any():
-        device = run.config.get("device")
-        if device in ("cpu", "mps"):
-            run.warnings.append(f"{path}: ran on {device}, so --gpu is ignored for it")
-        else:
-            set_mfu(run, gpu)
+    on_a_card = run.config.get("device") not in ("cpu", "mps")
+    if gpu and on_a_card and not np.isfinite(run.step["mfu"]).any():
+        set_mfu(run, gpu)
     return run
 
 
@@ -323,7 +259,7 @@ def set_mfu(run: RunRecords, gpu: str) -> None:
     """
     row = resolve_gpu(gpu)
     dtype = run.dtype if run.dtype in ("float32", "float16") else "bfloat16"
-    peak = row_peak(row, getattr(torch, dtype), run.config.get("tf32", True))
+    peak = row_peak(row, dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
     run.step["mfu"] = run.flops_per_token * run.step["tokens_per_sec"] / (peak * 1e12)
@@ -331,13 +267,7 @@ def set_mfu(run: RunRecords, gpu: str) -> None:
 
 
 def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
-    runs, problems = [], []
-    for path in paths:
-        try:
-            runs.append(read_run(path, gpu))
-        except UserError as error:
-            problems += error.problems
-    raise_if_any(problems)
+    runs = [read_run(path, gpu) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths):
         if names.count(run.name) > 1:
@@ -380,7 +310,7 @@ def main(argv: list[str]) -> None:
     runs = read_runs(paths, args.gpu)
     names = [run.name for run in runs]
     rows = build_table(runs, args.loss)
-    warnings = find_warnings(runs)
+    warnings = [warning for run in runs for warning in run.warnings]
     print_table(rows, names)
     for warning in warnings:
         warn(warning)
@@ -388,15 +318,12 @@ def main(argv: list[str]) -> None:
     if len(runs) == 1 and png is None:
         png = paths[0] / "loss.png" if paths[0].is_dir() else paths[0].with_suffix(".png")
     values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
-    verdicts = {row.key: verdict(row, names) for row in rows if verdict(row, names)}
+    verdicts = {row.key: row.verdict for row in rows if row.verdict}
     table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
-    try:
-        if path := png:
-            save_picture(runs, path)
-        if path := args.json:
-            plain_file(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    if png:
+        save_picture(runs, png)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

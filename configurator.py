@@ -13,6 +13,7 @@ sample.py lists its own keys in a dataclass like Config, and reads them with the
 """
 
 import ast
+import builtins
 import contextlib
 import math
 import os
@@ -29,14 +30,8 @@ from common.console import UserError, complain, did_you_mean, raise_if_any, run_
 
 
 def key(
-    default: Any,
-    meaning: str,
-    choices: tuple = (),
-    low: float = -math.inf,
-    high: float = math.inf,
-    group: str = "",
-    free_text: bool = False,
-):
+    default: Any, meaning: str, choices=(), low=-math.inf, high=math.inf, group="", free_text=False
+) -> Any:
     """
     One key: its default, its meaning and the values it may take (low and high included). `group`
     opens a new group in --help. Free text may be blank, and its ~ is not a home folder.
@@ -46,13 +41,14 @@ def key(
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 
 
 @dataclass
 class Config:
     out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
     init_from: str = key("scratch", "scratch | resume | auto (either) | gpt2 .. gpt2-xl | a path")
-    overwrite: bool = key(False, "delete the run that out_dir holds and start from scratch")
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
     eval_iters: int = key(200, "micro-batches to evaluate on, where eval_tokens is 0", low=1)
     eval_tokens: int = key(0, "tokens to evaluate on; 0: eval_iters micro-batches", low=0)
@@ -63,7 +59,6 @@ class Config:
     keep_checkpoints: int = key(2, "newest checkpoints to keep, besides best.pt", low=1)
     log_interval: int = key(1, "iterations between log lines", low=1, group="logging")
     tracker: str = key("none", "also report to", ("none", "wandb", "tensorboard"))
-    wandb_log: bool = key(False, "nanoGPT's spelling of tracker = 'wandb'")
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
     dataset: str = key("openwebtext", "folder data/NAME, or a path to token shards", group="data")
@@ -80,7 +75,7 @@ class Config:
     n_embd: int = key(768, "width", low=1, high=65536)
     dropout: float = key(0.0, "0 for pre-training, 0.1 or more for fine-tuning", low=0.0, high=0.99)
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
-    tie_weights: bool = key(True, "one matrix for token embedding and output head, as in GPT-2")
+    tie_weights: bool = key(True, "token embedding and output head share a matrix; fast: False")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
@@ -88,28 +83,22 @@ class Config:
     bigram_rows: int = key(0, "rows for token pairs (fast); 0: no key offset", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
-    learning_rate: float = key(6e-4, "highest learning rate with adamw; muon: see below", low=0.0)
-    muon_lr: float = key(0.025, "highest learning rate of hidden matrices with muon", low=0.0)
-    embed_lr: float = key(0.004, "same for embeddings; values 1/2, pairs 1/10; fast: 0.7", low=0.0)
-    head_lr: float = key(0.004, "the same for the output head, tied or not", low=0.0)
-    muon_momentum: float = key(0.95, "Muon's momentum", low=0.0, high=0.9999999)
-    muon_weight_decay: float = key(0.05, "weight decay of hidden matrices with muon", low=0.0)
+    learning_rate: float = key(6e-4, "highest rate (muon: of hidden matrices; 0.025)", low=0.0)
+    head_lr: float = key(0.004, "muon: highest rate of the output head, tied or not", low=0.0)
+    muon_momentum: float = key(0.95, "muon: momentum", low=0.0, high=0.9999999)
     weight_decay: float = key(0.1, "of matrices and embeddings; muon: embeddings, head", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
-    max_skips: int = key(10, "stop after this many non-finite updates in a row", low=1)
     max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
-    decay_lr: bool = key(True, "decay the learning rate after warm-up")
-    lr_schedule: str = key("cosine", "wsd: constant, then linear", ("cosine", "linear", "wsd"))
+    lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
-    min_lr: float = key(6e-5, "final rate; if unset and above a rate, a tenth of it", low=0.0)
+    min_lr: float = key(6e-5, "final rate; unless given, a tenth of a rate below it", low=0.0)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
     dtype: str = key("auto", "auto: bfloat16 where native, or float16 on CUDA, or float32", DTYPES)
-    backend: str = key("nccl", "nanoGPT's key; accepted, but the device decides the backend")
     compile: bool = key(True, "compile the model; one warning instead where that fails")
     tf32: bool = key(True, "TF32 tensor cores for float32 matrix products on CUDA")
     deterministic: bool = key(False, "the same bits on every run on CUDA, at some cost in speed")
@@ -139,11 +128,21 @@ def find_keys(keys: type) -> dict[str, Field]:
     return {f.name: f for f in fields(keys) if f.metadata}
 
 
-FIELDS = find_keys(Config)
+@dataclass
+class NanoGPTKeys:
+    """nanoGPT's names that are no keys here. Files and flags may use them: see `translate`."""
+
+    backend: str = key("nccl", "nothing: the device decides")
+    wandb_log: bool = key(False, "tracker=wandb")
+    decay_lr: bool = key(True, "False: lr_schedule=constant")
+
+
+FIELDS, NANOGPT_FIELDS = find_keys(Config), find_keys(NanoGPTKeys)
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 # what other trainers call these keys
 ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
 ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
+ALIASES |= dict(muon_lr="learning_rate")  # in earlier versions of this program
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
@@ -178,6 +177,8 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
         print_help(keys)
         sys.exit(0)
     known = find_keys(keys)
+    if keys is Config:
+        known |= NANOGPT_FIELDS
     values: dict[str, Any] = {}  # in the order in which the keys were last set
     problems: list[str] = []
     left = list(argv)
@@ -191,12 +192,25 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
         except UserError as error:
             problems += error.problems
             continue
-        for name in found:
-            values.pop(name, None)
-        values |= found
+        found = translate(found, values)
+        values = {n: v for n, v in values.items() if n not in found} | found
     if not problems:
         switch_off_tokens_per_iter(values)
     return keys(**values, given=frozenset(values)), problems
+
+
+def translate(found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """What a file or flag has set after these `values`, by this program's names, not nanoGPT's."""
+    keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
+    if found.get("wandb_log"):
+        keys["tracker"] = "wandb"
+    elif "wandb_log" in found and values.get("tracker") == "wandb":
+        keys.setdefault("tracker", "none")
+    if not found.get("decay_lr", True):
+        keys["lr_schedule"] = "constant"
+    elif "decay_lr" in found and values.get("lr_schedule") == "constant":
+        keys.setdefault("lr_schedule", "cosine")
+    return keys
 
 
 def switch_off_tokens_per_iter(values: dict[str, Any]) -> None:
@@ -240,67 +254,42 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         files = [str(file) for folder in folders for file in sorted(folder.glob("*.py"))]
         hint = f"; for the run in it: --out_dir={path}" if path.is_dir() else ""
         raise UserError(f"{path}: no such config file{hint or did_you_mean(str(path), files)}")
-    before = {name: f.default for name, f in (FIELDS | known).items()} | values
-    namespace = before | {"__file__": str(path)}
+    defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
+    # `variables` will hold only what the file sets: it finds the values so far among the builtins
+    variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
-        # what the file assigns to sys.stdout and sys.stderr ends with it
-        with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):
-            exec(compile(tree, str(path), "exec"), namespace)
-        try:
-            sys.stdout.writable(), sys.stderr.writable()
-        except ValueError:  # closed or detached
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
-            raise
-        return keys_set(path, tree, known, before, namespace)
-    except (KeyboardInterrupt, UserError):
-        raise
-    except BaseException as error:  # whatever a config file and its values raise, even SystemExit
+        exec(compile(tree, str(path), "exec"), variables)
+    except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
-
-
-def keys_set(path: Path, tree: ast.Module, known: dict, before: dict, namespace: dict) -> dict:
-    """The known keys that a file with this `tree` has set in `namespace`. Raises UserError."""
-    lines, imported = bound_names(tree)
+    imported = {n.asname or n.name for n in ast.walk(tree) if isinstance(n, ast.alias)}
     found, problems = {}, []
-    for name in sorted(namespace, key=lambda name: lines.get(name, 0)):
-        value = namespace[name]
-        if name not in known and (name[:1] == "_" or isinstance(value, (Callable, ModuleType))):
-            continue
-        if name not in lines and value is before.get(name):
-            continue
-        try:
-            if name in known:
+    for name, value in variables.items():
+        if name in known:
+            try:
                 found[name] = fit(value, known[name], name)
-            elif name not in FIELDS and name not in imported:
-                hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
-                raise UserError(f"{name}: unknown key{hint}")
-        except UserError as error:
-            problems.append(f"{path}: {error}")
+            except UserError as error:
+                problems.append(f"{path}: {error}")
+        elif not (name in defaults or name in imported or is_helper(name, value)):
+            hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
+            problems.append(f"{path}: {name}: unknown key{hint}")
     raise_if_any(problems)
     return found
 
 
+def is_helper(name: str, value: Any) -> bool:
+    """Whether a config file may set this name, which is no key."""
+    return name.startswith("_") or isinstance(value, (Callable, ModuleType))
+
+
 def error_line(error: BaseException, path: Path) -> int:
     """The line of a config file that raised the error."""
-    if isinstance(error, SyntaxError):
-        return error.lineno or 1
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return lines[-1] if lines else 1
-
-
-def bound_names(tree: ast.Module) -> tuple[dict[str, int], set[str]]:
-    """The names that a file assigns to, each with its last line there, and the names it imports."""
-    lines: dict[str, int] = {}
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
-        elif isinstance(node, ast.alias):
-            imported.add(node.asname or node.name)
-    return lines, imported
+    if lines:
+        return lines[-1]
+    return getattr(error, "lineno", None) or 1  # it did not even run: a SyntaxError
 
 
 def parse(text: str, kind: type) -> Any:
@@ -333,9 +322,7 @@ def fit(value: Any, f: Field, where: str) -> Any:
     high = 2**53 if kind is int and m["high"] == math.inf else m["high"]
     if kind in (int, float) and not m["low"] <= value <= high:
         span = f"{m['low']} or more" if value < m["low"] else f"{high} or less"
-        # Python prints no int of over 4300 digits
-        got = value if abs(value) < 2**64 else "one far beyond"
-        raise UserError(f"{where}: must be {span}, got {got}")
+        raise UserError(f"{where}: must be {span}, got {value}")
     if kind is str and not value.strip() and not m["free_text"]:
         raise UserError(f"{where}: must not be empty")
     return value
@@ -347,6 +334,10 @@ def fit(value: Any, f: Field, where: str) -> Any:
 
 def resolve(config: Config) -> list[str]:
     """Fill in what follows from other keys. Returns the combinations that cannot work."""
+    if config.model == "fast" and "tie_weights" not in config.given:
+        config.tie_weights = False
+    if config.optimizer == "muon" and "learning_rate" not in config.given:
+        config.learning_rate = MUON_LEARNING_RATE
     problems = check_model(config)
     micro_batch = config.batch_size * config.block_size
     steps, rest = divmod(config.tokens_per_iter, micro_batch)
@@ -357,19 +348,13 @@ def resolve(config: Config) -> list[str]:
         problems.append(f"{problem} batch_size * block_size = {micro_batch:,}; nearest: {nearest}")
     elif steps:
         config.gradient_accumulation_steps = steps
-    rates = [config.learning_rate]
+    highest = config.learning_rate
     if config.optimizer == "muon":
-        # a tenth: token pairs
-        rates = [config.muon_lr, config.embed_lr / 10, config.head_lr]
-    if min(rates) < config.min_lr and "min_lr" not in config.given:
-        config.min_lr = min(rates) / 10  # a rate must not rise to min_lr
+        highest = min(highest, config.head_lr)  # those of embeddings are far above min_lr
+    if highest < config.min_lr and "min_lr" not in config.given:
+        config.min_lr = highest / 10  # a rate must not rise to min_lr
     if config.tokenizer != "gpt2" and not config.stream:
         problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
-    if config.wandb_log:
-        config.tracker = "wandb"
-    if config.overwrite and config.init_from in ("resume", "auto"):
-        nothing = f"overwrite: leaves nothing for init_from={config.init_from} to resume"
-        problems.append(f"{nothing}; to start anew: --init_from=scratch --overwrite=True")
     return problems
 
 
@@ -415,12 +400,21 @@ def nearest_divisor(total: int, wanted: int) -> int:
 # Printing
 
 
+def saved_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys that a checkpoint or metrics.jsonl holds, by today's names."""
+    values = translate(values, {})
+    if values.get("optimizer") == "muon" and "muon_lr" in values:  # an older checkpoint's
+        values["learning_rate"] = values["muon_lr"]
+    return values
+
+
 def saved_config(values: dict[str, Any]) -> Config:
     """
-    The configuration that a checkpoint or metrics.jsonl holds, without keys that are gone since.
+    The configuration that a checkpoint or metrics.jsonl holds, also that of an earlier version.
     Raises UserError for a value that does not fit.
     """
-    return Config(**{n: fit(values[n], f, n) for n, f in FIELDS.items() if n in values})
+    keys = saved_keys(values)
+    return Config(**{n: fit(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
 
 
 def config_values(config: Config) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 Weights in and out: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's own.
 
     python convert.py hf-to-ckpt DIR OUT.pt         DIR: config.json, model.safetensors; or gpt2-xl
-    python convert.py ckpt-to-hf CKPT DIR           for AutoModelForCausalLM and AutoTokenizer
+    python convert.py ckpt-to-hf CKPT DIR           for AutoModelForCausalLM and AutoTokenizer; DIR:
+                                                    new or empty
     python convert.py nanogpt-to-ckpt IN.pt OUT.pt  nanoGPT's ckpt.pt
 
 CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a converted file with
@@ -18,23 +19,17 @@ from safetensors.torch import save as to_safetensors
 
 from common.console import Parser, UserError, run_main, say
 from common.files import replacing
-from data.shards import read_json
 from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_model
+from training.build import build_shapes
 from training.pretrained import GPT2_ONLY, TRANSPOSED, load_pretrained, read_weights
 
-# What an earlier export, or a tool that worked on it, may have left beside its weights
-STALE_FILES = ("generation_config.json", "model.safetensors.index.json", "model-*.safetensors")
-STALE_FILES += ("vocab.json", "merges.txt", "tokenizer*.json", "special_tokens_map.json")
-STALE_FILES += ("nightshift_*.py",)
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # What a tokenizer.json may ask for beside encoding, and training does not do
 PROCESSING = ("post_processor", "truncation", "padding")
-# The fast model's code. An exported folder holds X.py as nightshift_X.py: it may hold a file of the
-# user's that is called model.py.
+# The fast model's code. An exported folder holds X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
 AUTO_MAP = dict(
     AutoConfig="nightshift_modeling_fast.FastConfig",
@@ -50,22 +45,18 @@ def ckpt_to_hf(source: str, out: str) -> None:
     The model in float32, as GPT2LMHeadModel; a fast one with the code that computes it. Raises
     UserError.
     """
-    if not out:
-        raise UserError("ckpt-to-hf: '' is no folder; give its name")
     folder = Path(out)
-    stale = check_target(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: is not empty; give the name of a new folder")
     state = read_weights(source)
     config = replace(GPTConfig(**state["model_config"]), vocab_size=state["vocab"])
     fast = config.model == "fast"
     weights = fast_weights(state, config) if fast else gpt2_weights(state)
-    hf = json.dumps(hf_config(state["tokenizer"], config), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
-    with replacing(folder / "config.json") as file:
-        file.write(hf.encode() + b"\n")
-    for path in stale:
-        path.unlink()
+    hf = json.dumps(hf_config(state["tokenizer"], config), indent=2)
+    (folder / "config.json").write_text(hf + "\n")
     if fast:
         write_code(folder)
     kind = state["tokenizer"]["kind"]
@@ -75,22 +66,6 @@ def ckpt_to_hf(source: str, out: str) -> None:
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
     trust = ", trust_remote_code=True" if fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
-
-
-def check_target(folder: Path) -> list[Path]:
-    """
-    What an export to `folder` has to remove. Raises UserError if it would damage a run or somebody
-    else's model.
-    """
-    if checkpoint.list_checkpoints(folder) or (folder / "best.pt").exists():
-        raise UserError(f"{folder}: holds a run, not an export; give another folder")
-    stale = [path for pattern in STALE_FILES for path in folder.glob(pattern)]
-    config, strange = folder / "config.json", stale or any(folder.glob("*.safetensors"))
-    if config.is_file():
-        strange = "tokenizer_spec" not in read_json(config, mend="give another folder")
-    if strange:
-        raise UserError(f"{folder}: holds files that convert.py did not write; give another folder")
-    return stale
 
 
 def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
@@ -117,16 +92,14 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
 def fast_weights(state: dict, config: GPTConfig) -> dict[str, torch.Tensor]:
     """The weights by the modelling file's names, cut to the shapes that `config` asks for."""
     weights = {}
-    with torch.device("meta"):  # shapes without memory
-        model = build_model(config)
-    for name, parameter in model.state_dict().items():
+    for name, parameter in build_shapes(config).state_dict().items():
         part = tuple(slice(size) for size in parameter.shape)
         weights[f"model.{name}"] = state["model"][name][part].contiguous()
     return weights
 
 
 def hf_config(tokenizer: dict, config: GPTConfig) -> dict:
-    """config.json. The key tokenizer_spec is this program's, and marks the folder as its own."""
+    """config.json. The key tokenizer_spec is this program's, for hf-to-ckpt."""
     vocab, tied = config.vocab_size, config.tie_weights
     eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
     if tokenizer["kind"] == "bpe":
@@ -186,8 +159,6 @@ def to_ckpt(source: str, out: str) -> None:
     state, path = load_pretrained(source), Path(out)
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
-    if path.suffix != ".pt" or path.name.startswith("ckpt-"):
-        raise UserError(f"{path}: must end with .pt and not be the name of a run's own ckpt-N.pt")
     checkpoint.save(state, path)
     say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
     if state["tokenizer"]["kind"] == "unknown":

@@ -32,7 +32,7 @@ class GPTConfig:
     flash: bool = True  # fused attention kernel; False: the plain formula
     model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
-    # keep only the stream at each block's entry; the backward pass runs the block again
+    # keep only each block's input; the backward pass runs the block again
     recompute: bool = False
     # model_fast.py's tables of value embeddings, and the rows of its table of token pairs
     value_tables: int = 0
@@ -182,6 +182,8 @@ class LossWithGradients(torch.autograd.Function):
     weight's gradient is summed in at least float32. There is no second derivative.
     """
 
+    # torch 2.13's F.linear_cross_entropy(options=) works alike, without a cap; 2.9 to 2.12 lack it
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk, cap, dtype) -> Tensor:
         head = weight.to(dtype)
@@ -299,21 +301,27 @@ class GPT(nn.Module):
 # Text, id by id
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How an id is chosen from those that may come next."""
+
+    temperature: float = 1.0  # 0: the likeliest; 1: as the model predicts
+    top_k: int = 0  # from the k likeliest; 0: from all
+    top_p: float = 1.0  # from the fewest that have this probability together; 1: from all
+
+
 @torch.no_grad()
-def generate_stream(
+def generate_tokens(
     model: nn.Module,
     idx: Tensor,
     max_new_tokens: int,
     vocab: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
+    sampling: Sampling = Sampling(),
     generator: torch.Generator | None = None,
-    top_p: float = 1.0,
 ) -> Iterator[Tensor]:
     """
     Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below
-    `vocab` (the vocabulary before padding) are drawn. temperature 0 takes the likeliest; top_k > 0
-    draws from the k likeliest; top_p < 1 from the fewest that have this probability together.
+    `vocab` (the vocabulary before padding) are chosen.
 
     Up to block_size tokens the past is cached. Beyond, each id follows from the last block_size
     tokens alone, all computed anew: what is cached of a token knows of those that have left the
@@ -324,33 +332,32 @@ def generate_stream(
     for _ in range(max_new_tokens):
         if not caches or caches[0].length == window:
             room = min(T + max_new_tokens, window)
-            # one more than layers, for the tokens
+            # one for each layer, and one for the tokens: model_fast.py looks up pairs of them
             caches = [KVCache(room) for _ in range(model.config.n_layer + 1)]
             new = idx[:, -window:]
         logits = model.next_logits(new, caches)[:, :vocab].float()
-        new = draw(logits, temperature, top_k, top_p, generator)
+        new = sample_next(logits, sampling, generator)
         idx = torch.cat((idx[:, -window:], new), dim=1)
         yield new
 
 
 def generate(model: nn.Module, idx: Tensor, *args, **kwargs) -> Tensor:
-    """idx (B, T) and all that `generate_stream` continues it with, -> (B, T + max_new_tokens)."""
-    return torch.cat((idx, *generate_stream(model, idx, *args, **kwargs)), dim=1)
+    """idx (B, T) and all that `generate_tokens` continues it with, -> (B, T + max_new_tokens)."""
+    return torch.cat((idx, *generate_tokens(model, idx, *args, **kwargs)), dim=1)
 
 
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
-) -> Tensor:
-    """One id per row of logits (B, vocab), as (B, 1); see `generate_stream`."""
-    if temperature < 1e-5:  # greedy, and what would overflow on the way there
+def sample_next(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    """One id per row of logits (B, vocab), as (B, 1)."""
+    if sampling.temperature < 1e-5:  # greedy, and what would overflow on the way there
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
-    if 0 < top_k < logits.size(-1):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.size(-1):
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
     probs = F.softmax(logits, dim=-1)
-    if top_p < 1:
+    if sampling.top_p < 1:
         descending, order = probs.sort(dim=-1, descending=True)
         before = descending.cumsum(dim=-1) - descending
-        descending[:, 1:][before[:, 1:] >= top_p] = 0  # those before it have top_p already
+        descending[:, 1:][before[:, 1:] >= sampling.top_p] = 0  # those before have it already
         probs = torch.zeros_like(probs).scatter(1, order, descending)
     return torch.multinomial(probs, 1, generator=generator)

@@ -25,7 +25,7 @@ LOGIT_CAP = 15.0
 ATTENTION_SCALE = 1.36
 # spreads token pairs evenly over a table of any size (Knuth's Fibonacci hashing)
 GOLDEN_RATIO = 0.6180339887498949
-# of the stream's channels, those that say how much of a value embedding each head takes (records)
+# so many channels say how much of a value embedding each head takes (records)
 GATE_CHANNELS = 12
 
 
@@ -141,7 +141,7 @@ class FastGPT(nn.Module):
         vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer
         # the first layers have a table each, and the last ones the same again (records)
         tables = list(range(config.value_tables))
-        self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
+        self.table_of_layer = tables + [None] * (n_layer - 2 * len(tables)) + tables
         blocks = [Block(config, number is not None) for number in self.table_of_layer]
         self.transformer = nn.ModuleDict(
             dict(
@@ -151,7 +151,8 @@ class FastGPT(nn.Module):
             )
         )
         if config.bigram_rows:
-            # a hash table of token pairs, added to the token's embedding (the same, 201)
+            # a hash table of token pairs, added to the token's embedding (modded-nanogpt, pull
+            # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -159,10 +160,10 @@ class FastGPT(nn.Module):
 
     def init_weights(self) -> None:
         """
-        Embedding N(0, 1), as the norm after it asks for; matrices that read the stream N(0, 0.33 /
-        fan_in); what writes to it, and the head, zero: every block begins as the identity, and the
-        first loss is ln V (muP, arXiv:2203.03466). Token pairs zero (records). Value embeddings
-        N(0, 1 / C) (nanochat).
+        Embedding N(0, 1), as the norm after it asks for; matrices that read the residual stream
+        N(0, 0.33 / fan_in); what writes to it, and the head, zero: every block begins as the
+        identity, and the first loss is ln V (muP, arXiv:2203.03466). Token pairs zero (records).
+        Value embeddings N(0, 1 / C) (nanochat).
         """
         for name, p in self.named_parameters():
             if name.endswith(
@@ -189,8 +190,8 @@ class FastGPT(nn.Module):
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
-        idx (B, T), after what is in the caches -> the normed stream (B, T, C) that the head reads.
-        There is a cache for each layer, and a last one for the tokens.
+        idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
+        head reads. There is a cache for each layer, and a last one for the tokens.
         """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
@@ -198,7 +199,7 @@ class FastGPT(nn.Module):
             x = x + self.transformer.bigrams(self.pair_rows(idx, caches))
         device = idx.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            x = x.bfloat16()  # the stream too, as in the records; weights stay in float32
+            x = x.bfloat16()  # the residual stream too (records); weights stay in float32
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
         recompute = self.config.recompute and self.training and not caches

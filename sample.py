@@ -12,17 +12,15 @@ ignored. All samples are one batch: the first is printed as it grows, the others
 ends at the end of text.
 """
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from common.console import UserError, complain, printable, raise_if_any, run_main, warn
-from common.files import plain_file
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
-from model import GPT, GPTConfig, generate_stream
+from model import GPT, GPTConfig, Sampling, generate_tokens
 from model_fast import FastGPT
 from training import hardware
 from training.build import build_model
@@ -51,21 +49,15 @@ class SampleConfig:
 
 
 def read_prompt(start: str) -> str:
-    """The prompt, from its file if `start` names one. Raises UserError."""
+    """The prompt, from its file if `start` names one. Raises OSError."""
     if not start.startswith("FILE:"):
-        # a command line may hold bytes that are not text
-        return start.encode(errors="replace").decode()
-    path = os.path.expanduser(start.removeprefix("FILE:"))
-    try:
-        return plain_file(Path(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"start: {path} cannot be read as text ({error})") from None
+        return start
+    path = Path(start.removeprefix("FILE:")).expanduser()
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
-def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
-    """
-    The prompt's tokens. Raises UserError if there are none, or one that the model does not know.
-    """
+def encode(prompt: str, text: Tokenizer) -> list[int]:
+    """The prompt's tokens. Raises UserError if there are none."""
     if text.kind == "char":
         unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
         if unknown:
@@ -76,25 +68,21 @@ def encode(prompt: str, text: Tokenizer, vocab: int) -> list[int]:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
     if not ids:
         raise UserError(f"start: {prompt!r} encodes to no token; --start=$'\\n' or any other text")
-    if max(ids) >= vocab:
-        raise UserError(f"start: holds token {max(ids)}, but the model's vocabulary is {vocab}")
     return ids
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
-    """The model on its device. Raises UserError if a weight is not finite."""
+    """The model on its device."""
     hw = hardware.set_up(Config(device=config.device, dtype=config.dtype))
     model = build_model(GPTConfig(**state["model_config"]))
     model.load_state_dict(state["model"])
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise UserError("init_from: its weights are not finite; give an older checkpoint")
     model.to(hw.device, hw.dtype).eval()
     if config.compile:
         model.next_logits = torch.compile(model.next_logits, dynamic=True)
     return model
 
 
-def stream_samples(
+def print_growing(
     model: GPT | FastGPT, idx: torch.Tensor, text: Tokenizer, vocab: int, config: SampleConfig
 ) -> list[list[int]]:
     """
@@ -103,9 +91,9 @@ def stream_samples(
     """
     samples, growing = idx.tolist(), set(range(len(idx)))
     printed = ""
-    options = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
-    options["generator"] = torch.Generator(idx.device).manual_seed(config.seed)
-    for new in generate_stream(model, idx, config.max_new_tokens, vocab, **options):
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    generator = torch.Generator(idx.device).manual_seed(config.seed)
+    for new in generate_tokens(model, idx, config.max_new_tokens, vocab, sampling, generator):
         for row, token in enumerate(new[:, 0].tolist()):
             if token == text.eot:
                 growing.discard(row)
@@ -131,7 +119,7 @@ def main(argv: list[str]) -> int:
     if state["tokenizer"]["kind"] == "unknown":
         raise UserError("init_from: the model's tokenizer is not known, so it cannot print text")
     text, vocab = Tokenizer(state["tokenizer"]), state["vocab"]
-    ids = encode(prompt, text, vocab)
+    ids = encode(prompt, text)
     model = load_model(state, config)
     complain(f"model: {state['source']}")
     window = model.config.block_size
@@ -140,7 +128,7 @@ def main(argv: list[str]) -> int:
     idx = torch.tensor([ids] * config.num_samples, device=model.lm_head.weight.device)
     try:
         with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
-            samples = stream_samples(model, idx, text, vocab, config)
+            samples = print_growing(model, idx, text, vocab, config)
     except KeyboardInterrupt:
         print()
         return 130

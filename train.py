@@ -9,12 +9,10 @@ Exit codes: 0 done, 1 failed, 2 bad configuration or data, 130/143 stopped by a 
 import contextlib
 import gc
 import math
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -26,21 +24,24 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import UserError, run_main, say, warn
-from configurator import Config, config_values
-from data.loader import TrainBatches, eval_batches, move, split_block
+from configurator import Config
+from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
-from model import GPTConfig, generate_stream
+from model import GPTConfig, Sampling, generate
 from reports.picture import draw_run
 from training import hardware
-from training.build import build_model, build_optimizer, loss_chunk, model_config, saved_state
+from training.build import build_model, build_optimizer, loss_chunk, model_config
 from training.checkpoint import Checkpoints, list_checkpoints
-from training.gpus import out_of_memory_advice
-from training.hardware import Hardware, on_out_of_memory
+from training.hardware import Hardware, OutOfMemory, on_out_of_memory
+from training.memory import out_of_memory_advice
+from training.progress import Progress
 from training.ranks import Interrupted, Ranks, Signals
-from training.runlog import RunLog
+from training.runlog import Iteration, RunLog
+from training.skips import Skips
 from training.start import (
     check_start,
+    checkpoint_state,
     find_start,
     is_finished,
     open_data,
@@ -57,11 +58,10 @@ def train_step(
     model,
     optimizer,
     scaler,
-    batches: Iterator,
+    next_batch: Callable[[], Batch],
     grad_accum: int,
     grad_clip: float,
     autocast,
-    between_micro_steps: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """
     One iteration: grad_accum micro-batches forward and backward (this rank's share), then one
@@ -71,8 +71,7 @@ def train_step(
     """
     losses = []
     for micro_step in range(grad_accum):
-        between_micro_steps()
-        x, y = next(batches)  # (B, T) each
+        x, y = next_batch()  # (B, T) each
         # several ranks average their gradients once, at the last micro-step
         last = micro_step == grad_accum - 1
         defers = isinstance(model, DistributedDataParallel) and not last
@@ -131,7 +130,7 @@ def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
     # nanoGPT's warm-up: the first rate is above 0
     if it < config.warmup_iters:
         return highest * (it + 1) / (config.warmup_iters + 1)
-    if not config.decay_lr:
+    if config.lr_schedule == "constant":
         return highest
     if it >= horizon:
         return config.min_lr
@@ -171,30 +170,36 @@ def reason_to_end(config: Config, iter_num: int, log: RunLog, ranks: Ranks) -> s
     return None
 
 
+def evaluation_due(config: Config, progress: Progress, reason: str | None) -> bool:
+    """Every eval_interval and at a complete end, but not what a resumed run has evaluated."""
+    if progress.evaluated_at == progress.iter_num and not config.eval_only:
+        return False
+    return due(progress.iter_num, config.eval_interval) or reason in ("eval_only", "max_iters")
+
+
 def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) -> str:
     """What to try when the micro-batch did not fit into memory: flags that would fit."""
     room = hw.usable_bytes()
-    advice = out_of_memory_advice(config, model, hw.dtype, room, ranks.world_size)
+    advice = out_of_memory_advice(config, model, hw.dtype_name, room, ranks.world_size)
     resumes = config.init_from != "auto" and list_checkpoints(Path(config.out_dir))
     return f"{advice} --init_from=resume" if resumes else advice
 
 
-def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> tuple[Callable, Config]:
+def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable:
     """
     The compiled model where compile is on. Compilation is lazy: it happens here, on throw-away
-    data, so that no iteration's time holds it. Where it does not work: a warning, the model as it
-    is, and the configuration with compile=False.
+    data, so that no iteration's time holds it; gradients and random states change. Where it does
+    not work: a warning, the model as it is, and `config.compile` is switched off.
     """
     if not config.compile:
-        return model, config
+        return model
     # once, before the first iteration: all ranks compile, each for itself
     say("compiling: about a minute without a line")
-    rng, began = hardware.get_rng_state(hw.device), time.perf_counter()
+    began = time.perf_counter()
+    compiled = torch.compile(model)
     # made like real batches, with their strides, or it would all compile again
-    block = torch.randint(vocab, (config.batch_size, config.block_size + 1))
-    x, y = move(split_block(block), hw.device)
+    x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
     try:
-        compiled = torch.compile(model)
         if not config.eval_only:
             with hw.autocast():
                 loss = compiled(x, y)
@@ -205,12 +210,11 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> tuple[Ca
             raise
         reason = str(error).strip().partition("\n")[0]
         warn(f"torch.compile does not work here ({reason}); going on without")
-        compiled, config = model, replace(config, compile=False)
+        compiled = model
+        config.compile = False
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
-    model.zero_grad(set_to_none=True)
-    hardware.set_rng_state(rng, hw.device)
     say(f"compile: {time.perf_counter() - began:.1f}s")
-    return compiled, config
+    return compiled
 
 
 def estimate_loss(
@@ -221,11 +225,12 @@ def estimate_loss(
     and number of ranks. All ranks take part.
     """
     means = []
-    # as many tokens of each split
+    # both splits are evaluated on equally many tokens
     tokens = min(config.eval_size, len(data.val))
-    share = ranks.rank, ranks.world_size
     for split, spread in ((data.train, True), (data.val, False)):
-        windows = eval_batches(split, tokens, config, hw.device, spread, *share)
+        windows = eval_batches(
+            split, tokens, config, hw.device, spread, ranks.rank, ranks.world_size
+        )
         total, count = ranks.reduce([*evaluate(model, windows, hw.autocast(), signals.check)])
         means.append(total / count)
     return means[0], means[1]
@@ -234,29 +239,22 @@ def estimate_loss(
 def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
     """For samples. Offline, without its vocabulary, the run goes on without samples."""
     try:
-        text = Tokenizer(data.tokenizer)
-        if max(text.prompt()) >= data.vocab:
-            raise UserError(f"{data.source} has another vocabulary than its tokenizer")
-        return text
+        return Tokenizer(data.tokenizer)
     except UserError as error:
         log.warn(0, f"no samples: {error}")
         return None
 
 
-def show_sample(model, text: Tokenizer, vocab: int, config, hw, signals, log, progress) -> None:
-    """Log sample_tokens tokens from the model, with the same random numbers each time."""
-    ids = []
-    idx = torch.tensor([text.prompt()], device=hw.device)
+def sample_text(model, text: Tokenizer, vocab: int, config: Config, hw: Hardware) -> str:
+    """sample_tokens tokens from the model, with the same random numbers each time."""
+    prompt, sampling = text.prompt(), Sampling(temperature=0.8, top_k=200)
+    idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
-        for new in generate_stream(model, idx, config.sample_tokens, vocab, 0.8, 200, generator):
-            if signals.received:  # the run is about to stop: no half a sample
-                break
-            ids.append(new.item())
+        ids = generate(model, idx, config.sample_tokens, vocab, sampling, generator)
     model.train()
-    if not signals.received:
-        log.sample(progress.iter_num, text.decode(ids))
+    return text.decode(ids[0, len(prompt) :].tolist())
 
 
 # -----------------------------------------------------------------------------
@@ -266,12 +264,11 @@ def show_sample(model, text: Tokenizer, vocab: int, config, hw, signals, log, pr
 def main(argv: list[str]) -> int:
     # What is asked for. All that is wrong with it is listed before anything is written.
     began = time.perf_counter()
-    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
-    if not ranks.first:
-        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
-    c = read_arguments(argv, ranks)
-    start = find_start(c, ranks)  # loads the checkpoint or the weights that init_from names
-    c = check_start(c, start, ranks)
+    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
+    asked = read_arguments(argv, ranks)
+    checkpoints = Checkpoints(asked, ranks)  # keeps other runs out of out_dir
+    start = find_start(asked, ranks)  # loads the checkpoint or the weights that init_from names
+    c = check_start(asked, start, ranks)
     if is_finished(c, start):
         return 0
     signals = Signals(ranks)  # they set a flag; signals.check() raises Interrupted when safe
@@ -284,113 +281,103 @@ def main(argv: list[str]) -> int:
         raw_model = build_model(model_config(c, data.vocab, start.weights, hw.flash(c)))
         raw_model.to(hw.device)
         torch.manual_seed(c.seed + ranks.rank)  # but other dropout
-        optimizer = build_optimizer(raw_model, c, hw.dtype, (ranks.rank, ranks.world_size))
+        optimizer = build_optimizer(raw_model, c, hw.dtype, ranks.rank, ranks.world_size)
         scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
-        p = restore(c, start, raw_model, optimizer, scaler, hw, ranks.rank)  # how far the run is
+        p = restore(c, start, raw_model, optimizer, scaler, hw.device, ranks.rank)
     optimizer.register_step_pre_hook(p.begin_update)  # unfinished until p.advance()
-    rng = hardware.get_rng_state(hw.device)  # always as of the last whole iteration
 
-    # From here on out_dir is this run's alone
-    checkpoints = Checkpoints(c, ranks, start.resumed, start.known)
+    # From here on out_dir is this run's
+    checkpoints.claim_folder(p if start.resumed else None)
     log = RunLog(c, hw, ranks, began, start.resumed, draw_run)
     say_what_changed(c, start, ranks)
+    log.start(data, raw_model.config, p)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
-    log.start(data, raw_model.config, p, batches.windows)
-    loader = log.ledger.book_waits(batches)  # the same batches, the waits for them booked
-    text = open_tokenizer(data, log) if c.sample_tokens and ranks.first else None
-    accum = c.gradient_accumulation_steps // ranks.world_size
-    autocast = hw.autocast()
+    skips = Skips(c, hw, ranks, log, batches.windows)
+    text = open_tokenizer(data, log) if c.sample_tokens and ranks.is_main else None
     del start  # frees the loaded checkpoint
 
-    def check() -> None:
-        """Between micro-steps: stop if a signal has come, otherwise wait for the next batch."""
-        signals.check(lambda: log.is_ready(batches))
+    def next_batch() -> Batch:
+        """The next micro-batch, once all ranks have theirs. A signal may come instead."""
+        while True:
+            with log.ledger.book("data wait"):
+                ready = batches.wait()
+            if signals.check(ready):  # raises Interrupted, on all ranks together
+                return next(batches)
 
     def save(last: bool = False) -> None:
-        """Everything that resuming needs, as of the last whole iteration, if it is not saved."""
+        """Save the last whole iteration, if it is not saved yet. All ranks take part."""
         if c.eval_only or p.updating or checkpoints.is_saved(p):
             return
         with log.book("checkpoints"), ranks.together():
-            state = dict(
-                model=raw_model.state_dict(),
-                optimizer=saved_state(optimizer),
-                scaler=scaler.state_dict(),
-                rng=ranks.gather(rng),
-                progress=asdict(p),
-                ledger=dict(log.ledger.seconds),
-                model_config=asdict(raw_model.config),
-                vocab=data.vocab,
-                tokenizer=data.tokenizer,
-                data_fingerprint=data.fingerprint,
-                data_modified=data.modified,
-                stream=data.stream and data.stream.position(p.sequences),
-                config=config_values(c),
-            )
+            state = checkpoint_state(c, data, raw_model, optimizer, scaler, p, log, ranks)
             checkpoints.save(state, p, log, last)
 
     def rewind() -> None:
-        """Drop what was begun since the last whole iteration: its gradients, its random numbers."""
+        """Back to the last whole iteration: drop gradients and random numbers drawn since."""
         optimizer.zero_grad(set_to_none=True)
-        hardware.set_rng_state(rng, hw.device)
+        hardware.set_rng_state(p.rng, hw.device)
 
-    with on_out_of_memory(lambda: smaller_batch(c, raw_model.config, hw, ranks)):
-        try:
-            with log.book("compile"):
-                model, c = compile_or_warn(raw_model, c, data.vocab, hw)
-            ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
-            gc.collect()  # compiling leaves much behind
-            gc.freeze()  # the collector would look through a million objects of torch's each time
-            log.ledger.switch("other")  # the end of start-up
-
-            while True:
-                # is this the end? all ranks decide together
-                reason = reason_to_end(c, p.iter_num, log, ranks)
-                complete = reason in ("eval_only", "max_iters")
-
-                # every eval_interval, and when complete: all ranks evaluate, rank 0 shows and saves
-                evaluated = p.evaluated_at == p.iter_num and not c.eval_only
-                if (due(p.iter_num, c.eval_interval) or complete) and not evaluated:
-                    with log.book("evaluation"):
-                        train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
-                        log.evaluation(p.iter_num, train_loss, val_loss)
-                        p.evaluated_at = p.iter_num
-                        is_best = checkpoints.note_evaluation(p, val_loss)
-                        if text and p.iter_num > 0 and math.isfinite(val_loss):
-                            show_sample(raw_model, text, data.vocab, c, hw, signals, log, p)
-                    if (is_best or c.always_save_checkpoint) and p.iter_num > 0:
-                        save()
-
-                # every checkpoint_interval, and at the end: rank 0 saves what is not saved yet
-                if reason or (due(p.iter_num, c.checkpoint_interval) and p.iter_num > 0):
-                    save(last=reason is not None)
-                if reason:
-                    break
-
-                # one iteration: all ranks, each with its share of the micro-batches
-                lr = set_lr(optimizer, p.iter_num, c, p.lr_horizon)
-                with log.iteration(p, lr) as it, ranks.together():
-                    it.losses, it.grad_norm = train_step(
-                        ddp_model, optimizer, scaler, loader, accum, c.grad_clip, autocast, check
-                    )
-                rng = hardware.get_rng_state(hw.device)
-                p.advance(c.iter_sequences, c.iter_tokens)
-
-                # every log_interval, and the last one: iterations wait for the device only here
-                if due(p.iter_num - 1, c.log_interval) or p.iter_num == c.max_iters:
-                    log.line()
-        except Interrupted:  # a signal, raised on all ranks together
+    try:
+        with log.book("compile"):
+            model = compile_or_warn(raw_model, c, data.vocab, hw)
             rewind()
+        ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
+        gc.collect()  # compiling leaves much behind
+        gc.freeze()  # the collector would look through a million objects of torch's each time
+        log.ledger.switch("other")  # the end of start-up
+        accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
+
+        while True:
+            # is this the end? all ranks decide together
+            reason = reason_to_end(c, p.iter_num, log, ranks)
+
+            # every eval_interval, and when complete: all ranks evaluate, rank 0 shows and saves
+            if evaluation_due(c, p, reason):
+                with log.book("evaluation"):
+                    train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
+                    log.evaluation(p.iter_num, train_loss, val_loss)
+                    p.evaluated_at = p.iter_num
+                    is_best = checkpoints.note_evaluation(p, val_loss)
+                    if text and p.iter_num > 0 and math.isfinite(val_loss):
+                        log.sample(p.iter_num, sample_text(raw_model, text, data.vocab, c, hw))
+                if (is_best or c.always_save_checkpoint) and p.iter_num > 0:
+                    save()
+
+            # every checkpoint_interval, and at the end: rank 0 saves what is not saved yet
+            if reason or (due(p.iter_num, c.checkpoint_interval) and p.iter_num > 0):
+                save(last=reason is not None)
+            if reason:
+                break
+
+            # one iteration: all ranks, each with its share of the micro-batches
+            lr = set_lr(optimizer, p.iter_num, c, p.lr_horizon)
+            with log.iteration(p.iter_num), ranks.together():
+                losses, grad_norm = train_step(
+                    ddp_model, optimizer, scaler, next_batch, accum, c.grad_clip, autocast
+                )
+            it = Iteration(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm)
+            p.advance(c.iter_sequences, c.iter_tokens, hardware.get_rng_state(hw.device))
+
+            # every log_interval, and the last one: iterations wait for the device only here
+            is_logged = due(it.iter_num, c.log_interval) or p.iter_num == c.max_iters
+            skips.add(it, look=is_logged)
+            if is_logged:
+                log.line(it)
+    except Interrupted:  # a signal, raised on all ranks together
+        rewind()
+        save(last=True)
+        reason = signals.name
+    except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
+        rewind()
+        # saving takes all ranks; after skipped or unfinished updates the previous one stays
+        all_here = ranks.world_size == 1 or getattr(error, "on_all_ranks", False)
+        if p.iter_num > 0 and not skips.in_a_row and all_here:
             save(last=True)
-            reason = signals.name
-        except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
-            rewind()
-            # saving takes all ranks; after skipped or unfinished updates the previous one stays
-            all_here = ranks.world_size == 1 or getattr(error, "agreed", False)
-            if p.iter_num > 0 and not log.skips_in_a_row and all_here:
-                save(last=True)
-            raise
-        finally:
-            batches.close()
+        if hardware.is_out_of_memory(error):
+            raise OutOfMemory(smaller_batch(c, raw_model.config, hw, ranks)) from None
+        raise
+    finally:
+        batches.close()
     log.end(reason, p)
     return ranks.leave(signals.exit_code)
 

@@ -24,14 +24,15 @@ from torch import Tensor
 import train
 from common.console import RunError, raise_if_any
 from configurator import Config
-from data.loader import TrainBatches, move
+from data.loader import Batch, TrainBatches, to_batch
 from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
 from data.stream import set_up_worker
 from data.tokenizer import GPT2_VOCAB
 from data.writer import write_shard
 from training import hardware
 from training.build import build_model, build_optimizer, flops_per_token, model_config
-from training.gpus import memory_needed
+from training.gpus import GIB
+from training.memory import memory_needed
 
 # a timed window holds as many whole iterations as fit into this time: at least one, at most 100
 WINDOW_SECONDS = 1.0
@@ -70,7 +71,7 @@ class Trainee:
         self.batches = TrainBatches(data, config, hw.device)
         if not read_ahead:
             self.batches = load_when_needed(self.batches)
-        self.between_micro_steps = hw.synchronize if host_sync else lambda: None
+        self.host_sync = host_sync
 
     def step(self) -> Tensor:
         """One iteration. Returns the losses of its micro-batches, nats per token."""
@@ -78,13 +79,17 @@ class Trainee:
             self.step_model,
             self.optimizer,
             self.scaler,
-            self.batches,
+            self.next_batch,
             self.config.gradient_accumulation_steps,
             self.config.grad_clip,
             self.hw.autocast(),
-            self.between_micro_steps,
         )
         return losses
+
+    def next_batch(self) -> Batch:
+        if self.host_sync:
+            self.hw.synchronize()
+        return next(self.batches)
 
     def timed(self, iters: int) -> float:
         """Seconds per iteration over a window of `iters`."""
@@ -99,7 +104,7 @@ class Trainee:
 def load_when_needed(batches: TrainBatches) -> Iterator:
     """The same batches, each loaded only when it is asked for."""
     for first in itertools.count(step=batches.batch_size):
-        yield move(batches.load(first), batches.device)
+        yield to_batch(batches.load(first), batches.device)
 
 
 def real_or_random_data(config: Config, folder: Path) -> Dataset:
@@ -135,7 +140,7 @@ def readable_errors() -> Iterator[None]:
 # The measurement
 
 
-def measure(
+def time_training(
     config: Config, trials: int, examine: Callable[[Trainee], dict] | None = None, **how
 ) -> dict:
     """
@@ -165,9 +170,9 @@ def measure(
         result["mem_gib"] = peak
         result["mem_training_gib"] = (peak or 0) - memory_before
         if hw.device.type == "cuda":
-            result["mem_training_gib"] = torch.cuda.max_memory_reserved() / hardware.GIB
-        needed = memory_needed(config, model, hw.dtype, config.batch_size)
-        result["mem_model_gib"] = needed / hardware.GIB
+            result["mem_training_gib"] = torch.cuda.max_memory_reserved() / GIB
+        needed = memory_needed(config, model, hw.dtype_name, config.batch_size)
+        result["mem_model_gib"] = needed / GIB
         result["compile_seconds"] = max(first - seconds, 0.0) if config.compile else 0.0
         result["machine"] = machine(hw)
         if examine:
@@ -187,13 +192,13 @@ def window_iters(seconds: float) -> int:
 
 def attempt(config: Config, **arguments) -> dict:
     """
-    measure() in a new process, so that neither memory nor compiled code is left over from the
+    time_training() in a new process, so that neither memory nor compiled code is left over from the
     measurement before. If memory runs out, the result holds only the micro-batch, and None as its
     tokens_per_sec.
     """
     try:
         with readable_errors(), new_process() as pool:
-            return pool.submit(measure, config, **arguments).result()
+            return pool.submit(time_training, config, **arguments).result()
     except hardware.OutOfMemory:
         return micro_batch(config) | dict(tokens_per_sec=None)
 
@@ -212,7 +217,7 @@ def machine(hw: hardware.Hardware) -> dict:
     cpu_name = re.search(r"model name\s*: *(.+)", cpu)
     return dict(
         device=hw.name,
-        dtype=str(hw.dtype).removeprefix("torch."),
+        dtype=hw.dtype_name,
         peak_tflops=hw.peak_tflops,
         cpu=cpu_name[1] if cpu_name else platform.processor(),
         cpu_cores=os.cpu_count(),

@@ -13,16 +13,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.measure import Trainee, attempt, measure
+from benchmarks.measure import Trainee, attempt, time_training
 from common.console import UserError, say
 from configurator import FIELDS, Config, divisors
 from data.tokenizer import GPT2_VOCAB
 from training import hardware
 from training.build import flops_per_token, model_config
-from training.gpus import USABLE_MEMORY, fitting_batch
+from training.memory import USABLE_MEMORY, fitting_batch
 
 # the side of the square matrices whose product step times
 MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
+SLOW_MATMUL_SECONDS = 0.2
 
 # -----------------------------------------------------------------------------
 # step
@@ -37,10 +38,10 @@ def step(config: Config, options: Namespace) -> dict:
         return compare_with_matmul(trainee, trials)
 
     say("compiling and warming up, about a minute" if config.compile else "warming up")
-    r = measure(config, trials, examine=examine)
+    r = time_training(config, trials, examine=examine)
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
-    say(f"step     {describe(r)}")
+    say(f"step     {speed_text(r)}")
     windows = f"{trials} windows of {r['iters_per_trial']} iterations"
     fastest, slowest = r["step_ms_range"]
     say(f"         median of {windows}, {fastest:.1f} to {slowest:.1f} ms")
@@ -51,7 +52,7 @@ def step(config: Config, options: Namespace) -> dict:
     return r
 
 
-def describe(r: dict) -> str:
+def speed_text(r: dict) -> str:
     if r["tokens_per_sec"] is None:
         return "out of memory"
     speed = f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s"
@@ -81,16 +82,20 @@ def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
 
 
 def matmul_tflops(hw: hardware.Hardware) -> float:
-    """The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten."""
-    n = MATMUL_SIZE[hw.device.type]
-    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
-    fastest = math.inf
-    for _ in range(10):
-        hw.synchronize()
-        began = time.perf_counter()
-        a @ b
-        hw.synchronize()
-        fastest = min(fastest, time.perf_counter() - began)
+    """
+    The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten. Where the
+    processor only emulates the dtype, of a smaller one.
+    """
+    n, fastest = 128, 0.0
+    while n < MATMUL_SIZE[hw.device.type] and fastest < SLOW_MATMUL_SECONDS:
+        n, fastest = 2 * n, math.inf
+        a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
+        for _ in range(10):
+            hw.synchronize()
+            began = time.perf_counter()
+            a @ b
+            hw.synchronize()
+            fastest = min(fastest, time.perf_counter() - began)
     return 2 * n**3 / fastest / 1e12
 
 
@@ -126,7 +131,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
         row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
-        line = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {describe(row)}"
+        line = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {speed_text(row)}"
         if row is best:
             line += "  <- fastest"
         if row is largest:
@@ -154,16 +159,12 @@ def sweep_sizes(config: Config, given: str | None) -> list[int]:
     if given is None:
         b = config.batch_size
         return [n for n in allowed if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
-    try:
-        sizes = sorted({int(text) for text in given.split(",")})
-    except ValueError:
-        raise UserError(f"batch_sizes: needs whole numbers such as 4,8,16, got {given!r}") from None
-    wrong = [str(n) for n in sizes if n not in allowed]
+    wrong = [text for text in given.split(",") if text not in map(str, allowed)]
     if wrong:
         problem = f"batch_sizes: {', '.join(wrong)} do not divide the {config.iter_sequences}"
         these = ", ".join(map(str, allowed[:20]))
         raise UserError(f"{problem} sequences of an iteration; these do: {these}")
-    return sizes
+    return sorted({int(text) for text in given.split(",")})
 
 
 def write_config(path: Path, config: Config, best: dict) -> None:
@@ -176,7 +177,7 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     values["out_dir"] = f"out/{path.stem}"
     machine = best["machine"]
     lines = [
-        f"# The fastest micro-batch of a sweep: {describe(best)}",
+        f"# The fastest micro-batch of a sweep: {speed_text(best)}",
         f"# {machine['device']}, {machine['dtype']}, torch {machine['torch']}, {machine['date']}",
     ]
     lines += [f"{name} = {value!r}" for name, value in values.items()]
@@ -190,7 +191,7 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # where the ladder begins: everything off
 LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
 LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
-# Each row: its name, the config keys that it changes, and the arguments of measure() that it
+# Each row: its name, the config keys that it changes, and the arguments of time_training() that it
 # changes. The changes stay for the rows below.
 LADDER = [
     ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
@@ -276,7 +277,7 @@ def attempt_largest(config: Config, **arguments) -> dict:
     try the next smaller ones.
     """
     device = hardware.choose_device(config)
-    dtype = hardware.choose_dtype(config, device)
+    dtype = hardware.name_of(hardware.choose_dtype(config, device))
     capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
     model = model_config(config, GPT2_VOCAB)
     fits = fitting_batch(config, model, dtype, config.iter_sequences, capacity) or 1

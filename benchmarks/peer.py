@@ -17,6 +17,7 @@ from tqdm import tqdm
 from benchmarks import measure
 from common.console import UserError, say
 from configurator import Config
+from data.shards import Dataset
 from training import hardware
 
 SIDES = ("ours", "nanoGPT")
@@ -39,12 +40,12 @@ def main(config: Config, options: Namespace) -> dict:
         raise UserError(f"tie_weights, model, optimizer: {theirs}")
     hw = hardware.set_up(config)
     with measure.readable_errors():
-        first, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
+        losses, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
     ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
     speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
     for side in SIDES:
         rate = config.iter_tokens / statistics.median(seconds[side])
-        line = f"{side:<8} {rate:>9,.0f} tok/s, first loss {first[side]['first_loss']:.4f}"
+        line = f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}"
         if memory[side]:
             line += f", memory {memory[side]:.2f} GiB"
         say(line)
@@ -57,25 +58,26 @@ def main(config: Config, options: Namespace) -> dict:
     say(line)
     result = dict(speed_ratio=speed, speed_ratio_range=[low, high], seconds_per_iter=seconds)
     result |= dict(memory_ratio=memory_ratio, memory_gib=memory, machine=measure.machine(hw))
-    return result | dict(tokens_per_iter=config.iter_tokens, first=first)
+    return result | dict(tokens_per_iter=config.iter_tokens, first_loss=losses)
 
 
 def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, dict]:
     """
-    For each side: its parameters and first loss, the seconds per iteration of each trial, and its
-    memory in GiB. Raises UserError where the sides do not do the same work.
+    For each side: its first loss, the seconds per iteration of each trial, and its memory in GiB.
+    Raises UserError where the sides do not do the same work.
     """
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as our_folder,
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as their_folder,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         measure.new_process() as our_process,
         measure.new_process() as their_process,
     ):
         processes = dict(ours=our_process, nanoGPT=their_process)
+        data = measure.real_or_random_data(config, Path(folder))
         # one after the other, so that only one needs the memory of starting
-        ours = our_process.submit(start_side, config, Path(our_folder)).result()
-        theirs = their_process.submit(start_side, config, Path(their_folder), nanogpt).result()
-        check_same_work(ours, theirs)
+        ours = our_process.submit(start_side, config, data).result()
+        theirs = their_process.submit(start_side, config, data, nanogpt).result()
+        if abs(ours - theirs) > SAME_LOSS:
+            raise UserError(f"nanogpt: other work: first loss {ours:.4f} here, {theirs:.4f} there")
         slower = max(process.submit(time_side, 1).result()[0] for process in processes.values())
         iters = measure.window_iters(slower)
         seconds = {side: [] for side in SIDES}
@@ -88,35 +90,26 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, 
     return dict(ours=ours, nanoGPT=theirs), seconds, memory
 
 
-def check_same_work(ours: dict, theirs: dict) -> None:
-    """Raises UserError where the number of parameters or the first loss differs."""
-    for what, tolerance in (("parameters", 0), ("first_loss", SAME_LOSS)):
-        if abs(ours[what] - theirs[what]) > tolerance:
-            values = f"{ours[what]:.10g} here, {theirs[what]:.10g} there"
-            raise UserError(f"nanogpt: other work: {what.replace('_', ' ')} {values}")
-
-
 # in the process of one side: what start_side built, and the memory in use before, GiB
 started: tuple[measure.Trainee, float]
 
 
-def start_side(config: Config, tokens: Path, nanogpt: Path | None = None) -> dict:
+def start_side(config: Config, data: Dataset, nanogpt: Path | None = None) -> float:
     """
-    Build one side in this process and run its first iteration. nanoGPT's side keeps the system's
-    own handling of memory, as its users have it.
+    Build one side in this process and run its first iteration. Returns the loss. nanoGPT's side
+    keeps the system's own handling of memory, as its users have it.
     """
     global started
     hw = hardware.set_up(config, keep_memory=not nanogpt)
     before = hw.peak_memory_gib() or 0
     with measure.readable_errors():
-        side = measure.Trainee(config, hw, measure.real_or_random_data(config, tokens))
+        side = measure.Trainee(config, hw, data)
         if nanogpt:
             use_nanogpt(side, nanogpt)
         started = side, before
-        parameters = sum(p.numel() for p in side.model.parameters())
         first_loss = side.step()[0].item()
         torch.cuda.empty_cache()  # the other side comes next
-        return dict(parameters=parameters, first_loss=first_loss)
+        return first_loss
 
 
 def time_side(iters: int) -> tuple[float, float | None]:
@@ -146,27 +139,18 @@ class LossOnly(torch.nn.Module):
 
 
 def use_nanogpt(side: measure.Trainee, folder: Path) -> None:
-    """
-    Put nanoGPT's model in place of ours, with our weights. Raises UserError where that is not
-    possible.
-    """
+    """Put nanoGPT's model in place of ours, with our weights."""
     c = side.config
     betas = (c.beta1, c.beta2)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints as it builds
-            spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-            theirs = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(theirs)
-            sizes = {name: getattr(side.model.config, name) for name in SIZES}
-            model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
-            model.load_state_dict(side.model.state_dict())
-            settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
-            their_groups = model.configure_optimizers(*settings).param_groups
-    except (AttributeError, ImportError, TypeError, RuntimeError) as error:
-        if hardware.is_out_of_memory(error):
-            raise
-        reason = " ".join(str(error).split()[:30])
-        raise UserError(f"nanogpt: {folder} holds other work: {reason}") from None
+    with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints as it builds
+        spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+        theirs = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(theirs)
+        sizes = {name: getattr(side.model.config, name) for name in SIZES}
+        model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
+        model.load_state_dict(side.model.state_dict())
+        settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
+        their_groups = model.configure_optimizers(*settings).param_groups
     # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
     groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
     side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)

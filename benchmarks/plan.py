@@ -19,25 +19,20 @@ from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from training import hardware
-from training.build import count_parameters, flops_per_token, model_config
-from training.gpus import (
-    USABLE_MEMORY,
-    fitting_batch,
-    memory_bytes,
-    read_gpu_table,
-    resolve_gpu,
-    row_peak,
-    short_name,
-)
-from training.runlog import read_records, warn_of_epochs
+from training.build import count_parameters, flops_per_token, model_config, warn_of_epochs
+from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
+from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes
+from training.metrics import read_records
 
 # What compiled GPT-2 training reaches, as (low, likely, high). GeForce: users' logs of an RTX 4070
 # have 69 and 82 %. Others: A100 PCIe 32 %, A100 SXM 60 %, H100 40 % (throughput published by llm.c
 # and its readers).
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 OTHER_MFU = (0.30, 0.40, 0.60)
-CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
-
+CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
+# what time_figures() works out
+TIME_FIGURES = ("hours", "hours_range", "hours_total", "eval_seconds", "checkpoint_seconds")
+TIME_FIGURES += ("tokens_per_sec", "mfu", "kwh", "kwh_total", "cost")
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
 
@@ -45,7 +40,7 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed: written, hashed and read back
 # The card
 
 
-def describe_card(name: str, dtype: str, peak: float | None, memory: float | None) -> dict:
+def card_figures(name: str, dtype: str, peak: float | None, memory: float | None) -> dict:
     """`peak`: dense, for this dtype, in TFLOP/s. `memory`: in GiB. None where unknown."""
     return dict(gpu=name, dtype=dtype, peak_tflops=peak, gpu_memory_gib=memory)
 
@@ -54,16 +49,16 @@ def card_of_row(row: dict[str, str], config: Config) -> dict:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
-    peak = config.peak_tflops or row_peak(row, getattr(torch, dtype), config.tf32)
-    return describe_card(short_name(row), dtype, peak, float(row["memory_gib"]))
+    peak = config.peak_tflops or row_peak(row, dtype, config.tf32)
+    return card_figures(short_name(row), dtype, peak, float(row["memory_gib"]))
 
 
 def card_here(config: Config) -> dict:
     raise_if_any(hardware.check_device(config))
     hw, memory = hardware.set_up(config), None
     if hw.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(hw.device).total_memory / hardware.GIB
-    return describe_card(hw.name, str(hw.dtype).removeprefix("torch."), hw.peak_tflops, memory)
+        memory = torch.cuda.get_device_properties(hw.device).total_memory / GIB
+    return card_figures(hw.name, hw.dtype_name, hw.peak_tflops, memory)
 
 
 # -----------------------------------------------------------------------------
@@ -93,7 +88,7 @@ def known_pace(source: str, seconds_on_one_gpu: float, gpus: int) -> dict:
     return dict(pace=source, iter_seconds=seconds, iter_seconds_range=[seconds, seconds])
 
 
-def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
+def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
     """
     What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
@@ -111,7 +106,7 @@ def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
         differ = f"trained {theirs:.1f} MFLOP/token, this configuration is {ours:.1f}"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file")
     per_token = statistics.median(seconds) / start["tokens_per_iter"] * start.get("world_size", 1)
-    card = describe_card(start["device"], start["dtype"], start["peak_tflops"], None)
+    card = card_figures(start["device"], start["dtype"], start["peak_tflops"], None)
     return per_token * config.iter_tokens, card
 
 
@@ -122,21 +117,18 @@ def read_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
 def count_pauses(config: Config) -> tuple[int, int]:
     """(evaluations, checkpoints) of the whole run; each evaluation but the first saves one."""
     n, evals, saves = config.max_iters, config.eval_interval, config.checkpoint_interval
-    evaluations = math.ceil(n / evals) + 1
-    checkpoints = n // evals
+    saved_at = {n, *range(evals, n, evals)}
     if saves:
-        checkpoints += n // saves - n // math.lcm(evals, saves)
-    if n % evals and not (saves and n % saves == 0):
-        checkpoints += 1  # at the end
-    return evaluations, checkpoints
+        saved_at |= {*range(saves, n, saves)}
+    return math.ceil(n / evals) + 1, len(saved_at)
 
 
 def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace) -> dict:
     """
     All figures of a run. hours and kwh are the iterations alone.
     hours_total, kwh_total and cost include the evaluations and checkpoints. watts is what one GPU
-    draws, without the rest of the machine. Several GPUs share the work evenly. What averaging their
-    gradients takes is not in the hours, but in exchange_gb and link_gb_per_sec.
+    draws, without the rest of the machine. Several GPUs share the work evenly; what averaging their
+    gradients takes is not in the hours (docs/several_gpus.md).
     """
     tokens = config.iter_tokens * config.max_iters
     params, params_in_products = count_parameters(model)
@@ -158,8 +150,6 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         evaluations=evaluations,
         checkpoints=checkpoints,
         watts=options.watts,
-        # what each GPU sends in a ring all-reduce of float32 gradients
-        exchange_gb=2 * (options.gpus - 1) / options.gpus * 4 * params / 1e9,
     )
     p = card | p | pace
     return p | time_figures(config, p, options) | memory_figures(config, model, p)
@@ -167,8 +157,7 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
     """The figures that need the time of an iteration, all None without it."""
-    names = "hours hours_range hours_total eval_seconds checkpoint_seconds tokens_per_sec mfu"
-    figures = dict.fromkeys(f"{names} link_gb_per_sec kwh kwh_total cost".split())
+    figures = dict.fromkeys(TIME_FIGURES)
     if not p["iter_seconds"]:
         return figures
     hours = config.max_iters * p["iter_seconds"] / 3600
@@ -184,8 +173,6 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
     figures["tokens_per_sec"] = rate
     if p["peak_tflops"]:
         figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
-    # 90 % efficiency: not overlapped, the exchange may take a ninth of the iteration
-    figures["link_gb_per_sec"] = 9 * p["exchange_gb"] / p["iter_seconds"]
     if options.watts:
         kilowatts = options.watts * p["gpus"] / 1000
         figures["kwh"] = hours * kilowatts
@@ -196,16 +183,15 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
 
 
 def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
-    dtype = getattr(torch, p["dtype"])
-    parts = memory_bytes(model, config.batch_size, dtype, config.compile, config.optimizer)
-    parts_gib = {part: size / hardware.GIB for part, size in parts.items()}
+    parts = memory_bytes(model, config.batch_size, p["dtype"], config.compile, config.optimizer)
+    parts_gib = {part: size / GIB for part, size in parts.items()}
     vram = sum(parts_gib.values())
     fits = best = None
     if p["gpu_memory_gib"]:
         usable = USABLE_MEMORY * p["gpu_memory_gib"]
         fits = vram <= usable
         sequences = config.iter_sequences // p["gpus"]
-        best = fitting_batch(config, model, dtype, sequences, usable * hardware.GIB)
+        best = fitting_batch(config, model, p["dtype"], sequences, usable * GIB)
     return dict(vram_gib=vram, vram_parts_gib=parts_gib, fits=fits, batch_size_that_fits=best)
 
 
@@ -245,16 +231,12 @@ def plan_lines(p: dict) -> list[str]:
         f"{p['checkpoints']} checkpoints of {p['checkpoint_seconds']:.1f} s",
         *memory_lines(p),
     ]
-    if p["gpus"] > 1:
-        needed = f"90 % efficiency needs {p['link_gb_per_sec']:.3g} GB/s"
-        sent = f"{p['exchange_gb']:.3g} GB sent and received by each GPU per iteration"
-        lines.append(f"link     {sent}; {needed}")
     if p["kwh"] is None:
         return [*lines, "energy   n/a (--watts= the draw of one GPU)"]
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
     energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all"
-    draw = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
-    return [*lines, f"energy   {energy} at {draw}; cost {cost}"]
+    power = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
+    return [*lines, f"energy   {energy} at {power}; cost {cost}"]
 
 
 def memory_lines(p: dict) -> list[str]:
@@ -298,7 +280,14 @@ def table_lines(plans: list[dict]) -> list[str]:
 def main(config: Config, options: Namespace) -> dict:
     """Print the plan and return it for --json. `options`: plan's flags, None where not given."""
     options.gpus = options.gpus or 1
-    check_inputs(config, options)
+    accumulation = config.gradient_accumulation_steps
+    if accumulation % options.gpus:
+        found = f"{options.gpus} do not divide gradient_accumulation_steps {accumulation}"
+        raise UserError(f"gpus: {found}")
+    if options.from_run and options.iter_seconds:
+        raise UserError("iter_seconds: from_run measures it; drop one of the two")
+    if options.gpu == "all" and (options.from_run or options.iter_seconds):
+        raise UserError("gpu: one iteration time cannot serve all; name one card")
     vocab = GPT2_VOCAB
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         data = open_dataset(config.dataset)
@@ -324,28 +313,10 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
     """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
     if options.from_run:
-        try:
-            seconds, card_of_run = read_run(config, model, Path(options.from_run))
-        except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"from_run: {options.from_run}: damaged ({error!r})") from None
+        seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
         pace = known_pace(f"measured in {options.from_run}", seconds, options.gpus)
         return card or card_of_run, pace
     card = card or card_here(config)
     if options.iter_seconds:
         return card, known_pace("given", options.iter_seconds, options.gpus)
     return card, estimated_pace(config, model, card, options.gpus)
-
-
-def check_inputs(config: Config, options: Namespace) -> None:
-    problems = []
-    accumulation = config.gradient_accumulation_steps
-    if config.max_iters == 0:
-        problems.append("max_iters: 0 iterations are no run to plan; --max_iters=20000")
-    if accumulation % options.gpus:
-        found = f"{options.gpus} do not divide gradient_accumulation_steps {accumulation}"
-        problems.append(f"gpus: {found}")
-    if options.iter_seconds and options.from_run:
-        problems.append("iter_seconds: from_run measures it; drop one of the two")
-    if options.gpu == "all" and (options.iter_seconds or options.from_run):
-        problems.append("gpu: one iteration time cannot serve all; name one card")
-    raise_if_any(problems)

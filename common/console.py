@@ -20,11 +20,6 @@ from typing import TextIO
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, but newline and tab
 
 
-def one_line(text: str) -> str:
-    """`text` with its control characters escaped, newlines too: a file's name may hold them."""
-    return printable(text).replace("\n", "\\n")
-
-
 def printable(text: str) -> str:
     """
     `text` with control characters other than newline and tab escaped, so that a terminal shows and
@@ -42,7 +37,7 @@ def keep_transcript(file: TextIO | None) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stdout. A newline inside one, which a file name may hold, is escaped."""
+    """Print lines to stdout, their control characters escaped."""
     tell("stdout", lines)
 
 
@@ -53,16 +48,15 @@ def complain(*lines: str) -> None:
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """A console that has gone, or whose disk is full, costs its lines, never the run."""
-    text = "\n".join(one_line(line) for line in lines)
+    text = printable("\n".join(lines))
     # RuntimeError: a signal handler printed while a line was being printed; its line is dropped
     with contextlib.suppress(RuntimeError):
         try:
             print(text, file=getattr(sys, console), flush=True)
-        except (OSError, ValueError):  # ValueError: somebody has closed it
+        except OSError:
             setattr(sys, console, open(os.devnull, "w"))
     if transcript:
-        # OSError, ValueError: a full disk; closed meanwhile
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
+        with contextlib.suppress(OSError, RuntimeError):  # OSError: a full disk
             transcript.write(text + "\n")
             transcript.flush()
 
@@ -103,7 +97,7 @@ def parse_count(text: str) -> int:
 
 def duration(seconds: float) -> str:
     """11520 -> 3h12m"""
-    seconds = round(min(seconds, 1e12))  # a damaged log may say infinite
+    seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"
     minutes, hours = seconds // 60, seconds // 3600
@@ -122,10 +116,10 @@ class UserError(Exception):
 
     exit_code = 2  # found before any long work
 
-    def __init__(self, *problems: str, agreed: bool = False):
-        """`agreed`: all processes raise it together."""
+    def __init__(self, *problems: str, on_all_ranks: bool = False):
+        """`on_all_ranks`: all processes of the run raise it together."""
         super().__init__(*problems)
-        self.agreed = agreed
+        self.on_all_ranks = on_all_ranks
 
     @property
     def problems(self) -> list[str]:
@@ -169,18 +163,14 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
     Run a script's main(argv) and exit. A UserError becomes one `error:` line per problem and its
     exit code, without a traceback; so does a file that the system refuses.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
-        # what all processes agree on, the first one on each machine says
-        several = os.environ.get("WORLD_SIZE", "1") != "1"
-        if not (several and error.agreed and os.environ.get("LOCAL_RANK", "0") != "0"):
+        # of processes that raise it together, the first one on each machine says so
+        if not error.on_all_ranks or os.environ.get("LOCAL_RANK", "0") == "0":
             for problem in error.problems:
                 complain(f"error: {problem}")
         code = error.exit_code

@@ -1,14 +1,18 @@
 """
-Files that survive a kill and a full disk: all-or-nothing writes, locks, free space.
+Files that survive a kill and a full disk: all-or-nothing writes, locks, free space. And JSON, read
+with one line for what is wrong with it.
 """
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from common.console import UserError
 
 
 @contextlib.contextmanager
@@ -58,22 +62,12 @@ def try_lock(file: BinaryIO) -> bool:
     return True
 
 
-def is_same_file(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` still names the open file, which may have been deleted or replaced since."""
+def read_json(path: Path, mend: str) -> dict:
+    """A JSON object from a file. Raises UserError, which ends in `mend`."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def plain_file(path: Path) -> Path:
-    """
-    `path`. Raises OSError if it is a named pipe, a socket or a device: reading one can take for
-    ever.
-    """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "is a named pipe, a socket or a device, not a file", str(path))
-    return path
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); {mend}") from None
 
 
 def lack_of_space(folder: Path, needed: int) -> str:

@@ -17,7 +17,6 @@ same sequence of windows differently.
 """
 
 import atexit
-import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config
-from data.shards import Dataset, HeldTokens, TokenStream
+from data.shards import Dataset, HeldTokens, ShardTokens
 
 PREFETCHED_BATCHES = 4
 MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at again
@@ -67,7 +66,7 @@ class WindowOrder:
 class ShuffledWindows:
     """The windows of a split on the disk, in WindowOrder's order."""
 
-    def __init__(self, tokens: TokenStream, config: Config):
+    def __init__(self, tokens: ShardTokens, config: Config):
         self.tokens = tokens
         self.order = WindowOrder(len(tokens), config.block_size, config.seed)
 
@@ -112,12 +111,10 @@ class TrainBatches:
         self.windows = data.stream or ShuffledWindows(data.train, config)
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
-        self.loaded: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
-        # One entry per batch that may be read ahead
-        self.permits: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(PREFETCHED_BATCHES):
-            self.permits.put(None)
-        self.next_batch: Batch | Exception | None = None  # taken out of `loaded` by ready()
+        self.loaded: queue.SimpleQueue[Tensor | Exception] = queue.SimpleQueue()
+        # How many more blocks may be read ahead
+        self.room = threading.Semaphore(PREFETCHED_BATCHES)
+        self.arrived: Tensor | Exception | None = None  # taken out of `loaded` by wait()
         self.closed = False
         first = consumed + rank * config.batch_size
         # A daemon, so that a source that no longer answers cannot keep the process from ending
@@ -129,7 +126,7 @@ class TrainBatches:
     def read_ahead(self, first: int) -> None:
         try:
             while True:
-                self.permits.get()
+                self.room.acquire()
                 if self.closed:
                     return
                 self.loaded.put(self.load(first))
@@ -137,57 +134,53 @@ class TrainBatches:
         except Exception as error:  # for the thread that waits for the batch
             self.loaded.put(error)
 
-    def load(self, first: int) -> Batch:
-        """The micro-batch of sequences from `first` on, on the host."""
-        x, y = split_block(torch.from_numpy(self.windows.read(first, self.batch_size)))
-        if self.device.type == "cuda":
-            return x.pin_memory(), y.pin_memory()
-        return x, y
+    def load(self, first: int) -> Tensor:
+        """The windows of sequences from `first` on, (B, T + 1) on the host."""
+        block = torch.from_numpy(self.windows.read(first, self.batch_size))
+        return block.pin_memory() if self.device.type == "cuda" else block
 
-    def ready(self) -> bool:
-        """Whether the next batch is there, after waiting a moment for it."""
-        with contextlib.suppress(queue.Empty):
-            if self.next_batch is None:
-                self.next_batch = self.loaded.get(timeout=MOMENT)
-        return self.next_batch is not None
+    def wait(self) -> bool:
+        """Wait for the next micro-batch, but no more than a moment. Whether it has come."""
+        if self.arrived is None:
+            try:
+                self.arrived = self.loaded.get(timeout=MOMENT)
+            except queue.Empty:
+                return False
+        return True
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        while not self.ready():
+        """The next micro-batch. Raises what reading it raised."""
+        while not self.wait():
             pass
-        batch, self.next_batch = self.next_batch, None
-        self.permits.put(None)
-        if isinstance(batch, Exception):
-            raise batch
-        return move(batch, self.device)
+        block, self.arrived = self.arrived, None
+        self.room.release()
+        if isinstance(block, Exception):
+            raise block
+        return to_batch(block, self.device)
 
     def close(self) -> None:
         atexit.unregister(self.close)
         self.closed = True
-        self.permits.put(None)  # the reader may be waiting for it
+        self.room.release()  # the reader may be waiting for it
         self.reader.join(timeout=1)  # longer only where no data comes
         self.windows.close()
 
 
-def split_block(block: Tensor) -> Batch:
-    """(B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one."""
+def to_batch(block: Tensor, device: torch.device) -> Batch:
+    """
+    (B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one, on the device. Only on
+    CUDA does the copy not wait: on MPS it could read memory that has been freed meanwhile (pytorch
+    #139550).
+    """
+    block = block.to(device, non_blocking=device.type == "cuda")
     return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
-def move(batch: Batch, device: torch.device) -> Batch:
-    """
-    The batch on the device. Only on CUDA does it not wait: on MPS the copy could read memory that
-    has been freed meanwhile (pytorch #139550).
-    """
-    x, y = batch
-    no_wait = device.type == "cuda"
-    return x.to(device, non_blocking=no_wait), y.to(device, non_blocking=no_wait)
-
-
 def eval_batches(
-    stream: TokenStream | HeldTokens,
+    split: ShardTokens | HeldTokens,
     tokens: int,
     config: Config,
     device: torch.device,
@@ -197,12 +190,12 @@ def eval_batches(
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
     """
     The fixed windows that an evaluation reads, as (inputs, targets, number of tokens): the first
-    `tokens` of the stream in order, or with `spread` as many windows evenly over the whole of it.
+    `tokens` of the split in order, or with `spread` as many windows evenly over the whole of it.
     The same tokens at any batch size and number of processes: the last batches are filled up with
     targets of -1, which count for nothing.
     """
     T = config.block_size
-    available = (len(stream) - 1) // T
+    available = (len(split) - 1) // T
     count = min(max(tokens // T, 1), available)
     starts = [n * T for n in range(count)]
     if spread:
@@ -211,6 +204,6 @@ def eval_batches(
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
         filling = [starts[0]] * (config.batch_size - len(rows))
-        x, y = split_block(torch.from_numpy(stream.read_windows(rows + filling, T + 1)))
+        x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), device)
         y[len(rows) :] = -1
-        yield *move((x, y), device), len(rows) * T
+        yield x, y, len(rows) * T

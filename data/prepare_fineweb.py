@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The root in place of data/, whose files could hide others
+    # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, parse_count, run_main
 from data import sources
-from data.tokenizer import TOKENIZERS, open_tokenizer
-from data.writer import MAX_SHARD_TOKENS, Plan, check_folder, prepare, read_manifest
+from data.tokenizer import TOKENIZERS, pick_tokenizer
+from data.writer import MAX_SHARD_TOKENS, Plan, check_folder, prepare, read_preparation
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int | None:
     title, revision, source = open_source(arguments)
     if next(source(0, 0), None) is None:  # also finds a broken source before anything is written
         raise UserError(f"{title}: holds no documents")
-    # 6 bytes: more than a token of validation has, whatever the tokenizer will be
-    tokenizer = open_tokenizer(arguments.tokenizer, arguments.out, source, 6 * arguments.val_tokens)
+    # a tokenizer is not trained on validation's text: at most 6 bytes for each of its tokens
+    tokenizer = pick_tokenizer(arguments.tokenizer, arguments.out, source, 6 * arguments.val_tokens)
     plan = Plan(arguments.out, title, revision, tokenizer, arguments.tokens + arguments.val_tokens)
     plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
     plan.shard_tokens = arguments.shard_tokens
@@ -77,7 +77,7 @@ def begun_revision(folder: Path, title: str) -> str | None:
     """
     if not (folder / "manifest.json").exists():
         return None
-    begun = read_manifest(folder)
+    begun = read_preparation(folder)
     return begun["revision"] if begun["source"] == title else None
 
 

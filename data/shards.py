@@ -1,5 +1,5 @@
 """
-Token datasets on the disk: opened, checked, and read as one stream of tokens per split.
+Token datasets on the disk: opened, checked, and read as one row of tokens per split.
 
 A dataset is a folder of shards in any of three forms: ours (llm.c's format and a manifest.json), a
 folder of llm.c / modded-nanogpt shards, or nanoGPT's headerless train.bin and val.bin (+ meta.pkl).
@@ -7,27 +7,25 @@ A shard's file name says its split: see split_of.
 """
 
 import bisect
-import contextlib
 import hashlib
 import json
 import os
 import re
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, did_you_mean, raise_if_any, warn
-from common.files import plain_file, replacing
+from common.console import RunError, UserError, did_you_mean
+from common.files import read_json, replacing
 from configurator import Config
-from data.tokenizer import GPT2_VOCAB, fits, read_bpe, read_meta
+from data.tokenizer import GPT2_VOCAB, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-MAX_VOCAB = 2**20  # more than any tokenizer's: a larger number is damage
 CHECKED_TOKENS = 32768  # at both ends of a shard, looked at when it is opened
+PREPARE_AGAIN = "prepare the dataset again"
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset: train.py makes it itself
 
 # -----------------------------------------------------------------------------
@@ -55,35 +53,23 @@ def open_shard(path: Path, listed: dict | None = None) -> Shard:
     Read a shard's header, and compare it with the file's size and with what manifest.json lists.
     Raises UserError.
     """
-    try:
-        size = plain_file(path).stat().st_size
-        with open(path, "rb") as file:
-            header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; prepare the dataset again") from None
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     magic, version, tokens = header.tolist()
     header_bytes = 4 * HEADER_INTS
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's: only tokens
         header_bytes, tokens = 0, size // 2
-        if size == 0 or size % 2 or header.tobytes().startswith(b"\x93NUMPY"):
-            raise UserError(f"{path}: its {size:,} bytes are not uint16 alone; prepare it again")
-    elif magic != SHARD_MAGIC:
-        raise UserError(f"{path}: its magic number is {magic}, a shard's is {SHARD_MAGIC}")
-    elif version != SHARD_VERSION:
-        raise UserError(f"{path}: its version is {version}, only {SHARD_VERSION} can be read")
+    elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        begins = f"begins with {magic}, {version}, a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
+        raise UserError(f"{path}: {begins}; prepare it again")
     held = (size - header_bytes) / 2
-    if held != tokens or tokens < 0:
-        promise = f"its header promises {tokens:,} tokens, the file holds {held:,.1f}"
-        raise UserError(f"{path}: {promise}; prepare it again")
+    if held != tokens:
+        raise UserError(f"{path}: holds {held:,.1f} tokens, not {tokens:,}; prepare it again")
     if listed and listed["tokens"] != tokens:
         differs = f"holds {tokens:,} tokens, manifest.json says {listed['tokens']:,}"
         raise UserError(f"{path}: {differs}; delete {path.parent} and prepare it again")
     return Shard(path, header_bytes, tokens)
-
-
-def is_file_name(name: str) -> bool:
-    """Whether a shard's name stays in its folder, and is one that a file can have."""
-    return name == Path(name).name and "\0" not in name
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -102,40 +88,18 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     return sha256.hexdigest()
 
 
-def allow_open_files(count: int) -> None:
-    """Raise the limit of open files, usually 1,024 for a process, by `count`."""
-    # ImportError: Windows, whose limit is higher; the others: macOS has a further limit of its own
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            # Linux has no unlimited hard limit; macOS's is a large number
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + count, hard), hard))
-
-
-class TokenStream:
-    """
-    The shards of one split as one stream of tokens. Plain reads, not a memory map, whose pages
-    would count as memory of the process.
-    """
+class ShardTokens:
+    """The shards of one split, read as if their tokens were one long row."""
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
         self.ends = np.cumsum([shard.tokens for shard in shards]).tolist()
-        allow_open_files(len(shards))
-        try:
-            self.files = [open(shard.path, "rb", buffering=0) for shard in shards]
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}; raise ulimit -n") from None
-        # The thread that reads ahead and an evaluation share the files' positions
-        self.lock = threading.Lock()
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(shard number, token offset in that shard) of a position in the stream."""
+        """(shard number, token offset in that shard) of a position in the split."""
         number = bisect.bisect_right(self.ends, position)
         return number, position - (self.ends[number] - self.shards[number].tokens)
 
@@ -147,12 +111,13 @@ class TokenStream:
         filled = 0
         while filled < len(out):
             number, offset = self.locate(position + filled)
-            shard, file = self.shards[number], self.files[number]
+            shard = self.shards[number]
             piece = out[filled : filled + shard.tokens - offset]
             try:
-                with self.lock:
+                # no memory map: its pages would count as memory of the process
+                with open(shard.path, "rb") as file:
                     file.seek(shard.header_bytes + 2 * offset)
-                    size = file.readinto(memoryview(piece).cast("B"))
+                    size = file.readinto(piece)
             except OSError as error:  # a failing disk, a network file system that has gone
                 raise RunError(f"{shard.path}: {error.strerror}; resume once readable") from None
             if size != piece.nbytes:
@@ -176,7 +141,7 @@ class TokenStream:
 
 
 class HeldTokens:
-    """Tokens in memory, read like a TokenStream: what a streaming run evaluates on."""
+    """Tokens in memory, read like ShardTokens: what a run with stream=True evaluates on."""
 
     def __init__(self, tokens: np.ndarray):
         self.tokens = tokens
@@ -196,13 +161,12 @@ class HeldTokens:
 @dataclass
 class Dataset:
     source: str  # the folder, or what is streamed
-    train: TokenStream | HeldTokens  # of a stream, only as many tokens as an evaluation reads
-    val: TokenStream | HeldTokens
+    train: ShardTokens | HeldTokens  # with stream=True only as many as an evaluation reads
+    val: ShardTokens | HeldTokens
     vocab: int  # before padding
     tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
     fingerprint: str  # changes when the tokens do
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
-    modified: float = 0.0  # when the newest of its files was changed, as st_mtime; 0.0 on the hub
     bytes_per_token: float | None = None  # of the validation text; None where nobody has counted
 
 
@@ -223,17 +187,16 @@ def open_dataset(name: str) -> Dataset:
         raise UserError(missing_dataset(name, folder))
     listed, vocab, tokenizer = read_description(folder)
     shards = open_shards(folder, listed)
-    train, val = TokenStream(shards["train"], vocab), TokenStream(shards["val"], vocab)
+    train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
     fingerprint = check_tokens(listed, [train, val])
-    modified = max(shard.path.stat().st_mtime for shard in train.shards + val.shards)
-    size = bytes_per_token(listed, tokenizer["kind"])
-    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, None, modified, size)
+    size = bytes_per_token(listed)
+    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, bytes_per_token=size)
 
 
 def missing_dataset(name: str, folder: Path) -> str:
     """The message where the folder is not there."""
     problem = f"dataset: there is no folder {folder}"
-    if name == "openwebtext":  # the default, which most likely nobody asked for
+    if name == "openwebtext":  # the default of --dataset: most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     command = "prepare_fineweb.py --tokens=10B" if "fineweb" in name else "prepare_text.py FILE"
@@ -243,58 +206,43 @@ def missing_dataset(name: str, folder: Path) -> str:
 
 def read_description(folder: Path) -> tuple[dict[str, dict], int, dict]:
     """
-    What manifest.json and meta.pkl say, where they are there: the shards by name, the vocabulary
-    and the tokenizer's spec. Raises UserError.
+    What manifest.json says, or else meta.pkl, or nothing: the shards by name, the vocabulary and
+    the tokenizer's spec. Of kind unknown, that lets a run train, but print no samples. Raises
+    UserError.
     """
-    manifest_path, meta_path = folder / "manifest.json", folder / "meta.pkl"
-    manifest = read_json(manifest_path) if manifest_path.exists() else {}
-    meta = read_meta(meta_path) if meta_path.exists() else {}
-    if manifest.get("complete") is False:
-        raise UserError(f"{folder}: unfinished; run the command that began it again")
-    try:
-        listed = {}
-        for shard in manifest.get("shards", []):
-            if not is_file_name(shard["name"]):
-                raise ValueError(f"a shard named {shard['name'][:50]!r}")
-            listed[shard["name"]] = dict(shard, tokens=int(shard["tokens"]))
-        vocab = int(manifest.get("vocab") or meta.get("vocab_size") or GPT2_VOCAB)
-        if not 0 < vocab <= MAX_VOCAB:
-            raise ValueError("vocabulary out of range")
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        problem = f"{folder}: manifest.json or meta.pkl is damaged ({error!r})"
-        raise UserError(f"{problem}; prepare the dataset again") from None
-    if manifest.get("tokenizer") == "bpe":
-        return listed, vocab, read_bpe(folder / "tokenizer.json", manifest)
-    return listed, vocab, tokenizer_spec(manifest, meta, vocab)
+    if (folder / "manifest.json").exists():
+        manifest = read_manifest(folder)
+        if manifest.get("complete") is False:
+            raise UserError(f"{folder}: unfinished; run the command that began it again")
+        listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
+        tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
+        if tokenizer["kind"] == "bpe":
+            tokenizer = read_bpe(folder / "tokenizer.json", manifest)
+        return listed, manifest.get("vocab", GPT2_VOCAB), tokenizer
+    if (folder / "meta.pkl").exists():
+        return {}, *read_meta(folder / "meta.pkl")
+    return {}, GPT2_VOCAB, dict(kind="gpt2")
 
 
-def tokenizer_spec(manifest: dict, meta: dict, vocab: int) -> dict:
-    """The tokenizer's spec. Of kind unknown, it lets a run train, but print no samples."""
-    if manifest.get("tokenizer"):
-        spec = dict(kind=manifest["tokenizer"])
-    elif "itos" in meta:
-        spec = dict(kind="char")
-    elif meta and vocab != GPT2_VOCAB:
-        return dict(kind="unknown")  # a tokenizer of somebody's own, which meta.pkl does not hold
-    else:
-        spec = dict(kind="gpt2")
-    with contextlib.suppress(LookupError, TypeError):  # then it does not fit
-        spec["itos"] = [meta["itos"][i] for i in range(vocab)]
-    return spec if fits(spec, vocab) else dict(kind="unknown")
+def read_manifest(folder: Path) -> dict:
+    """manifest.json. Raises UserError where it lists what cannot be a shard of this folder."""
+    manifest = read_json(folder / "manifest.json", PREPARE_AGAIN)
+    for shard in manifest.get("shards", []):
+        # with a name such as ../x.bin, a file elsewhere would be read, or deleted
+        if shard["name"] != Path(shard["name"]).name:
+            raise UserError(f"{folder}: {shard['name']} is outside of it; {PREPARE_AGAIN}")
+    return manifest
 
 
-def bytes_per_token(listed: dict[str, dict], kind: str) -> float | None:
+def bytes_per_token(listed: dict[str, dict]) -> float | None:
     """
     UTF-8 bytes of the validation text per token of it, as manifest.json has counted them; None
-    where it has not. Of byte tokens an older one tells enough: all but the documents' end-of-texts.
+    where it has not.
     """
     val = [shard for name, shard in listed.items() if split_of(name) == "val"]
-    try:
-        if kind == "byte":
-            val = [dict(bytes=s["tokens"] - s.get("documents", 0)) | s for s in val]
-        return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
-    except (LookupError, TypeError, ArithmeticError):  # not counted, or damaged
+    if not val or not all("bytes" in shard for shard in val):
         return None
+    return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
 
 
 def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]:
@@ -303,36 +251,28 @@ def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]
     Raises UserError.
     """
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
-    problems = []
     for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
         if split := split_of(name):
-            try:
-                shards[split].append(open_shard(folder / name, listed.get(name)))
-            except UserError as error:
-                problems += error.problems
-    raise_if_any(problems)
+            shards[split].append(open_shard(folder / name, listed.get(name)))
     for split in shards:
-        names = [shard.path.name for shard in shards[split]]
-        if f"{split}.bin" in names and len(names) > 1:
-            raise UserError(f"{folder}: {' and '.join(names[:3])} are two datasets; remove one")
         if not any(shard.tokens for shard in shards[split]):
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
     return shards
 
 
-def check_tokens(listed: dict[str, dict], streams: list[TokenStream]) -> str:
+def check_tokens(listed: dict[str, dict], splits: list[ShardTokens]) -> str:
     """
     Check both ends of each shard; the rest is checked as it is read. Returns the fingerprint, a
     sha256 of these tokens and of what manifest.json lists. Raises RunError.
     """
-    # without `bytes`, which the same tokens prepared by an older version lack
+    # without `bytes`: an older version has not counted them, and the tokens are the same
     entries = {n: {k: v for k, v in listed[n].items() if k != "bytes"} for n in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
-    for stream in streams:
-        for shard, end in zip(stream.shards, stream.ends):
+    for split in splits:
+        for shard, end in zip(split.shards, split.ends):
             length = min(shard.tokens, CHECKED_TOKENS)
-            tokens = stream.read_windows([end - shard.tokens, end - length], length)
+            tokens = split.read_windows([end - shard.tokens, end - length], length)
             if not shard.header_bytes and tokens[0, ::2].any() and not tokens[0, 1::2].any():
                 raise RunError(f"{shard.path}: every second token is 0, as in int32; write uint16")
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
@@ -343,8 +283,9 @@ def is_made_on_demand(config: Config) -> bool:
     """Whether this is the quickstart's dataset, and it is not made yet, or only in part."""
     if config.dataset != PREPARED_ON_DEMAND:
         return False
-    manifest = dataset_folder(config.dataset) / "manifest.json"
-    return not manifest.exists() or read_json(manifest).get("complete") is False
+    folder = dataset_folder(config.dataset)
+    made = (folder / "manifest.json").exists()
+    return not made or read_manifest(folder).get("complete") is False
 
 
 def check_dataset(config: Config) -> list[str]:
@@ -355,20 +296,9 @@ def check_dataset(config: Config) -> list[str]:
         data = open_dataset(config.dataset)
     except UserError as error:
         return error.problems
-    unread = sorted(p.name for p in Path(data.source).glob("*.bin") if not split_of(p.name))[:3]
-    if unread:
-        warn(f"{data.source}: neither train nor val by name, so not read: {', '.join(unread)}")
     problems = []
-    for split, stream in (("train", data.train), ("val", data.val)):
-        if len(stream) <= config.block_size:
-            short = f"the {split} split of {data.source} has only {len(stream):,} tokens"
-            problems.append(f"block_size: {short}; --block_size={max(len(stream) - 1, 1)}")
+    for split, tokens in (("train", data.train), ("val", data.val)):
+        if len(tokens) <= config.block_size:
+            short = f"the {split} split of {data.source} has only {len(tokens):,} tokens"
+            problems.append(f"block_size: {short}; --block_size={max(len(tokens) - 1, 1)}")
     return problems
-
-
-def read_json(path: Path, mend: str = "prepare the dataset again") -> dict:
-    """A JSON object from a file. Raises UserError, which ends in `mend`."""
-    try:
-        return dict(json.loads(plain_file(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); {mend}") from None

@@ -1,5 +1,5 @@
 """
-Where text comes from: the rows of parquet and jsonl files, here or on the hub.
+Where text comes from: the rows of parquet and jsonl files, here or on the hub, and text files.
 
 A source is a function of a place, (file number, row in that file). It yields the documents from
 there on in batches: file number, row of the batch's first document, and the documents' texts.
@@ -7,6 +7,7 @@ there on in batches: file number, row of the batch's first document, and the doc
 
 import glob
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +26,12 @@ COMPRESSED = (".gz", ".zst")  # the datasets library unpacks these
 ROWS_PER_READ = 256  # of jsonl
 BYTES_PER_READ = 4_000_000  # of parquet, but no more than MAX_ROWS
 MAX_ROWS = 1024
-TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "null")  # of Arrow
 # Seconds to wait while the hub fails, on top of the attempts of the library itself
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
+
+# By default tqdm's lock is one between processes, and Python warns at its end of those that killed
+# data workers have left behind. The datasets library uses tqdm even where it shows no bars.
+tqdm.set_lock(threading.RLock())
 
 # -----------------------------------------------------------------------------
 # Which files
@@ -109,36 +113,41 @@ def quiet_datasets():
 # Reading a file
 
 
-# Which pieces of a source a worker reads: (its number, how many workers), every n-th piece
-Share = tuple[int, int]
+# Which pieces of a source a worker reads, every n-th: (its number, how many workers there are)
+Turn = tuple[int, int]
 
 
-def is_mine(piece: int, share: Share) -> bool:
-    number, workers = share
+def has_turn(piece: int, turn: Turn) -> bool:
+    number, workers = turn
     return piece % workers == number
 
 
 def read_rows(
-    name: str, row: int, piece: int, share: Share
+    name: str, row: int, piece: int, turn: Turn
 ) -> Iterator[tuple[int, int, Rows | None]]:
     """
     The texts of a file, a path or an hf:// address, from `row` on in pieces: the piece's first row,
-    the row after its last, and its texts. The first piece has the number `piece`; pieces of
-    others' shares have None for texts and are not decoded. Raises UserError where there is no
-    text, and whatever reading throws.
+    the row after its last, and its texts. The first piece has the number `piece`; pieces that are
+    the turn of others have None for texts and are not decoded. A text file is one piece. Raises
+    UserError where there is no text, and whatever reading throws.
     """
-    read = read_parquet if file_ending(name) == ".parquet" else read_jsonl
-    return read(name, row, piece, share)
+    ending = file_ending(name)
+    if ending == ".parquet":
+        return read_parquet(name, row, piece, turn)
+    if ending in ROW_FILES:
+        return read_jsonl(name, row, piece, turn)
+    return iter([(0, 1, [read_text(name)])])
 
 
-def read_parquet(name: str, row: int, piece: int, share: Share):
+def read_parquet(name: str, row: int, piece: int, turn: Turn):
     """
     read_rows of a parquet file, with pyarrow alone: the datasets library reads some 300 MB ahead of
     a slower consumer and, when it begins in the middle of a file, downloads what it skips.
     """
+    import fsspec
     import pyarrow.parquet
 
-    with open_file(name) as file:
+    with fsspec.open(name) as file:
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         check_column(name, parquet.schema_arrow)
@@ -154,7 +163,7 @@ def read_parquet(name: str, row: int, piece: int, share: Share):
                 if end <= row:
                     continue
                 texts = None
-                if is_mine(piece, share):
+                if has_turn(piece, turn):
                     while decoded < end:
                         batch = next(batches)
                         decoded += len(batch)
@@ -162,14 +171,6 @@ def read_parquet(name: str, row: int, piece: int, share: Share):
                 yield max(begin, row), end, texts
                 piece += 1
             group_begins = group_ends
-
-
-def open_file(name: str):
-    if "://" in name:
-        from huggingface_hub import HfFileSystem
-
-        return HfFileSystem().open(name)
-    return open(name, "rb")
 
 
 def rows_per_piece(parquet, group: int) -> int:
@@ -181,10 +182,10 @@ def rows_per_piece(parquet, group: int) -> int:
     return min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
 
 
-def read_jsonl(name: str, row: int, piece: int, share: Share):
+def read_jsonl(name: str, row: int, piece: int, turn: Turn):
     """read_rows of a jsonl file, with the datasets library."""
     files = [name if "://" in name else glob.escape(name)]
-    # errors="replace" is ignored for an encoding spelt utf-8
+    # spelt "utf-8", the library would not look at encoding_errors
     encoding = dict(encoding="UTF-8", encoding_errors="replace")
     load = quiet_datasets().load_dataset
     rows = load("json", data_files=files, split="train", streaming=True, **encoding)
@@ -194,18 +195,25 @@ def read_jsonl(name: str, row: int, piece: int, share: Share):
         end = begin + len(table)
         if end > row:
             texts = None
-            if is_mine(piece, share):
+            if has_turn(piece, turn):
                 texts = to_texts(table.column(COLUMN))[max(row - begin, 0) :]
             yield max(begin, row), end, texts
             piece += 1
         begin = end
 
 
+def read_text(path: str) -> str:
+    """A text file. Any line ends become \\n, so that every system makes the same tokens."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        mend = f"convert it: iconv -f latin1 -t utf-8 {path}"
+        raise UserError(f"{path}: byte {error.start:,} is not UTF-8; {mend}") from None
+
+
 def check_column(name: str, schema) -> None:
     if COLUMN not in schema.names:
         raise UserError(f"{name}: has no column {COLUMN}; its columns: {', '.join(schema.names)}")
-    if str(schema.field(COLUMN).type) not in TEXT_TYPES:
-        raise UserError(f"{name}: its column {COLUMN} holds {schema.field(COLUMN).type}, not text")
 
 
 def to_texts(column) -> Rows:
@@ -223,20 +231,20 @@ def to_texts(column) -> Rows:
 def files_source(
     files: list[str],
     backoff: tuple[float, ...] = (),
-    share: Share = (0, 1),
+    turn: Turn = (0, 1),
     again_from: tuple[int, int] | None = None,
 ) -> Source:
     """
-    Parquet and jsonl files as a source of the pieces in `share`. A file that fails is opened again
-    at the same row after each wait of `backoff`, in seconds. The source ends with the last file,
-    or, given `again_from`, goes on for ever from that place.
+    Files as a source of the pieces whose `turn` it is. A file that fails is opened again at the
+    same row after each wait of `backoff`, in seconds. The source ends with the last file, or, given
+    `again_from`, goes on for ever from that place.
     """
 
     def source(file: int, row: int) -> Iterator[Batch]:
         piece, failures = 0, 0
         while file < len(files):
             try:
-                for begin, end, texts in read_rows(files[file], row, piece, share):
+                for begin, end, texts in read_rows(files[file], row, piece, turn):
                     if texts is not None:
                         yield file, begin, texts
                     row = end

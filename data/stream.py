@@ -25,8 +25,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import parent_process, resource_tracker
-from operator import call
+from multiprocessing import active_children, parent_process, resource_tracker
 
 import numpy as np
 import torch
@@ -36,10 +35,9 @@ from common.console import RunError, UserError
 from configurator import Config
 from data import sources
 from data.shards import Dataset, HeldTokens
-from data.tokenizer import Tokenizer, named_spec
-from data.writer import PLACE, encode_rows, has_fields
+from data.tokenizer import Tokenizer, encode_rows, named_spec
 
-ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises up to about so many tokens again
+ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises at most about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 GO_ON = "--init_from=resume goes on"
 NO_TOKENS = np.empty(0, dtype="<u2")
@@ -64,23 +62,22 @@ class Pieces(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[int, int, np.ndarray] | UserError]:
         worker = get_worker_info()
-        share = (worker.id, worker.num_workers) if worker else (0, 1)
-        source = sources.files_source(self.files, self.backoff, share, self.again_from)
+        turn = (worker.id, worker.num_workers) if worker else (0, 1)
+        source = sources.files_source(self.files, self.backoff, turn, self.again_from)
         try:
             tokenizer = Tokenizer(self.tokenizer)
             for file, first, rows in source(*self.first):
                 documents = [tokens for _, tokens, _ in encode_rows(first, rows, tokenizer)]
                 yield file, first, np.concatenate([NO_TOKENS, *documents])
-        except UserError as error:  # DataLoader would make a traceback of it
+        except UserError as error:  # raised here, DataLoader would add the worker's traceback
             yield error
 
 
 def set_up_worker(number: int) -> None:
-    """Called in each worker, after it has started."""
-    from tqdm import tqdm
-
-    # The lock of tqdm's own is a semaphore of the system's, which a killed worker leaves behind
-    tqdm.set_lock(threading.RLock())
+    """
+    Called in each worker as it starts. The worker ends when its parent does, even if that is killed
+    at this moment, which torch's own check would miss.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -98,21 +95,9 @@ class Workers:
     The worker processes, as an iterator over their pieces in order. With a count of 0 the thread
     that asks for a piece makes it.
 
-    How workers end, and why so:
-
-    1. They are killed, when the run ends, in whatever way. A worker that ends by itself while
-       Arrow's threads read ahead is aborted by them with a message on stderr, and one that has been
-       stopped (SIGSTOP) would not end at all.
-    2. The iterator of a DataLoader whose workers were killed is never freed. Freeing it, torch
-       takes a lock that the workers share, and waits for ever if one was killed while it held that.
-    3. They end when the training process does, even if that is killed while they start. torch's own
-       check misses the latter, so a thread in each worker waits for the parent's end.
-
-    Ctrl-C in a terminal is a signal to all processes there. The workers ignore it: the training
-    process saves a checkpoint first, and then kills them.
+    A run that ends, in whatever way, kills them: a worker that ends by itself while Arrow's threads
+    read ahead is aborted by them with a message on stderr.
     """
-
-    never_freed: list[Iterator] = []  # see 2.; shared by all objects, lives until Python ends
 
     def __init__(self, pieces: Pieces, count: int):
         self.pieces, self.count = pieces, count
@@ -125,9 +110,8 @@ class Workers:
             self.start()
         try:
             piece = next(self.iterator)
-        # how DataLoader tells of a dead worker; one killed while it sends ends the connection
+        # RuntimeError: DataLoader has found a worker dead. The others: it died while it was sending
         except (RuntimeError, OSError, EOFError) as error:
-            self.raise_if_dead()
             raise RunError(f"a data worker failed ({error}); {GO_ON}") from error
         if isinstance(piece, UserError):
             raise RunError(*(f"{line}; once that is mended, {GO_ON}" for line in piece.problems))
@@ -137,15 +121,18 @@ class Workers:
     def start(self) -> None:
         """
         Start the workers, from the thread that reads: DataLoader raises in the thread that started
-        it when a worker dies, and the main thread may be in the middle of anything. By spawn: a
-        fork of a process with running threads can hang.
+        it when a worker dies, and the main thread may be in the middle of anything.
         """
-        if self.count:
-            block_ctrl_c()
+        if self.count and hasattr(signal, "pthread_sigmask"):  # Windows has none
+            # Ctrl-C in a terminal goes to all processes there. What this thread starts from here on
+            # ignores it: the training process saves a checkpoint first, and then kills the workers.
+            resource_tracker.ensure_running()  # started later, it would undo the next line
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         loader = DataLoader(
             self.pieces,
             batch_size=None,
             num_workers=self.count,
+            # a fork of a process with running threads can hang
             multiprocessing_context="spawn" if self.count else None,
             worker_init_fn=set_up_worker,
             # A generator of its own: drawing from torch's would change what dropout draws
@@ -153,29 +140,11 @@ class Workers:
         )
         self.iterator = iter(loader)
         if self.count:
-            self.processes = self.iterator._workers
-
-    def raise_if_dead(self) -> None:
-        for number, process in enumerate(self.processes):
-            process.join(1)  # its end may come a moment after the news of it
-            if process.exitcode:
-                how = "failed"
-                if process.exitcode < 0:
-                    how = f"was ended by {signal.Signals(-process.exitcode).name}"
-                raise RunError(f"data worker {number} (process {process.pid}) {how}; {GO_ON}")
+            self.processes = active_children()  # a training process has no others
 
     def kill(self) -> None:
-        if self.processes:
-            self.never_freed.append(self.iterator)
         for process in self.processes:
             process.kill()
-
-
-def block_ctrl_c() -> None:
-    """Block SIGINT in this thread, and so in the processes that it starts from now on."""
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        resource_tracker.ensure_running()  # started later, with a worker, it would unblock SIGINT
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 class Stream:
@@ -189,21 +158,27 @@ class Stream:
         self.workers, self.block_size, self.identity = workers, block_size, identity
         sequence, token = position.get("sequence", 0), position.get("token", 0)
         self.buffer = NO_TOKENS
-        self.begins = sequence * block_size - token  # where in the stream the buffer does
+        self.begins = sequence * block_size - token  # number of the buffer's first token
         # Where in the stream some documents begin: (token number, file, row), in order
         self.anchors = [(self.begins, *workers.pieces.first)]
-        self.from_first, self.tokens_of_later_ranks = call, 0
+        self.from_main: Callable | None = None  # with several processes
+        self.tokens_of_later_ranks = 0
 
-    def share(self, from_first: Callable, rank: int, world_size: int, batch_size: int) -> None:
+    def join_ranks(self, from_main: Callable, rank: int, world_size: int, batch_size: int) -> None:
         """
-        Be one of several processes that read the same stream. The first one's workers tokenise,
-        and from_first(function) gives all what the function returns there, or raises.
+        Be one of several processes that read the same stream. Rank 0's workers tokenise, and
+        from_main(function) gives all what the function returns there, or raises.
 
         Process `rank` reads every world_size-th batch. All read as far as the last of them needs,
         so that what fails, fails for all of them in the same micro-step.
         """
-        self.from_first = from_first
+        self.from_main = from_main
         self.tokens_of_later_ranks = (world_size - 1 - rank) * batch_size * self.block_size
+
+    def next_piece(self) -> tuple[int, int, np.ndarray]:
+        if self.from_main:
+            return self.from_main(self.workers.next_piece)
+        return self.workers.next_piece()
 
     def position(self, n: int) -> dict:
         """Where sequence n begins, for a checkpoint: tokens after a document's beginning."""
@@ -225,7 +200,7 @@ class Stream:
         """
         begin, end = first * self.block_size, (first + count) * self.block_size + 1
         while self.begins + len(self.buffer) < end + self.tokens_of_later_ranks:
-            file, row, tokens = self.from_first(self.workers.next_piece)
+            file, row, tokens = self.next_piece()
             position = self.begins + len(self.buffer)
             if position - self.anchors[-1][0] >= ANCHOR_TOKENS:
                 self.anchors.append((position, file, row))
@@ -269,19 +244,19 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
         dataset, _, builder = name.partition(":")
         begun = position.get("revision")
         files, revision = sources.hub_files(dataset, builder or None, begun, flag="--dataset")
-        backoff, modified = sources.BACKOFF_SECONDS, 0.0
+        backoff = sources.BACKOFF_SECONDS
     else:
         files = sources.local_files([name], sources.ROW_FILES, flag="--dataset=")
-        backoff, modified = (), max(map(os.path.getmtime, files))
-        revision = sources.describe_files(files)
-    known = has_fields(position, PLACE | dict(sequence=int, held_out=int))
-    if position and not (known and position["file"] < len(files)):
-        raise UserError(f"dataset: {name} has no such place as the checkpoint's, {position}")
+        backoff, revision = (), sources.describe_files(files)
     tokenizer = Tokenizer(named_spec(config.tokenizer), config.tokenizer)
     held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
     source = sources.files_source(files, backoff)
     val, train, begin, val_bytes = read_first(source, tokenizer, held_out)
-    check_first(config, len(val), len(train))
+    if len(train) <= config.block_size:
+        held = f"{len(val):,} tokens for validation and {len(train):,} for training"
+        mend = "choose another --dataset, or a smaller --eval_tokens"
+        needs = f"which needs more than block_size {config.block_size}"
+        raise UserError(f"dataset: {name} holds {held}, {needs}; {mend}")
 
     identity = dict(revision=revision, held_out=held_out)
     described = json.dumps([identity, tokenizer.spec, [os.path.basename(file) for file in files]])
@@ -289,17 +264,8 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     first = (position["file"], position["row"]) if position else begin
     workers = Workers(Pieces(files, backoff, tokenizer.spec, first, begin), config.data_workers)
     stream = Stream(workers, config.block_size, identity, position)
-    return Dataset(
-        name,
-        HeldTokens(train),
-        HeldTokens(val),
-        tokenizer.vocab,
-        tokenizer.spec,
-        fingerprint,
-        stream,
-        modified,
-        bytes_per_token=val_bytes / len(val),
-    )
+    held, size = (HeldTokens(train), HeldTokens(val)), val_bytes / len(val)
+    return Dataset(name, *held, tokenizer.vocab, tokenizer.spec, fingerprint, stream, size)
 
 
 def read_first(
@@ -322,15 +288,3 @@ def read_first(
         if len(train) >= wanted:
             break
     return np.array(val), np.array(train[:wanted]), begin, val_bytes
-
-
-def check_first(config: Config, val_tokens: int, train_tokens: int) -> None:
-    """Raises UserError where a source is too short to train on."""
-    if train_tokens > config.block_size:
-        return
-    mend = "choose another --dataset"
-    if val_tokens:
-        mend = f"try --eval_tokens={max((val_tokens + train_tokens) // 20, 1)}"
-    held = f"{val_tokens:,} tokens for validation and {train_tokens:,} for training"
-    needs = f"which needs more than block_size {config.block_size}"
-    raise UserError(f"dataset: {config.dataset} holds {held}, {needs}; {mend}")

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError, say
-from common.files import plain_file
 
 GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
 BYTE_VOCAB = 256
@@ -27,9 +26,9 @@ SAMPLE_MB = 50  # of text, which bpe:N is trained on
 TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: trained, of N ids, on {SAMPLE_MB} MB at most"
 # What tokenizers call end-of-text; one of your own has the first
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-# A tokenizer from which this does not come back as it was is none for a language model
+# A tokenizer that changes this text, as by lower case, would not do for a language model
 PROBE = "It's  12 Caf\u00e9s,\n\t\u6f22\u5b57 \U0001f642 \x80 <|endoftext|> "
-# 200,000 characters and the rest of a word, or all that is left: see cut
+# What cut() makes: 200,000 characters and on to the end of a word, or all that is left
 PIECE = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 
 
@@ -38,10 +37,8 @@ class Tokenizer:
     The tokenizer of a spec. Byte 0, which no text needs, is the byte tokenizer's end-of-text; char
     has none. Raises UserError for an unknown kind, and where tiktoken cannot get its vocabulary.
 
-    vocab            the number of ids
-    eot              the id of end-of-text, or None
-    encode(text)     ids, as an array or a list; no special tokens; safe from many threads
-    decode(ids)      text
+    vocab   the number of ids
+    eot     the id of end-of-text, or None
     """
 
     def __init__(self, spec: dict, path: str | Path = "tokenizer.json"):
@@ -49,25 +46,37 @@ class Tokenizer:
         self.spec, self.kind = spec, spec.get("kind")
         if self.kind == "byte":
             self.vocab, self.eot = BYTE_VOCAB, 0
-            self.encode = encode_bytes
-            self.decode = lambda ids: bytes(ids).decode(errors="replace")
         elif self.kind == "char":
-            itos = spec["itos"]
-            stoi = {char: i for i, char in enumerate(itos)}
-            self.vocab, self.eot = len(itos), None
-            self.encode = lambda text: [stoi[char] for char in text if char in stoi]
-            self.decode = lambda ids: "".join(itos[i] for i in ids)
+            self.vocab, self.eot = len(spec["itos"]), None
+            self.stoi = {char: i for i, char in enumerate(spec["itos"])}
         elif self.kind == "gpt2":
-            bpe = gpt2_bpe()
-            self.vocab, self.eot = bpe.n_vocab, bpe.eot_token
-            self.encode = lambda text: bpe.encode_to_numpy(text, disallowed_special=())
-            self.decode = bpe.decode
+            self.bpe = gpt2_bpe()
+            self.vocab, self.eot = self.bpe.n_vocab, self.bpe.eot_token
         elif self.kind == "bpe":
-            bpe, self.vocab, self.eot = load_bpe(spec.get("json"), path)
-            self.encode = lambda text: encode_bpe(bpe, text)
-            self.decode = lambda ids: bpe.decode(list(ids), skip_special_tokens=False)
+            self.bpe, self.vocab, self.eot = load_bpe(spec["json"], path)
         else:
             raise UserError("tokenizer: unknown, so ids cannot become text")
+
+    def encode(self, text: str) -> np.ndarray | list[int]:
+        """Ids of a text, without special tokens. Many threads may call it at once."""
+        if self.kind == "byte":
+            content = text.replace("\0", "").encode(errors="replace")
+            return np.frombuffer(content, dtype=np.uint8)
+        if self.kind == "char":
+            return [self.stoi[char] for char in text if char in self.stoi]
+        if self.kind == "gpt2":
+            return self.bpe.encode_to_numpy(text, disallowed_special=())
+        return encode_bpe(self.bpe, text)
+
+    def decode(self, ids) -> str:
+        """The text of a sequence of ids."""
+        if self.kind == "byte":
+            return bytes(ids).decode(errors="replace")
+        if self.kind == "char":
+            return "".join(self.spec["itos"][i] for i in ids)
+        if self.kind == "gpt2":
+            return self.bpe.decode(ids)
+        return self.bpe.decode(list(ids), skip_special_tokens=False)
 
     def prompt(self) -> list[int]:
         """What a sample from nothing starts with: end-of-text, or without one a new line."""
@@ -76,8 +85,18 @@ class Tokenizer:
         return list(self.encode("\n")) or [0]
 
 
-def encode_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.replace("\0", "").encode(errors="replace"), dtype=np.uint8)
+def encode_rows(first_row: int, rows: list[str | None], tokenizer: Tokenizer) -> list[tuple]:
+    """
+    Row, tokens (uint16, end-of-text first) and bytes of text of each document, the first of which
+    is in `first_row`. Those without text are left out.
+    """
+    documents = []
+    for row, text in enumerate(rows, first_row):
+        ids = tokenizer.encode(text) if text else ()
+        if len(ids):
+            tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
+            documents.append((row, tokens, len(text.encode(errors="replace"))))
+    return documents
 
 
 def gpt2_bpe():
@@ -94,7 +113,7 @@ def gpt2_bpe():
 # A BPE of one's own
 
 
-def open_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int = 0) -> Tokenizer:
+def pick_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int = 0) -> Tokenizer:
     """
     The tokenizer that --tokenizer names. bpe:N is trained on a sample of the text, see sample_text,
     unless an earlier start of the same preparation has left its tokenizer in `out`. Raises
@@ -103,7 +122,7 @@ def open_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int
     kind, _, size = name.partition(":")
     if kind != "bpe":
         return Tokenizer(named_spec(name), name)
-    if not (size.isdecimal() and BYTE_VOCAB < int(size[:9]) <= MOST_IDS):
+    if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
     begun = out / "tokenizer.json"
     if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
@@ -123,7 +142,7 @@ def read_bpe(path: Path, manifest: dict | None = None) -> dict:
     """
     mend = "restore it, or prepare anew" if manifest else "give gpt2, byte, or a tokenizer.json"
     try:
-        content = plain_file(path).read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; {mend}") from None
     if manifest and manifest.get("tokenizer_sha256") != hashlib.sha256(content).hexdigest():
@@ -133,10 +152,10 @@ def read_bpe(path: Path, manifest: dict | None = None) -> dict:
 
 def load_bpe(json: str, path: str | Path):
     """The library's tokenizer, the number of its ids, and that of end-of-text. Raises UserError."""
-    # The threads are ours; after threads of the library's own each fork would warn
+    # writer.py has threads of its own; after the library has used its own, each fork would warn
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        import tokenizers  # here, as tiktoken
+        import tokenizers  # here, for the same reason as tiktoken
 
         bpe = tokenizers.Tokenizer.from_str(json)
     except Exception as error:  # the library raises no other
@@ -157,7 +176,7 @@ def load_bpe(json: str, path: str | Path):
 
 
 def encode_bpe(bpe, text: str) -> np.ndarray:
-    # "fast": without the tokens' places in the text
+    # "fast": it does not work out where in the text each token stands
     ids = (bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids for piece in cut(text))
     return np.fromiter(chain.from_iterable(ids), dtype=np.uint16)
 
@@ -205,29 +224,14 @@ def train_bpe(texts: list[str], vocab: int) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# From files that may hold anything
+# From files of other programs
 
 
-def fits(spec, vocab: int) -> bool:
-    """Whether `spec`, from a file that may hold anything, has a text for each id below `vocab`."""
-    if not isinstance(spec, dict):
-        return False
-    kind, itos = spec.get("kind"), spec.get("itos")
-    if kind == "gpt2":
-        return vocab <= GPT2_VOCAB
-    if kind == "byte":
-        return vocab <= BYTE_VOCAB
-    if kind == "bpe":  # is not looked into: a machine that only trains may lack the library
-        return isinstance(spec.get("json"), str)
-    if kind == "char" and isinstance(itos, list) and len(itos) >= vocab:
-        return all(isinstance(char, str) for char in itos)
-    return False
-
-
-def read_meta(path: Path) -> dict:
+def read_meta(path: Path) -> tuple[int, dict]:
     """
-    nanoGPT's meta.pkl. A pickle can run code when it is loaded: this reads plain containers and
-    refuses the rest.
+    The vocabulary of nanoGPT's meta.pkl and the tokenizer's spec: its table of characters, or of
+    kind unknown without one. A pickle can run code when it is loaded: this reads plain containers
+    and refuses the rest.
     """
 
     class PlainUnpickler(pickle.Unpickler):
@@ -235,8 +239,13 @@ def read_meta(path: Path) -> dict:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
     try:
-        with open(plain_file(path), "rb") as file:
-            return dict(PlainUnpickler(file).load())
+        with open(path, "rb") as file:
+            meta = PlainUnpickler(file).load()
+        vocab, itos = meta["vocab_size"], meta.get("itos", {})
+        texts = [itos[i] for i in range(min(vocab, len(itos)))]
     except Exception as error:  # a damaged pickle can raise anything
         problem = f"{path}: refused, not a plain dictionary ({error})"
         raise UserError(f"{problem}; prepare the dataset again") from None
+    if len(texts) == vocab and all(isinstance(text, str) for text in texts):
+        return vocab, dict(kind="char", itos=texts)
+    return vocab, dict(kind="unknown")  # a tokenizer of somebody's own

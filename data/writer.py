@@ -25,19 +25,14 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, raise_if_any, say
-from common.files import fsync_folder, lack_of_space, plain_file, replacing, try_lock
-from data.shards import dataset_folder, is_file_name, open_shard, read_json, split_of, write_shard
-from data.sources import Batch, Rows, Source
-from data.tokenizer import Tokenizer, read_bpe
+from common.files import fsync_folder, lack_of_space, replacing, try_lock
+from data.shards import dataset_folder, open_shard, read_manifest, split_of, write_shard
+from data.sources import Batch, Source
+from data.tokenizer import Tokenizer, encode_rows, read_bpe
 
 FORMAT = "uint16 shards, llm.c header"
 # What must be the same for a preparation to go on
 IDENTITY = ("format", "tokenizer", "vocab", "tokenizer_sha256", "source", "revision", "settings")
-# What a manifest must hold, for itself and for each shard
-FIELDS = dict(tokenizer=str, source=str, revision=str, documents=int, complete=bool, shards=list)
-SHARD_FIELDS = dict(name=str, tokens=int, sha256=str, documents=int)
-# Where the next shard begins: a document in the source, and its first token that is in no shard yet
-PLACE = dict(file=int, row=int, token=int)
 
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
@@ -73,7 +68,9 @@ class Plan:
         if tokens.kind == "bpe":
             manifest["tokenizer_sha256"] = hashlib.sha256(tokens.spec["json"].encode()).hexdigest()
         manifest |= dict(source=self.source, revision=self.revision, settings=settings)
-        return manifest | dict(documents=0, complete=False, shards=[], next=dict.fromkeys(PLACE, 0))
+        # where the next shard begins: a document, and its first token that is in no shard yet
+        begin = dict(file=0, row=0, token=0)
+        return manifest | dict(documents=0, complete=False, shards=[], next=begin)
 
 
 def prepare(plan: Plan, source: Source, workers: int) -> int:
@@ -90,7 +87,7 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         except KeyboardInterrupt:
             complain(f"stopped: {GO_ON}")
             return 130
-    describe(plan.folder, writer.manifest)
+    say_what_it_holds(plan.folder, writer.manifest)
     return 0
 
 
@@ -98,20 +95,15 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     """Write what comes after the finished shards. Raises RunError."""
     start = writer.manifest["next"]
     begin = (start["file"], start["row"])
-    found = writer.has_all or not any(start.values())
     batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
     with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
         while not writer.has_all and (batch := next(batches, None)):
             file, documents = batch
             for row, tokens, size in documents:
                 done = start["token"] if (file, row) == begin else 0
-                found = found or ((file, row) == begin and done <= len(tokens))
-                if found:
-                    writer.add(tokens, size, file, row, done)
+                writer.add(tokens, size, file, row, done)
             bar.update(writer.tokens - bar.n)
     batches.close()  # ends the threads
-    if not found:
-        raise RunError(damaged(writer.folder))
     writer.complete()
 
 
@@ -120,8 +112,8 @@ def progress_bar(tokens: int, done: int) -> tqdm:
     return tqdm(total=tokens, initial=done, unit="tok", unit_scale=True, disable=None)
 
 
-def describe(folder: Path, manifest: dict) -> None:
-    """Print what the folder holds and the command that trains on it."""
+def say_what_it_holds(folder: Path, manifest: dict) -> None:
+    """Print what a data folder holds and the command that trains on it."""
     tokens = tokens_of(manifest)
     total = sum(tokens.values())
     say(
@@ -129,8 +121,9 @@ def describe(folder: Path, manifest: dict) -> None:
         f"and {tokens['val']:,} for validation in {len(manifest['shards'])} shards, "
         f"{2 * total / 1e6:,.1f} MB"
     )
-    if total and all(has_fields(shard, {"bytes": int}) for shard in manifest["shards"]):
-        size = sum(shard["bytes"] for shard in manifest["shards"])  # older ones have not counted
+    # older manifests have not counted the bytes
+    if total and all("bytes" in shard for shard in manifest["shards"]):
+        size = sum(shard["bytes"] for shard in manifest["shards"])
         say(f"text: {size:,} bytes, {size / total:.3f} bytes per token")
     config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
     name = folder.name if folder.parent == Path("data") else folder
@@ -166,20 +159,6 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
         raise RunError(*problems) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def encode_rows(first_row: int, rows: Rows, tokenizer: Tokenizer) -> list[tuple]:
-    """
-    Row, tokens (uint16, end-of-text first) and bytes of text of each document. Those without text
-    are left out.
-    """
-    documents = []
-    for row, text in enumerate(rows, first_row):
-        ids = tokenizer.encode(text) if text else ()
-        if len(ids):
-            tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
-            documents.append((row, tokens, len(text.encode(errors="replace"))))
-    return documents
 
 
 # -----------------------------------------------------------------------------
@@ -264,7 +243,10 @@ class ShardWriter:
         """
         if not self.totals["train"]:
             self.remove_all()
-            raise RunError(f"{self.plan.source}: {self.why_no_training()}")
+            flag = "--val_tokens" if self.plan.val_tokens else "--val_fraction"
+            taken = f"validation takes all of its {self.tokens:,} tokens"
+            mend = f"and leaves none for training; try a smaller {flag}"
+            raise RunError(f"{self.plan.source}: {taken} {mend}")
         self.manifest["complete"] = True
         del self.manifest["next"]
         self.finish_shard()
@@ -272,22 +254,12 @@ class ShardWriter:
 
     def remove_all(self) -> None:
         """Leave nothing that looks like a dataset."""
-        for shard in self.manifest["shards"]:
-            (self.folder / shard["name"]).unlink()
-        (self.folder / "manifest.json").unlink()
-        (self.folder / "tokenizer.json").unlink(missing_ok=True)
+        names = [shard["name"] for shard in self.manifest["shards"]]
+        for name in [*names, "manifest.json", "tokenizer.json"]:
+            (self.folder / name).unlink(missing_ok=True)
         self.release()
         with suppress(OSError):  # not empty: something else is in it
             self.folder.rmdir()
-
-    def why_no_training(self) -> str:
-        if not self.tokens:
-            return "holds no text"
-        smaller = "a smaller --val_fraction"
-        if self.plan.val_tokens:
-            smaller = f"--val_tokens={max(self.tokens // 20, 1)}"
-        taken = f"validation takes all of its {self.tokens:,} tokens"
-        return f"{taken} and leaves none for training; try {smaller}"
 
     def release(self) -> None:
         self.lock.close()
@@ -310,38 +282,18 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     fsync_folder(folder)
 
 
-def read_manifest(folder: Path) -> dict:
+def read_preparation(folder: Path) -> dict:
     """
-    manifest.json, with all that --check and a preparation use of it. Raises UserError, also where
-    tokenizer.json is not the one that it tells of.
+    The manifest.json of a preparation, finished or not. Raises UserError, also where tokenizer.json
+    is not the one that it tells of.
     """
-    path = folder / "manifest.json"
-    manifest = read_json(path)
+    manifest = read_manifest(folder)
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: was not made by this program; choose another folder")
-    whole = has_fields(manifest, FIELDS) and all(map(is_whole, manifest["shards"]))
-    if not whole or not (manifest["complete"] or has_fields(manifest.get("next"), PLACE)):
-        raise UserError(damaged(folder))
+        problem = "was not made by this program; choose another folder"
+        raise UserError(f"{folder / 'manifest.json'}: {problem}")
     if manifest["tokenizer"] == "bpe":
         read_bpe(folder / "tokenizer.json", manifest)
     return manifest
-
-
-def damaged(folder: Path) -> str:
-    return f"{folder / 'manifest.json'}: damaged; delete {folder} and prepare the dataset again"
-
-
-def is_whole(shard) -> bool:
-    """Whether a manifest's entry for a shard has all fields, and names a file in its folder."""
-    in_folder = has_fields(shard, SHARD_FIELDS) and is_file_name(shard["name"])
-    return in_folder and split_of(shard["name"]) is not None
-
-
-def has_fields(values, fields: dict[str, type]) -> bool:
-    """Whether all fields are there and of their types; an int must not be below 0."""
-    if not isinstance(values, dict) or not all(type(values.get(k)) is fields[k] for k in fields):
-        return False
-    return all(values[name] >= 0 for name, kind in fields.items() if kind is int)
 
 
 # -----------------------------------------------------------------------------
@@ -354,32 +306,31 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     unless it is complete, the open file that keeps other preparations out. Raises UserError.
     """
     folder, manifest = plan.folder, plan.manifest()
-    path, own_json = folder / "tokenizer.json", plan.tokenizer.spec.get("json", "").encode()
+    own_json = folder / "tokenizer.json"  # written first; it may be all that a kill has left
     if (folder / "manifest.json").exists():
-        found = read_manifest(folder)
-        check_same(folder, found, manifest)
+        found = read_preparation(folder)
+        check_same_preparation(folder, found, manifest)
         manifest = found
-    elif any(folder.glob("*.bin")) or (path.exists() and not (folder / "lock").exists()):
+    elif any(folder.glob("*.bin")) or (own_json.exists() and not (folder / "lock").exists()):
         raise UserError(f"{folder}: holds files of another program; choose another --out")
     if manifest["complete"]:
         return manifest, None
     to_come = max(plan.expected_tokens - sum(tokens_of(manifest).values()), 0)
     if lacks := lack_of_space(folder, 2 * to_come + SPARE_BYTES):  # a token takes 2 bytes
         raise UserError(f"{lacks}; choose another --out, or fewer tokens")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder, manifest)
-        if own_json:
-            with replacing(path) as file:
-                file.write(own_json)
-        write_manifest(folder, manifest)
-    except OSError as error:
-        problem = f"{folder}: cannot be written ({error.strerror})"
-        raise UserError(f"{problem}; choose another --out") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "ab")
+    if not try_lock(lock):
+        problem = f"{folder}: another preparation is writing to it"
+        raise UserError(f"{problem}; wait for that one, or choose another --out")
+    if plan.tokenizer.kind == "bpe":
+        with replacing(own_json) as file:
+            file.write(plan.tokenizer.spec["json"].encode())
+    write_manifest(folder, manifest)
     return manifest, lock
 
 
-def check_same(folder: Path, found: dict, wanted: dict) -> None:
+def check_same_preparation(folder: Path, found: dict, wanted: dict) -> None:
     """Raises UserError where the folder is of another preparation, or its files have changed."""
     for key in IDENTITY:
         if found.get(key) != wanted.get(key):
@@ -387,20 +338,6 @@ def check_same(folder: Path, found: dict, wanted: dict) -> None:
             raise UserError(f"{folder}: {made_from}; choose another --out, or delete that folder")
     for shard in found["shards"]:
         open_shard(folder / shard["name"], shard)
-
-
-def lock_folder(folder: Path, manifest: dict) -> BinaryIO:
-    """
-    Keep other preparations out for as long as the file returned is open. Raises UserError where
-    another one is in, or was in until now: then `manifest` is out of date.
-    """
-    lock = open(plain_file(folder / "lock"), "ab")  # it may be a link to a file that is not empty
-    another = f"{folder}: another preparation"
-    if not try_lock(lock):
-        raise UserError(f"{another} is writing to it; wait for that one, or choose another --out")
-    if (folder / "manifest.json").exists() and read_manifest(folder) != manifest:
-        raise UserError(f"{another} has just written to it; type the same command again")
-    return lock
 
 
 # -----------------------------------------------------------------------------
@@ -413,14 +350,17 @@ def check_folder(name: str) -> None:
     per problem.
     """
     folder = dataset_folder(name)
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"{name}: no such folder, or it has no manifest.json to check it with")
-    manifest = read_manifest(folder)
+    manifest = read_preparation(folder)
     problems = []
     with progress_bar(sum(tokens_of(manifest).values()), done=0) as bar:
         for shard in manifest["shards"]:
+            path = folder / shard["name"]
             try:
-                check_shard(folder / shard["name"], shard)
+                open_shard(path, shard)
+                with open(path, "rb") as file:
+                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                if sha256 != shard["sha256"]:
+                    problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
             except UserError as error:
                 problems += error.problems
             bar.update(shard["tokens"])
@@ -428,13 +368,4 @@ def check_folder(name: str) -> None:
     say(f"{folder}: sizes, headers and sha256 agree with manifest.json")
     tokenizer = f"tokenizer {manifest['tokenizer']}"
     say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
-    describe(folder, manifest)
-
-
-def check_shard(path: Path, listed: dict) -> None:
-    """Raises UserError where a shard is not what its manifest says."""
-    open_shard(path, listed)
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 != listed["sha256"]:
-        raise UserError(f"{path}: its sha256 is not manifest.json's; prepare it again")
+    say_what_it_holds(folder, manifest)

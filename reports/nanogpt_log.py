@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError
-from configurator import FIELDS, parse
+from configurator import FIELDS, NANOGPT_FIELDS, parse
 from reports.records import RunRecords, add_totals, known_keys, percentile, tabulate
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
@@ -60,15 +60,15 @@ def settings(lines: list[str]) -> dict:
     The configuration that the log prints, as config, device and dtype of a start record. Empty if
     it prints none: then not even the defaults are certain.
     """
-    printed = {}
+    printed, known = {}, NANOGPT_FIELDS | FIELDS
     for line in lines:
         match = CONFIG_LINE.fullmatch(line)
-        if match and match[1] in FIELDS:
+        if match and match[1] in known:
             key, text = match[1], match[2].strip().strip("'\"")
             if product := PRODUCT.fullmatch(text):
                 printed[key] = int(product[1]) * int(product[2])
             else:
-                printed[key] = parse(text, FIELDS[key].type)
+                printed[key] = parse(text, known[key].type)
     if not printed:
         return {}
     defaults = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from common.console import count, warn
-from common.files import plain_file, replacing
+from common.files import replacing
+from reports.curves import learning_curve
 from reports.records import RunRecords, read_metrics
 
-PICTURE_POINTS = 600  # a line in a picture has at most this many points
+PICTURE_POINTS = 600  # a line has at most this many, so that a long run stays readable
 BLUE, RED = "#4c78a8", "#e4572e"
 COLORS = [BLUE, RED, "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"]
 
@@ -41,7 +42,7 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
     size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
     # a "$" in a run's name begins no formula
-    with rc_context({"text.parse_math": False}), replacing(plain_file(path)) as file:
+    with rc_context({"text.parse_math": False}), replacing(path) as file:
         draw(figure, runs)
         figure.savefig(file, format="png", dpi=110)
 
@@ -61,18 +62,19 @@ def draw(figure, runs: list[RunRecords]) -> None:
 
     for i, run in enumerate(runs):
         color = COLORS[i % len(COLORS)]
-        tokens, evals = run.step["tokens"], run.eval
-        x, loss, _, _ = thin_out(tokens, run.step["loss"])
-        label = None if several else "train loss"
-        panels["losses"].plot(x, loss, color=color, linewidth=1, alpha=0.6, label=label)
+        tokens = run.step["tokens"]
+        train_line = dict(color=color, linewidth=1)
+        val_line = dict(color=color if several else RED, marker="o", markersize=3)
+        train_name, val_name = (None, run.name) if several else ("train loss", "val loss")
+        train_curve = thin_out(tokens, run.step["loss"])
+        panels["losses"].plot(*train_curve, alpha=0.6, label=train_name, **train_line)
+        panels["losses"].plot(*learning_curve(run, "tokens"), label=val_name, **val_line)
         if several:
-            draw_val_loss(panels["losses"], run, evals["tokens"], color, run.name)
-            draw_val_loss(panels["time"], run, evals["hours"] * units_per_hour, color, run.name)
-        else:
-            draw_val_loss(panels["losses"], run, evals["tokens"], RED, "val loss")
-        draw_band(panels["speed"], *thin_out(tokens, run.step["tokens_per_sec"]), color)
+            hours, losses = learning_curve(run, "hours")
+            panels["time"].plot(hours * units_per_hour, losses, **val_line)
+        panels["speed"].plot(*thin_out(tokens, run.step["tokens_per_sec"]), **train_line)
         if knows_mfu:
-            draw_band(panels["mfu"], *thin_out(tokens, 100 * run.step["mfu"]), color)
+            panels["mfu"].plot(*thin_out(tokens, 100 * run.step["mfu"]), **train_line)
 
     train_losses = [settled(run.step, "loss") for run in runs]
     val_losses = [settled(run.eval, "val_loss") for run in runs]
@@ -90,37 +92,16 @@ def draw(figure, runs: list[RunRecords]) -> None:
         figure.suptitle(heading(runs[0]), fontsize=10, x=0.01, ha="left")
 
 
-def draw_val_loss(axes, run: RunRecords, x: np.ndarray, color: str, label: str) -> None:
+def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[list[float], list[float]]:
     """
-    A line with dots through the evaluations after iteration 0. Iteration 0 gets a dot without a
-    line: the loss falls steeply after it, and not along a straight line.
+    The means of x and y over at most PICTURE_POINTS groups of neighbours. Points whose y is not
+    known are left out.
     """
-    losses, trained = run.eval["val_loss"], run.eval["iter"] > 0
-    axes.plot(x[~trained], losses[~trained], "o", color=color, markersize=3)
-    axes.plot(x[trained], losses[trained], "o-", color=color, markersize=3, label=label)
-
-
-def draw_band(axes, x, mean, low, high, color: str, label: str | None = None) -> None:
-    """A line through the means, within a pale band from low to high."""
-    axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
-    axes.plot(x, mean, color=color, linewidth=1.2, label=label)
-
-
-def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """
-    Put the finite points into at most PICTURE_POINTS groups of neighbours. Returns the mean x of
-    each group, and its mean, lowest and highest y.
-    """
-    finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[finite], y[finite]
-    if not len(x):
-        return x, y, y, y
-    groups = min(len(x), PICTURE_POINTS)
-    starts = np.linspace(0, len(x), groups, endpoint=False).astype(int)
-    sizes = np.diff(np.append(starts, len(x)))
-    mean_x = np.add.reduceat(x, starts) / sizes
-    mean_y = np.add.reduceat(y, starts) / sizes
-    return mean_x, mean_y, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    size = len(x) // PICTURE_POINTS + 1
+    starts = range(0, len(x), size)
+    return [x[i : i + size].mean() for i in starts], [y[i : i + size].mean() for i in starts]
 
 
 def finish(axes, x_label: str, y_label: str, from_zero: bool = False) -> None:

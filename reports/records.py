@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS
-from training.runlog import read_records
+from configurator import FIELDS, saved_keys
+from training.metrics import read_records
 
 
 @dataclass
@@ -53,9 +53,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
     """
     Read the metrics.jsonl of one run. Lines that are not records are skipped, such as a last line
     that a killed run left unfinished. With `most_steps`, a longer file is read with about that many
-    step records, evenly spread.
-
-    Raises OSError, and ValueError or TypeError if a value is not a number.
+    step records, evenly spread. Raises OSError.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
@@ -77,9 +75,9 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
     run = RunRecords(
         name=name,
         config=known_keys(last.get("config") or {}),
-        device=str(last.get("device") or "") or None,
-        dtype=str(last.get("dtype") or "") or None,
-        tokenizer=str(last.get("tokenizer") or "") or None,
+        device=last.get("device"),
+        dtype=last.get("dtype"),
+        tokenizer=last.get("tokenizer"),
         parameters=number(last.get("parameters")),
         tokens_per_iter=number(last.get("tokens_per_iter")),
         # tok/s are those of all cards together, but MFU is that of one card
@@ -93,7 +91,8 @@ def tabulate(name: str, records: list[dict]) -> RunRecords:
 
 
 def known_keys(values: dict) -> dict:
-    """The keys that this program has too, with a value of the key's type."""
+    """The keys that this program has too, by today's names, with a value of the key's type."""
+    values = saved_keys(values)
     known = values.keys() & FIELDS.keys()
     return {key: values[key] for key in known if type(values[key]) is FIELDS[key].type}
 

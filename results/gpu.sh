@@ -269,7 +269,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measure import attempt
-from benchmarks.modes import LADDER, describe
+from benchmarks.modes import LADDER, speed_text
 from configurator import load_config
 
 path, config = Path(sys.argv[1]), load_config(sys.argv[3:])
@@ -285,7 +285,7 @@ for number, (name, changes, more_arguments) in enumerate(LADDER[: int(sys.argv[2
     result = attempt(config, **arguments)
     rows.append(dict(name=name, first=result))
     path.write_text(json.dumps(dict(rows=rows), indent=1))
-    print(name, describe(result) if result["tokens_per_sec"] else "out of memory")
+    print(name, speed_text(result) if result["tokens_per_sec"] else "out of memory")
 PYTHON
   )
   row "$PART_SECONDS" ladder python3 -c "$code" "$out/ladder.json" $ladder_rows "$config" \

@@ -38,10 +38,9 @@ TINY = dict(
 FAST = dict(
     model="fast",
     optimizer="muon",
-    tie_weights=False,
     value_tables=1,
     bigram_rows=100,
-    embed_lr=0.7,
+    learning_rate=0.025,
     warmup_iters=0,
     grad_clip=0.0,
     min_lr=0.0,
@@ -60,7 +59,7 @@ def write_dataset(
         ids = np.cumsum(rng.integers(0, 3, tokens)) % vocab
         name = f"{'train' if i else 'val'}_{i:06}.bin"
         manifest["shards"].append(
-            dict(name=name, tokens=tokens, sha256=write_shard(folder / name, ids))
+            dict(name=name, tokens=tokens, bytes=tokens, sha256=write_shard(folder / name, ids))
         )
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

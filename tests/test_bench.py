@@ -6,14 +6,12 @@ own log, one line for bad input.
 import json
 import math
 import multiprocessing
-import os
 import re
 import resource
 import signal
 import statistics
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -22,7 +20,7 @@ from helpers import ROOT, records, run_here, run_process, start_process, write_d
 
 import bench
 import train
-from benchmarks import measure, modes, peer
+from benchmarks import measure, modes
 from benchmarks.plan import count_pauses
 from common.console import UserError
 from configurator import Config, load_config
@@ -49,16 +47,8 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     1024 = 299,983,104 per token; 524,288 / 3.9 * 299,983,104 / 58.3e12 = 69.2 %; 21.67 h * 200 W =
     4.33 kWh.
     """
-    p = run(
-        tmp_path,
-        "plan",
-        GPT40M,
-        "--gpu=4070",
-        "--iter_seconds=3.9",
-        "--dataset_tokens=3.68B",
-        "--watts=200",
-        "--price_kwh=0.30",
-    )
+    flags = ("--gpu=4070", "--iter_seconds=3.9", "--dataset_tokens=3.68B", "--watts=200")
+    p = run(tmp_path, "plan", GPT40M, *flags)
     assert (p["tokens_per_iter"], p["total_tokens"]) == (524_288, 10_485_760_000)
     assert p["epochs"] == pytest.approx(2.849, abs=1e-3) and p["dataset_tokens"] == 3.68e9
     assert (p["params_in_products"], p["params"]) == (40_560_000, 40_560_000 + 1024 * 384)
@@ -72,12 +62,8 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     # + 0.04 + 0.6 = 5.79 GB
     assert p["vram_gib"] == pytest.approx(5.79e9 / 2**30, abs=0.02) and p["fits"]
     out = capsys.readouterr().out
-    assert (
-        "2.85 epochs of 3.68B" in out
-        and "mfu 69.2%" in out
-        and "21.7 h" in out
-        and "134,433 tok/s" in out
-    )
+    for words in ("2.85 epochs of 3.68B", "mfu 69.2%", "21.7 h", "134,433 tok/s"):
+        assert words in out
 
 
 @pytest.mark.parametrize("iter_seconds, hours", [(2.5, 13.9), (3, 16.7), (3.5, 19.4), (4, 22.2)])
@@ -100,57 +86,36 @@ def test_plan_of_the_users_124m_run(tmp_path):
     assert p["mfu"] == pytest.approx(0.823, abs=5e-4)
 
 
-def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path):
+def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path, capsys):
     """
     1000 iterations of 1 s; evaluations at 0, 300, 600, 900 and 1000, each of 2 * 524,288 tokens
     forward alone, so 2/3 s; checkpoints at 300, 600, 900, 1000 and at 200, 400, 800, each of 12 *
     124.4 MB at 0.5 GB/s.
     """
-    p = run(
-        tmp_path,
-        "plan",
-        GPT124M,
-        "--gpu=4070",
-        "--iter_seconds=1",
-        "--max_iters=1000",
-        "--eval_interval=300",
-        "--checkpoint_interval=200",
-        "--eval_tokens=524288",
-        "--watts=100",
-        "--price_kwh=0.5",
-    )
+    flags = ["--gpu=4070", "--iter_seconds=1", "--max_iters=1000", "--eval_interval=300"]
+    flags += ["--checkpoint_interval=200", "--eval_tokens=524288"]
+    p = run(tmp_path, "plan", GPT124M, *flags, "--watts=100", "--price_kwh=0.5")
     assert (p["evaluations"], p["checkpoints"]) == (5, 7)
     seconds = 1000 + 5 * 2 / 3 + 7 * 12 * 124_373_760 / 0.5e9
     assert p["hours"] == pytest.approx(1000 / 3600)
     assert p["hours_total"] == pytest.approx(seconds / 3600)
     assert p["cost"] == pytest.approx(seconds / 3600 * 0.1 * 0.5)
+    assert "time     16.7 min of iterations; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "n, evals, saves", [(7, 3, 2), (8, 4, 0), (1, 5, 3), (12, 4, 6), (10, 3, 5)]
 )
 def test_pauses_are_those_that_train_makes(n, evals, saves, dataset, tmp_path):
-    run_here(
-        dataset,
-        tmp_path,
-        max_iters=n,
-        eval_interval=evals,
-        checkpoint_interval=saves,
-        keep_checkpoints=20,
-    )
-    counted = count_pauses(Config(max_iters=n, eval_interval=evals, checkpoint_interval=saves))
+    keys = dict(max_iters=n, eval_interval=evals, checkpoint_interval=saves)
+    run_here(dataset, tmp_path, keep_checkpoints=20, **keys)
+    counted = count_pauses(Config(**keys))
     assert counted == (len(records(tmp_path, "eval")), len(records(tmp_path, "checkpoint")))
 
 
 def test_plan_says_what_fits(tmp_path, capsys):
-    p = run(
-        tmp_path,
-        "plan",
-        GPT124M,
-        "--gpu=4070",
-        "--batch_size=32",
-        "--gradient_accumulation_steps=16",
-    )
+    flags = ("--gpu=4070", "--batch_size=32", "--gradient_accumulation_steps=16")
+    p = run(tmp_path, "plan", GPT124M, *flags)
     assert p["fits"] is False and p["batch_size_that_fits"] == 16
     advice = "--batch_size=16 --gradient_accumulation_steps=32"
     line = f"DOES NOT FIT into 11.4 GiB; the largest that does: {advice}"
@@ -161,38 +126,17 @@ def test_plan_says_what_fits(tmp_path, capsys):
 
 def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
     p = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8")
-    assert (
-        p["mfu"] == pytest.approx(0.40)
-        and "estimated at 40% MFU, range 30% to 60%" in capsys.readouterr().out
-    )
+    assert p["mfu"] == pytest.approx(0.40)
+    assert "estimated at 40% MFU, range 30% to 60%" in capsys.readouterr().out
     low, high = p["hours_range"]
-    assert low / p["hours"] == pytest.approx(40 / 60) and high / p["hours"] == pytest.approx(
-        40 / 30
-    )
+    assert low / p["hours"] == pytest.approx(40 / 60)
+    assert high / p["hours"] == pytest.approx(40 / 30)
     one = run(tmp_path, "plan", GPT124M, "--gpu=a100")
     assert one["hours"] == pytest.approx(8 * p["hours"])
     again = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8", "--recompute=True")
     # the blocks' share of the FLOPs, a third of which is their forward pass
     blocks = 1 - 6 * 768 * 50304 / p["flops_per_token"]
     assert again["hours"] / p["hours"] == pytest.approx(1 + blocks / 3)
-
-
-def test_several_gpus_divide_the_hours_and_state_the_link_they_need(tmp_path, capsys):
-    """
-    By hand: 124.37M gradients of 4 bytes; in a ring of 8, 2 * 7/8 of them leave each GPU, within a
-    ninth of 9.34 / 8 s.
-    """
-    flags = ["plan", GPT124M, "--gpu=4070", "--iter_seconds=9.34"]
-    one, eight = run(tmp_path, *flags), run(tmp_path, *flags, "--gpus=8")
-    assert eight["iter_seconds"] == 9.34 / 8 and eight["hours"] == pytest.approx(one["hours"] / 8)
-    assert one["exchange_gb"] == 0 and eight["exchange_gb"] == pytest.approx(
-        2 * 7 / 8 * 4 * 0.12437, rel=1e-3
-    )  # 0.871 GB
-    assert eight["link_gb_per_sec"] == pytest.approx(0.8706 / (9.34 / 8 / 9), rel=1e-3)  # 6.71 GB/s
-    out = capsys.readouterr().out
-    assert (
-        out.count("link ") == 1 and "0.871 GB sent and received" in out and "needs 6.71 GB/s" in out
-    )
 
 
 def test_all_cards_in_one_table(tmp_path, capsys):
@@ -202,12 +146,6 @@ def test_all_cards_in_one_table(tmp_path, capsys):
     t4 = next(p for p in plans if p["gpu"] == "Tesla T4")
     assert t4["hours"] is None  # the config asks for bfloat16, which a T4 only emulates
     assert [line.split("  ")[0] for line in lines if "3080 Ti" in line] == ["GeForce RTX 3080 Ti"]
-
-
-def test_short_times_are_in_minutes(tmp_path, capsys):
-    """40 iterations of 9.34 s are 6.23 minutes."""
-    run(tmp_path, "plan", GPT124M, "--gpu=4070", "--iter_seconds=9.34", "--max_iters=40")
-    assert "time     6.23 min of iterations; " in capsys.readouterr().out
 
 
 def test_many_epochs_are_warned_of(tmp_path, capsys):
@@ -225,7 +163,7 @@ def test_many_epochs_are_warned_of(tmp_path, capsys):
 
 def test_without_a_known_peak_plan_asks_for_a_card(tmp_path, capsys):
     p = run(tmp_path, "plan", GPT124M, "--device=cpu")
-    assert p["hours"] is None and p["link_gb_per_sec"] is None
+    assert p["hours"] is None
     assert "time     n/a, unknown peak in" in capsys.readouterr().out
 
 
@@ -246,53 +184,21 @@ def test_help_of_a_mode_lists_its_flags(mode, flag, capsys):
 def test_plan_from_a_run(dataset, tmp_path):
     """Twice the tokens per iteration take twice the time of the run's median iteration."""
     run_here(dataset, tmp_path / "run", max_iters=5)
-    tiny = [
-        "--n_layer=2",
-        "--n_head=2",
-        "--block_size=16",
-        "--batch_size=8",
-        "--gradient_accumulation_steps=2",
-        f"--dataset={dataset}",
-        "--max_iters=10",
-    ]
-    p = run(tmp_path, "plan", *tiny, "--n_embd=32", f"--from_run={tmp_path}/run")
+    tiny = ["--n_layer=2", "--n_head=2", "--block_size=16", "--batch_size=8", "--max_iters=10"]
+    tiny += ["--gradient_accumulation_steps=2", f"--dataset={dataset}"]
+    tiny += [f"--from_run={tmp_path}/run"]
+    p = run(tmp_path, "plan", *tiny, "--n_embd=32")
     median = sorted(r["step_ms"] for r in records(tmp_path / "run", "step"))[2]
     assert p["iter_seconds"] == pytest.approx(2 * median / 1000)
     assert p["dataset_tokens"] == 1537 and p["epochs"] == pytest.approx(10 * 256 / 1537)
-    assert run(tmp_path, "plan", *tiny, "--n_embd=32", f"--from_run={tmp_path}/run", "--gpus=2")[
-        "iter_seconds"
-    ] == pytest.approx(median / 1000)  # the run had one
+    two = run(tmp_path, "plan", *tiny, "--n_embd=32", "--gpus=2")
+    assert two["iter_seconds"] == pytest.approx(median / 1000)  # the run had one
     with pytest.raises(UserError, match="give the run's own config file"):
-        run(tmp_path, "plan", *tiny, f"--from_run={tmp_path}/run", "--n_embd=64")
-
-
-def test_end_of_a_run_gives_planned_and_actual_hours(dataset, tmp_path, capsys):
-    """8 iterations planned at 90 s each are 0.2 h; stopped after 4 of them, 0.1 h of that plan."""
-    shape = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]
-    bench.main(
-        ["plan", *shape, "--max_iters=8", "--iter_seconds=90", f"--json={tmp_path}/plan.json"]
-    )
-    run_here(dataset, tmp_path, max_iters=4)
-    end = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(
-        r"end: max_iters after 4 iterations, 512 tokens; "
-        r"\S+ h of iterations, 0.1 h planned \(-\d+.\d%\)",
-        end,
-    )
-    (tmp_path / "plan.json").write_text("{")
-    run_here(dataset, tmp_path, max_iters=4, overwrite=True)
-    assert capsys.readouterr().out.endswith("512 tokens\n")
+        run(tmp_path, "plan", *tiny, "--n_embd=64")
 
 
 # -----------------------------------------------------------------------------
 # Bad input
-
-
-def test_help_without_docstrings(monkeypatch, script):
-    """As with PYTHONOPTIMIZE=2."""
-    monkeypatch.setattr(bench, "__doc__", None)
-    code, out, err = script(bench.main, "--help")
-    assert (code, err) == (0, []) and "step" in out
 
 
 @pytest.mark.parametrize(
@@ -300,106 +206,51 @@ def test_help_without_docstrings(monkeypatch, script):
     [
         ("plam", "plam: no such mode; one of .*; did you mean plan\\?"),
         ("plan --gpu=4071", "gpu: '4071' is not in gpus.csv; --gpu=all lists it"),
-        ("plan --iter_seconds=0", "iter_seconds: needs a number above 0, got '0'"),
-        ("plan --watts=-5", "watts: needs a number above 0, got '-5'"),
-        ("plan --price_kwh=cheap", "price_kwh: needs a number above 0, got 'cheap'"),
-        (
-            "plan --dataset_tokens=inf",
-            "dataset_tokens: needs a whole number above 0, such as 8 or 10M, got 'inf'",
-        ),
+        ("plan --watts=200W", "watts: invalid float value: '200W'"),
+        ("plan --dataset_tokens=inf", "dataset_tokens: needs a whole number above 0, such as 8"),
         ("plan --gpus=1.5", "gpus: needs a whole number"),
         ("plan --gpus=3", "gpus: 3 do not divide gradient_accumulation_steps 40"),
-        ("plan --max_iters=0", "max_iters: 0 iterations are no run to plan"),
         ("plan --max_iters=-1", "--max_iters: must be 0 or more, got -1"),
         ("plan --tokens_per_iter=500000", "tokens_per_iter: 500,000 is not a multiple"),
         ("plan --gpu=all --iter_seconds=1", "gpu: one iteration time cannot serve all"),
+        ("plan --from_run=nowhere --iter_seconds=1", "iter_seconds: from_run measures it"),
         ("plan --from_run=nowhere", "from_run: nowhere/metrics.jsonl holds no iteration"),
         ("plan --gpu_count=2", "--gpu_count: unknown key"),
         ("plan --gpu", "--gpu: expected one argument"),
         ("plan config/none.py", "config/none.py: no such config file"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, message):
-    with pytest.raises(UserError, match=message) as error:
-        bench.main(arguments.split())
-    assert (
-        len(error.value.problems) == 1
-        and "\n" not in str(error.value)
-        and error.value.exit_code == 2
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
         ("step --batch_size=0", "--batch_size: must be 1 or more, got 0"),
         ("step --trials=0", "trials: needs a whole number above 0"),
         ("step --device=cuda:99", "device: "),
-        (
-            "sweep --batch_sizes=7",
-            "batch_sizes: 7 do not divide the 480 sequences of an iteration; these do: 1, 2, 3",
-        ),
-        ("sweep --batch_sizes=4,x", "batch_sizes: needs whole numbers such as 4,8,16, got '4,x'"),
-        ("sweep --batch_sizes=-4", "batch_sizes: -4 do not divide"),
+        ("sweep --batch_sizes=7", "batch_sizes: 7 do not divide the 480 .*; these do: 1, 2, 3"),
+        ("sweep --batch_sizes=4,x", "batch_sizes: x do not divide the 480 .*; these do: 1, 2, 3"),
         ("sweep --write=train.py", "write: train.py exists; remove it or choose another name"),
         ("peer", "nanogpt: not given"),
-        (
-            "peer --nanogpt=config",
-            "nanogpt: config; --nanogpt= needs a checkout of karpathy/nanoGPT",
-        ),
+        ("peer --nanogpt=config", "nanogpt: config; --nanogpt= needs a checkout of karpathy/"),
         ("peer --nanogpt=. --tie_weights=False", "the work is not the same"),
         ("peer --gpu=4070", "--gpu: unknown key"),
     ],
 )
-def test_bad_input_to_measurements_is_one_line(arguments, message, monkeypatch):
+def test_bad_input_is_one_line(arguments, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=message) as error:
         bench.main(arguments.split())
-    assert (
-        len(error.value.problems) == 1
-        and "\n" not in str(error.value)
-        and error.value.exit_code == 2
-    )
-
-
-@pytest.mark.parametrize("flag", ["json", "png", "write", "profile"])
-def test_an_output_that_is_no_plain_file_is_refused_and_left_alone(flag, tmp_path):
-    """A trace or a picture is renamed into place, which as root would replace a device."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=f"{flag}: .* is a folder or a device"):
-        bench.make_folder(flag, tmp_path / "pipe")
-    assert (tmp_path / "pipe").is_fifo()
-
-
-@pytest.mark.parametrize("start", [{}, dict(flops_per_token="x")])
-def test_a_damaged_record_of_a_run_is_one_line(start, tmp_path):
-    lines = [dict(kind="start", **start), dict(kind="step", step_ms=5 if start else "x")]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(UserError, match="from_run: ") as error:
-        bench.main(["plan", "--gpu=4070", f"--from_run={tmp_path}"])
-    assert len(error.value.problems) == 1
+    assert len(error.value.problems) == 1 and error.value.exit_code == 2
 
 
 def test_bad_input_exits_with_2_and_no_traceback():
-    code, out, err = run_process("bench.py", "plan", "--gpu=4071", "--watts=-1")
-    assert code == 2 and out == "" and err == "error: --watts: needs a number above 0, got '-1'\n"
+    code, out, err = run_process("bench.py", "plan", "--gpu=4071", "--gpus=x")
+    assert (
+        code == 2
+        and out == ""
+        and err == "error: --gpus: needs a whole number above 0, such as 8 or 10M, got 'x'\n"
+    )
 
 
 # -----------------------------------------------------------------------------
 # step, sweep, ladder
 
-SMALL = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    block_size=32,
-    batch_size=4,
-    gradient_accumulation_steps=2,
-    device="cpu",
-    dtype="float32",
-    compile=False,
-)
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4)
+SMALL |= dict(gradient_accumulation_steps=2, device="cpu", dtype="float32", compile=False)
 
 
 def small(**changes) -> list[str]:
@@ -426,15 +277,8 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
     """Without a dataset: random tokens. 4 * 32 * 2 = 256 tokens an iteration."""
     calls, train_step = [], train.train_step
     monkeypatch.setattr(train, "train_step", lambda *args: calls.append(1) or train_step(*args))
-    r = run(
-        tmp_path,
-        "step",
-        *small(),
-        "--trials=3",
-        "--dataset=none",
-        "--peak_tflops=0.5",
-        f"--profile={tmp_path}/trace.json",
-    )
+    flags = ["--trials=3", "--peak_tflops=0.5", f"--profile={tmp_path}/trace.json"]
+    r = run(tmp_path, "step", *small(dataset="none"), *flags)
     assert {"step_ms", "tokens_per_sec", "mfu", "mem_gib", "compile_seconds", "machine"} <= r.keys()
     assert r["tokens_per_iter"] == 256 and r["compile_seconds"] == 0
     assert r["tokens_per_sec"] == pytest.approx(256 / r["step_ms"] * 1000)
@@ -550,9 +394,8 @@ def test_sweep_sizes_divide_the_sequences_of_an_iteration():
     config = Config(batch_size=12, gradient_accumulation_steps=40)
     assert modes.sweep_sizes(config, None) == [3, 6, 12, 24, 48]
     assert modes.sweep_sizes(config, "480,1") == [1, 480]
-    assert modes.sweep_sizes(
-        replace(config, batch_size=2, gradient_accumulation_steps=3), None
-    ) == [1, 2]
+    config = Config(batch_size=2, gradient_accumulation_steps=3)
+    assert modes.sweep_sizes(config, None) == [1, 2]
 
 
 def test_every_point_out_of_memory_is_one_line(warm_processes, monkeypatch):
@@ -565,19 +408,10 @@ def test_every_point_out_of_memory_is_one_line(warm_processes, monkeypatch):
         return pool
 
     monkeypatch.setattr(measure, "new_process", new_small_process)
-    huge = small(
-        block_size=256,
-        n_embd=16,
-        n_layer=1,
-        batch_size=512,
-        gradient_accumulation_steps=1,
-        loss_chunk="off",
-    )
-    with pytest.raises(
-        UserError, match="batch_sizes: 512 all ran out of memory; try smaller ones"
-    ) as error:
+    huge = dict(block_size=256, n_embd=16, n_layer=1, batch_size=512, loss_chunk="off")
+    huge = small(gradient_accumulation_steps=1, **huge)
+    with pytest.raises(UserError, match="batch_sizes: 512 all ran out of memory; try smaller"):
         bench.main(["sweep", *huge, "--batch_sizes=512"])
-    assert error.value.exit_code == 2
 
 
 def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch, capsys):
@@ -618,22 +452,14 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
     seen = []
 
     def rate(config):
-        seen.append(
-            (
-                config.dtype,
-                config.compile,
-                config.flash,
-                config.pad_vocab_multiple,
-                config.tie_weights,
-            )
-        )
-        return (
-            100
-            * (2 if config.dtype == "bfloat16" else 1)
-            * (1.5 if config.compile else 1)
-            * (2 if config.flash else 1)
-            * (1.05 if config.pad_vocab_multiple > 1 and not config.tie_weights else 1)
-        )
+        padded = config.pad_vocab_multiple > 1
+        seen.append([config.dtype, config.compile, config.flash, padded, config.tie_weights])
+        rate = 200 if config.dtype == "bfloat16" else 100
+        if config.compile:
+            rate *= 1.5
+        if config.flash:
+            rate *= 2
+        return rate * 1.05 if padded and not config.tie_weights else rate
 
     monkeypatch.setattr(modes, "attempt", fake_attempt(rate))
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
@@ -708,7 +534,7 @@ class GPTConfig:
 class GPT(Ours):
     def __init__(self, c):
         super().__init__(OurConfig(**vars(c)))
-        print("number of parameters")
+        print(1)
     def forward(self, x, y):
         return None, SCALE * super().forward(x, y)
     def configure_optimizers(self, decay, lr, betas, device_type):
@@ -719,9 +545,8 @@ class GPT(Ours):
 def test_peer_compares_equal_work(tmp_path, capsys, warm_processes):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
     r = run(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}", "--trials=3")
-    assert r["first"]["ours"] == r["first"]["nanoGPT"]
-    assert r["first"]["ours"]["first_loss"] == pytest.approx(math.log(50304), abs=0.2)
-    assert r["first"]["ours"]["parameters"] == 1_634_464 + 32 * 32
+    assert r["first_loss"]["ours"] == r["first_loss"]["nanoGPT"]
+    assert r["first_loss"]["ours"] == pytest.approx(math.log(50304), abs=0.2)
     assert 0.5 < r["memory_ratio"] < 2  # the same work in two processes
     assert r["speed_ratio_range"][0] <= r["speed_ratio"] <= r["speed_ratio_range"][1]
     assert "over 3 pairs" in capsys.readouterr().out
@@ -731,34 +556,4 @@ def test_peer_refuses_another_loss(tmp_path, warm_processes):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1.1"))
     with pytest.raises(UserError, match="other work: first loss 10.8") as error:
         bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
-    assert len(error.value.problems) == 1 and error.value.exit_code == 2
-
-
-def test_peer_refuses_another_number_of_parameters():
-    ours = dict(parameters=100, first_loss=10.8)
-    peer.check_same_work(ours, dict(parameters=100, first_loss=10.81))
-    with pytest.raises(UserError, match="other work: parameters 100 here, 101 there"):
-        peer.check_same_work(ours, dict(parameters=101, first_loss=10.8))
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            ('print("number of parameters")', "self.more = torch.nn.Linear(9, 9)"),
-            "other work: Error",
-        ),
-        (
-            ("class GPT(", "class Other("),
-            "other work: module 'nanogpt_model' has no attribute 'GPT'",
-        ),
-    ],
-)
-def test_peer_refuses_another_model(change, message, dataset, tmp_path):
-    (tmp_path / "model.py").write_text(NANOGPT.replace(*change).replace("SCALE", "1"))
-    config = load_config(small(dataset=dataset))
-    data = measure.real_or_random_data(config, tmp_path)
-    trainee = measure.Trainee(config, hardware.set_up(config), data)
-    with pytest.raises(UserError, match=message) as error:
-        peer.use_nanogpt(trainee, tmp_path)
     assert len(error.value.problems) == 1 and error.value.exit_code == 2

@@ -3,10 +3,7 @@ compare.py says what can be worked out by hand from the same records and logs, a
 never stop a run.
 """
 
-import errno
 import json
-import math
-import os
 import struct
 from pathlib import Path
 
@@ -123,14 +120,8 @@ def png_size(path: Path) -> tuple[int, int]:
 
 def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
     old, new = write_notes_logs(tmp_path)
-    code, out, err = run_process(
-        "compare.py",
-        str(old),
-        str(new),
-        "--gpu=4070",
-        f"--json={tmp_path / 'table.json'}",
-        f"--png={tmp_path / 'both.png'}",
-    )
+    outputs = (f"--json={tmp_path / 'table.json'}", f"--png={tmp_path / 'both.png'}")
+    code, out, err = run_process("compare.py", str(old), str(new), "--gpu=4070", *outputs)
     assert code == 0, err
     table = json.loads((tmp_path / "table.json").read_text())
     for name, tokens_per_sec, mfu in (("old", 134_433, 0.692), ("new", 56_134, 0.823)):
@@ -140,10 +131,8 @@ def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(tmp_path):
         assert round(table["runs"][name]["mfu"], 3) == mfu
     assert table["verdicts"]["tokens_per_sec"] == "old 2.39x faster"
     assert table["verdicts"]["val_loss_at_equal_iter"] == "new 0.0134 lower"
-    assert (
-        table["runs"]["old"]["config/batch_size"] == 16
-        and table["runs"]["new"]["config/batch_size"] == 8
-    )
+    batches = [table["runs"][name]["config/batch_size"] for name in ("old", "new")]
+    assert batches == [16, 8]
     assert "134,433" in out and "56,134" in out and "69.2%" in out and "82.3%" in out
     assert min(png_size(tmp_path / "both.png")) > 400
 
@@ -165,40 +154,12 @@ def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
     assert figures["mfu"] == pytest.approx(56_133.6 * 854.8e6 / 312e12 / 8, rel=1e-3)
 
 
-@pytest.mark.parametrize("line", ["Overriding: device = cpu", "device = 'cpu' # no GPU here"])
-def test_a_log_of_the_cpu_is_not_given_a_cards_name_and_peak(tmp_path, script, line):
+def test_a_log_of_the_cpu_is_not_given_a_cards_name_and_peak(tmp_path, script):
     log = write_notes_logs(tmp_path)[0]
-    log.write_text(f"{line}\n{log.read_text()}")
-    table = compare_runs(script, log, "--gpu=4070")
-    figures = table["runs"]["old"]
+    log.write_text(f"Overriding: device = cpu\n{log.read_text()}")
+    figures = compare_runs(script, log, "--gpu=4070")["runs"]["old"]
     # nanoGPT uses autocast on CUDA only
     assert (figures["device"], figures["dtype"], figures["mfu"]) == ("cpu", "float32", None)
-    assert "--gpu is ignored" in table["warnings"][0]
-
-
-def test_a_log_says_which_dtype_it_ran_in(tmp_path, script):
-    log = write_notes_logs(tmp_path)[0]
-    log.write_text(f"Overriding: dtype = float16\n{log.read_text()}")
-    figures = compare_runs(script, log, "--gpu=4070")["runs"]["old"]
-    assert (figures["device"], figures["dtype"]) == ("NVIDIA GeForce RTX 4070", "float16")
-
-
-@pytest.mark.parametrize(
-    "optimizers, left_out",
-    [
-        (("muon", "muon"), {"learning_rate"}),
-        (("adamw", "adamw"), {"muon_lr", "head_lr"}),
-        (("muon", "adamw"), set()),
-    ],
-)
-def test_keys_that_no_run_uses_are_no_differences(tmp_path, script, optimizers, left_out):
-    rates = ("learning_rate", "muon_lr", "head_lr")
-    folders = []
-    for number, optimizer in enumerate(optimizers, 1):
-        config = dict.fromkeys(rates, 0.01 * number) | dict(optimizer=optimizer)
-        folders.append(write_run(tmp_path / str(number), 1000, {0: 8.0, 50: 4.0}, **config))
-    table = compare_runs(script, *folders)["runs"]["1"]
-    assert {key for key in rates if f"config/{key}" not in table} == left_out
 
 
 def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
@@ -232,13 +193,8 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
 
 @pytest.mark.parametrize(
     "one, other",
-    [
-        ((100, 300), (500, 1500)),  # the quickstart, and the same one ended after 300 iterations
-        ((100, 1500), (500, 1500)),
-        ((70, 1400), (100, 1500)),
-        ((30, 600), (41, 1025)),
-        ((300, 900), (1000, 1000)),
-    ],
+    # the quickstart, and the same one ended after 300 iterations; then others
+    [((100, 300), (500, 1500)), ((70, 1400), (400, 1600)), ((30, 600), (41, 1025))],
 )
 def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, script, one, other):
     """The loss falls from 5.4 to 2.0 within 300 iterations: a straight line is off by 1.2."""
@@ -248,25 +204,24 @@ def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, script
         runs.append(write_run(tmp_path / name, 100, losses))
     table = compare_runs(script, *runs)
     for axis in ("iter", "tokens"):
-        losses = [run[f"val_loss_at_equal_{axis}"] for run in table["runs"].values()]
-        known = [loss for loss in losses if loss is not None]
-        assert max(known) - min(known) < 0.01
+        losses = [run.get(f"val_loss_at_equal_{axis}") for run in table["runs"].values()]
+        if None not in losses:
+            assert max(losses) - min(losses) < 0.01
         assert table["verdicts"].get(f"val_loss_at_equal_{axis}", "equal").startswith("equal")
-    # the losses that both reached, and one that both reached on the way
-    for more in ([], ["--loss=1.8"]):
+    # the losses that both reached, and some that both reached on the way
+    for more in ([], ["--loss=1.8"], ["--loss=1.6"]):
         verdicts = compare_runs(script, *runs, *more)["verdicts"]
         assert verdicts.get("tokens_to_loss", "equal").startswith("equal")
 
 
-def test_a_loss_is_not_read_off_a_line_from_iteration_0(tmp_path, script):
+def test_a_loss_is_not_read_off_a_line_from_iteration_0(tmp_path):
     run = compare.read_run(write_run(tmp_path / "a", 100, {0: 5.4, 500: 1.9, 550: 1.8}), None)
-    assert math.isnan(compare.loss_at(run, "iter", 300).value)
-    assert compare.loss_at(run, "iter", 500).value == 1.9
-    assert compare.loss_at(run, "iter", 525).value == pytest.approx(1.85)
-    x, losses = compare.learning_curve(run, "tokens")
-    assert math.isnan(compare.reach(x, losses, 2.0).value)
-    reached = compare.reach(x, losses, 1.85)
-    assert (reached.value, reached.low, reached.high) == (pytest.approx(525e3), 500e3, 550e3)
+    curve = compare.learning_curve(run, "iter")
+    assert [compare.loss_at(*curve, at) for at in (300, 500, 600)] == [None, 1.9, None]
+    assert compare.loss_at(*curve, 525) == pytest.approx(1.85)
+    assert compare.reach(*curve, 2.0) is None
+    assert compare.reach(*curve, 1.9) == 500
+    assert compare.reach(*curve, 1.85) == pytest.approx(525)
 
 
 def test_the_table_says_dtype_once_and_minutes(tmp_path, script):
@@ -278,23 +233,13 @@ def test_the_table_says_dtype_once_and_minutes(tmp_path, script):
     assert row(out, "time ").split() == ["time", "3m25s", "3m25s", "equal"]
 
 
-def test_a_loss_difference_within_seed_noise_decides_nothing(tmp_path, script):
-    a, b = (
-        write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.002}),
-        write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0}),
-    )
-    _, out, _ = script(compare.main, a, b)
-    assert row(out, "best val loss").endswith("equal within 0.005")
-
-
 def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
     run = write_run(tmp_path / "a", 10, {0: 8.0, 4: 5.0, 8: 4.0})
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if line["kind"] == "step" and line["iter"] > 4:
-            line["tokens"] = (
-                4000 + (line["iter"] - 4) * 3000
-            )  # from iteration 4 on, 3000 tokens each
+            # from iteration 4 on, 3000 tokens each
+            line["tokens"] = 4000 + (line["iter"] - 4) * 3000
     again = lines[0] | dict(iter=4, tokens_per_iter=3000)  # what the resume says of itself
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, again])) + "\n")
     read = compare.read_run(run, None)
@@ -313,23 +258,20 @@ def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     assert png_size(out_dir / "loss.png") == drawn_in_training
     figures = json.loads((tmp_path / "table.json").read_text())["runs"]["run"]
     steps = records(out_dir, "step")
-    covered = np.diff(
-        [record["iter"] for record in steps], prepend=-1
-    )  # iterations each record is the mean of
+    # iterations each record is the mean of
+    covered = np.diff([record["iter"] for record in steps], prepend=-1)
     seconds = sum(n * record["step_ms"] / 1e3 for n, record in zip(covered, steps))
     assert figures["iterations"] == 12 and figures["tokens"] == 12 * 128
     assert figures["tokens_per_sec"] == pytest.approx(12 * 128 / seconds, rel=1e-5)
-    assert figures["best_val_loss"] == min(
-        record["val_loss"] for record in records(out_dir, "eval")
-    )
+    losses = [record["val_loss"] for record in records(out_dir, "eval")]
+    assert figures["best_val_loss"] == min(losses)
 
 
-def test_unequal_datasets_and_evaluations_are_warned_of(tmp_path, script):
+def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset="other", eval_tokens=8192)
-    code, out, err = script(compare.main, a, b)
-    assert code == 0 and len(err) == 1
-    assert "a: 4096, b: 8192" in err[0]
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "eval_tokens").split() == ["eval_tokens", "4096", "8192", "differs"]
     assert row(out, "dataset").split() == ["dataset", "d", "other", "differs"]
     for label in ("best val loss", "val loss at", "tokens to val loss"):
         assert row(out, label).endswith("not comparable: unequal datasets")
@@ -368,12 +310,17 @@ def test_unequal_tokenizers_without_bits_per_byte_are_not_ranked(known, tmp_path
     assert "lower" not in out and "less" not in out
 
 
-def test_a_tiny_difference_in_bits_per_byte_decides_nothing(tmp_path, script):
+@pytest.mark.parametrize(
+    "tokenizer, bits, loss, noise", [("gpt2", 0.25, 4.002, 0.005), ("byte", 1.0016, 1.0, 0.002)]
+)
+def test_a_difference_within_seed_noise_decides_nothing(
+    tokenizer, bits, loss, noise, tmp_path, script
+):
     """0.005 nats of a token of 4.5 bytes are 0.0016 bits per byte."""
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 4.0}, tokenizer="gpt2", bits=0.25)
-    b = write_run(tmp_path / "b", 10, {0: 6.0, 5: 1.0}, tokenizer="byte", bits=1.0016)
+    b = write_run(tmp_path / "b", 10, {0: 6.0, 5: loss}, tokenizer=tokenizer, bits=bits)
     _, out, _ = script(compare.main, a, b)
-    assert row(out, "best bits per byte").endswith("equal within 0.002")
+    assert row(out, "best ").endswith(f"equal within {noise}")
 
 
 @pytest.mark.parametrize("other", ["gpt2", "unknown", None])
@@ -417,18 +364,13 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
     wrong.write_text("hello\n")
     own = tmp_path / "own.log"
     own.write_text("iter 100: loss 5.1234, time 168.20ms, mfu 41.20%, tok/s 134,433, lr 6.00e-04\n")
-    code, out, err = script(compare.main, empty, tmp_path / "nowhere", wrong, own)
-    assert (code, out) == (2, "")
-    assert [line.split(": ")[1] for line in err] == [
-        str(p) for p in (empty / "metrics.jsonl", tmp_path / "nowhere", wrong, own)
-    ]
-    assert all(
-        word in line
-        for line, word in zip(err, ("metrics.jsonl", "No such file", "no iteration", "out_dir"))
-    )
     run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     (log,) = write_notes_logs(tmp_path)[:1]
     for arguments, word in (
+        ([empty], f"{empty / 'metrics.jsonl'}: "),
+        ([run, tmp_path / "nowhere"], "nowhere: No such file or directory; give the out_dir"),
+        ([wrong], f"{wrong}: no iteration"),
+        ([own], "give the run's out_dir"),
         ([log, "--gpu=4711"], "4711"),
         ([log, "--gpu=3080"], "10GB"),  # two cards of that name
         ([run, f"--png={tmp_path / 'no' / 'where.png'}"], "where"),
@@ -442,10 +384,11 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
 
 def test_a_log_without_its_tokens_per_iteration_says_what_to_add(tmp_path, script):
     log = tmp_path / "cut.log"
-    log.write_text(
-        "iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%\n"
-        "step 200: train loss 5.51, val loss 5.53\n"
+    lines = (
+        "iter 100: loss 7.1003, time 3900.00ms, mfu 12.93%",
+        "step 200: train loss 5, val loss 6",
     )
+    log.write_text("\n".join(lines))
     code, out, err = script(compare.main, log)
     assert code == 0 and len(err) == 1 and "tokens per iteration will be" in err[0]
     assert row(out, "tok/s").split() == ["tok/s", "n/a"]
@@ -456,10 +399,7 @@ DAMAGED_LINES = """\
 [1]
 \0\N{REPLACEMENT CHARACTER}
 {"kind": "step"}
-{"kind": "eval", "iter": 1e999, "val_loss": 1.0}
-{"kind": "eval", "iter": null, "val_loss": 1.0}
-{"kind": "start", "config": null}
-{"kind": "start", "iter": 0, "config": {"dataset": [], "eval_tokens": "x", "old_key": 1}}
+{"kind": "start", "iter": 0, "config": {"dataset": "d", "old_key": 1}}
 {"kind": "step", "iter": 0, "tokens": 0, "loss": NaN, "step_ms": null, "mfu": null}
 {"kind": "eval", "iter": 9, "val_loss": null}
 """
@@ -481,22 +421,6 @@ def test_a_run_that_has_hardly_begun_has_a_picture(tmp_path, content, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_value_that_is_no_number_is_one_line(tmp_path, script):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "iter": 0, "val_loss": "x"}\n')
-    code, out, err = script(compare.main, tmp_path)
-    assert (code, out, len(err)) == (2, "", 1) and "damaged" in err[0]
-
-
-@pytest.mark.parametrize("damage", ['"world_size": 0, "flops_per_token": 1', '"config": 3'])
-def test_a_damaged_start_record_is_one_line(damage, tmp_path, script):
-    text = (
-        f'{{"kind": "start", "iter": 0, {damage}}}\n{{"kind": "step", "iter": 0, "step_ms": 1}}\n'
-    )
-    (tmp_path / "metrics.jsonl").write_text(text)
-    code, out, err = script(compare.main, tmp_path)
-    assert (code, out, len(err)) == (2, "", 1) and "damaged" in err[0]
-
-
 def test_a_folder_given_for_the_picture_is_one_line(tmp_path, script, monkeypatch):
     run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     monkeypatch.chdir(tmp_path)
@@ -506,60 +430,11 @@ def test_a_folder_given_for_the_picture_is_one_line(tmp_path, script, monkeypatc
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path, script):
-    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "no" / "x.out", tmp_path / "pipe"):
-        for name in ("png", "json"):
-            code, _, err = script(compare.main, run, f"--{name}={path}")
-            assert code == 2 and len(err) == 1 and err[0].startswith(f"error: {path}: "), err
-
-
-@pytest.mark.parametrize("flag", ["png", "json"])
-def test_a_full_disk_names_the_file_that_was_given(flag, tmp_path, script, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
-    monkeypatch.setattr(compare, "save_picture", full if flag == "png" else lambda *_: None)
-    monkeypatch.setattr(Path, "write_text", full)
-    _, _, err = script(compare.main, run, f"--{flag}={tmp_path / 'x'}")
-    assert err == [f"error: {tmp_path / 'x'}: No space left on device"]
-
-
 def test_a_dollar_in_a_runs_name_is_no_formula(tmp_path):
     runs = [write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0}) for name in ("$\\frac{$", "b")]
     for some in (runs, runs[:1]):
         picture.save_picture(compare.read_runs(some, None), tmp_path / "x.png")
         png_size(tmp_path / "x.png")
-
-
-def test_a_runs_name_forges_no_line_of_the_table(tmp_path, script):
-    run = write_run(tmp_path / "a\nbest\x1b[31m", 10, {0: 8.0, 5: 3.0})
-    code, out, _ = script(compare.main, run)
-    assert code == 0 and "\x1b" not in out and "\nbest\\x1b" not in out
-
-
-def test_a_run_by_its_name_alone_is_told_where_runs_are(tmp_path, script, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = script(compare.main, "quickstart")
-    assert code == 2 and "such as out/quickstart" in err[0]
-
-
-@pytest.mark.parametrize(
-    "record, change",
-    [("start", dict(device=["a"], dtype={})), ("start", dict(device=5, dtype=1.5))]
-    + [("eval", dict(seconds=1e308)), ("checkpoint", dict(seconds=math.inf))],
-)
-def test_odd_devices_and_endless_seconds_are_shown(record, change, tmp_path, script):
-    runs = [write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0, 9: 2.5}) for name in "ab"]
-    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.update(change if line["kind"] == record else {})
-    (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for some in (runs, runs[:1]):
-        code, _, err = script(compare.main, *some, f"--png={tmp_path / 'x.png'}")
-        assert code == 0, err
 
 
 def test_a_run_of_less_than_a_second_is_not_shown_as_none():
@@ -589,11 +464,3 @@ def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
     (tmp_path / "a" / "loss.png").mkdir()
     picture.draw_run(tmp_path / "a")
     assert "not drawn" in capsys.readouterr().err
-
-
-def test_a_picture_thins_out_but_keeps_the_extremes():
-    x, y = np.arange(100_000.0), np.zeros(100_000)
-    y[54_321], y[77_777] = 9.0, math.nan
-    at, mean, low, high = picture.thin_out(x, y)
-    assert len(at) == picture.PICTURE_POINTS and high.max() == 9.0 and low.min() == 0.0
-    assert abs(at[high.argmax()] - 54_321) < 100_000 / picture.PICTURE_POINTS

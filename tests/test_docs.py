@@ -42,6 +42,8 @@ def command_lines(page: Path) -> list[list[str]]:
         line = line.removeprefix("$ ")
         if line.startswith(("python ", "torchrun ")):
             words = shlex.split(line, comments=True)
+            if words[1] == "-m":
+                words[2] = words[2].replace(".", "/") + ".py"
             first = next(i for i, word in enumerate(words) if word.endswith(".py"))
             commands.append(words[first:])
     return commands
@@ -51,8 +53,6 @@ def known_flags(script: str, arguments: list[str], capsys) -> set[str]:
     """The names of the flags that a script documents."""
     if script in ("train.py", "configurator.py"):
         return set(FIELDS)
-    if script.startswith("results/"):
-        return set(re.findall(r"--(\w+)", (ROOT / script).read_text(encoding="utf-8")))
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     subcommand = arguments[:1] if script in ("bench.py", "convert.py") else []
     with contextlib.suppress(SystemExit):

@@ -15,18 +15,17 @@ from configurator import Config, divisors, load_config
 from model import GPTConfig
 from training import hardware
 from training.build import model_config
-from training.gpus import (
+from training.gpus import resolve_gpu, short_name
+from training.memory import (
     WORKSPACE_BYTES,
     block_bytes,
     fitting_batch,
     memory_bytes,
     memory_needed,
     out_of_memory_advice,
-    resolve_gpu,
-    short_name,
 )
 
-BF16 = torch.bfloat16
+BF16 = "bfloat16"
 GPT124M = GPTConfig(bias=False)
 CONFIG_FOLDER = Path(__file__).parent.parent / "config"
 CONFIG_FILES = [
@@ -55,36 +54,26 @@ def peak_bytes(trainee: measure.Trainee) -> int:
 
 @pytest.mark.parametrize(
     "batch_size, compiled, gigabytes",
-    [
-        (8, False, 10.5),
-        (8, True, 6.5),
-        (12, False, 14.4),
-        (12, True, 8.3),
-        (16, False, 18.2),
-        (16, True, 10.1),
-    ],
+    [(8, False, 10.5), (8, True, 6.5), (16, False, 18.2), (16, True, 10.1)],
 )
 def test_memory_of_gpt124m(batch_size, compiled, gigabytes):
     """
     By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2
     compiled; compiled another 2 C V = 0.08 GB; GB = 1e9.
     """
-    assert sum(memory_bytes(GPT124M, batch_size, BF16, compiled).values()) / 1e9 == pytest.approx(
-        gigabytes, abs=0.06
-    )
+    parts = memory_bytes(GPT124M, batch_size, BF16, compiled)
+    assert sum(parts.values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 def test_parts_of_gpt124m_by_hand():
     """N = 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768 = 124,373,760."""
     parts = memory_bytes(GPT124M, 8, BF16, compiled=True)
-    assert (
-        parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768
-    )  # positions are looked up in float32
+    # positions are looked up in float32
+    assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
-    with_muon = memory_bytes(
-        GPT124M, 8, BF16, compiled=True, optimizer="muon"
-    )  # one momentum of 12 * 12 * 768^2 weights
+    # one momentum of 12 * 12 * 768^2 weights
+    with_muon = memory_bytes(GPT124M, 8, BF16, compiled=True, optimizer="muon")
     assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
@@ -98,9 +87,8 @@ def test_recompute_keeps_the_stream_at_each_blocks_entry():
     2 * 11 * 12 * 768^2.
     """
     parts = memory_bytes(replace(GPT124M, recompute=True), 8, BF16, compiled=True)
-    assert parts["activations"] == 8 * 1024 * (
-        12 * 4 * 768 + 6 * 768
-    )  # the logits outweigh one block's
+    # the logits outweigh one block's
+    assert parts["activations"] == 8 * 1024 * (12 * 4 * 768 + 6 * 768)
     assert sum(parts.values()) / 1e9 == pytest.approx(3.9, abs=0.06)
 
 
@@ -129,10 +117,9 @@ def test_out_of_memory_names_the_pair_that_fits():
         config = Config(batch_size=batch_size, gradient_accumulation_steps=accum)
         return out_of_memory_advice(config, GPT124M, BF16, capacity, world_size)
 
-    assert advice(32, 16).endswith(
-        "in about 10.1 GB: --batch_size=16 --gradient_accumulation_steps=32"
-    )
-    assert advice(32, 16, world_size=2).endswith("--batch_size=16 --gradient_accumulation_steps=32")
+    pair = "--batch_size=16 --gradient_accumulation_steps=32"
+    assert advice(32, 16).endswith(f"in about 10.1 GB: {pair}")
+    assert advice(32, 16, world_size=2).endswith(pair)
     assert "--recompute=True" in advice(1, 64)
     # the model thinks that 8 fits, and it did not: the next below
     assert "--batch_size=4 --gradient_accumulation_steps=128" in advice(8, 64)
@@ -171,9 +158,8 @@ def test_what_a_configs_comments_say_about_memory_is_modelled(path):
     claims = dict([(config.batch_size, float(re.search(r"modelled: ([\d.]+) GB", line)[1]))])
     for batch_size, gigabytes in re.findall(r"(\d+) would need ([\d.]+) GB", line):
         claims[int(batch_size)] = float(gigabytes)
-    dtype = dict(bfloat16=torch.bfloat16, float16=torch.float16)[config.dtype]
     for batch_size, gigabytes in claims.items():
-        needed = memory_needed(config, model_config(config, 50257), dtype, batch_size)
+        needed = memory_needed(config, model_config(config, 50257), config.dtype, batch_size)
         assert gigabytes == pytest.approx(needed / 1e9, abs=0.06)
         assert batch_size * config.block_size * 50304 < 2**31  # logits, for 32-bit indices
 
@@ -189,88 +175,44 @@ def words(tmp_path_factory) -> Path:
 
 
 def trainee(folder, **changes) -> measure.Trainee:
-    keys = (
-        dict(
-            n_head=2,
-            batch_size=4,
-            block_size=256,
-            gradient_accumulation_steps=2,
-            device="cpu",
-            compile=False,
-            dataset="none",
-        )
-        | changes
-    )
+    keys = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2)
+    keys |= dict(device="cpu", compile=False, dataset="none") | changes
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
     data = measure.real_or_random_data(config, folder)
     return measure.Trainee(config, hardware.set_up(config), data)
 
 
+SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
+HALF = dict(n_layer=4, n_embd=128, dtype="bfloat16")
+FAST = dict(model="fast", optimizer="muon", tie_weights=False)
+SHAPES = [
+    SMALL | dict(dataset="none"),  # GPT-2's vocabulary
+    SMALL | dict(n_embd=256, loss_chunk="off", tie_weights=False),
+    SMALL | dict(loss_chunk=256),
+    HALF,
+    SMALL | dict(optimizer="muon"),
+    SMALL | FAST,
+    SMALL | FAST | dict(optimizer="adamw"),
+    HALF | dict(recompute=True),
+    # few logits: the peak is in a block
+    SMALL | dict(n_layer=4, n_embd=256, recompute=True, dataset="tiny"),
+    HALF | dict(n_layer=8, recompute=True, dataset="tiny"),
+    SMALL | FAST | dict(n_layer=4, recompute=True, dataset="tiny"),
+]
+# compiled, or in bfloat16 for a minute where a processor only emulates it
+SLOW_SHAPES = [
+    HALF | FAST | dict(n_embd=256, loss_chunk="256"),
+    HALF | FAST | dict(n_embd=256, recompute=True),
+    HALF | dict(n_layer=2, compile=True),
+    SMALL | dict(n_layer=4, n_embd=256, compile=True),
+    HALF | dict(n_layer=2, n_embd=256, compile=True, loss_chunk="256"),
+    HALF | dict(recompute=True, compile=True),
+]
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        dict(n_layer=2, n_embd=128, dtype="float32", dataset="none"),  # GPT-2's vocabulary
-        dict(n_layer=2, n_embd=256, dtype="float32", loss_chunk="off", tie_weights=False),
-        dict(n_layer=2, n_embd=128, dtype="float32", loss_chunk=256),
-        dict(n_layer=4, n_embd=128, dtype="bfloat16"),
-        dict(n_layer=2, n_embd=128, dtype="float32", optimizer="muon"),
-        dict(
-            n_layer=2,
-            n_embd=128,
-            dtype="float32",
-            model="fast",
-            optimizer="muon",
-            tie_weights=False,
-        ),
-        dict(n_layer=2, n_embd=128, dtype="float32", model="fast", tie_weights=False),
-        dict(
-            n_layer=4,
-            n_embd=256,
-            dtype="bfloat16",
-            model="fast",
-            optimizer="muon",
-            tie_weights=False,
-            loss_chunk="256",
-        ),
-        dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True),
-        dict(
-            n_layer=4, n_embd=256, dtype="float32", recompute=True, dataset="tiny"
-        ),  # few logits: the peak is in a block
-        dict(n_layer=8, n_embd=128, dtype="bfloat16", recompute=True, dataset="tiny"),
-        dict(
-            n_layer=4,
-            n_embd=256,
-            dtype="bfloat16",
-            model="fast",
-            optimizer="muon",
-            tie_weights=False,
-            recompute=True,
-        ),
-        dict(
-            n_layer=4,
-            n_embd=128,
-            dtype="float32",
-            model="fast",
-            optimizer="muon",
-            tie_weights=False,
-            recompute=True,
-            dataset="tiny",
-        ),
-        pytest.param(
-            dict(n_layer=2, n_embd=128, dtype="bfloat16", compile=True), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            dict(n_layer=4, n_embd=256, dtype="float32", compile=True), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            dict(n_layer=2, n_embd=256, dtype="bfloat16", compile=True, loss_chunk="256"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            dict(n_layer=4, n_embd=128, dtype="bfloat16", recompute=True, compile=True),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_memory_model_counts_the_tensors_alive(changes, dataset, words, tmp_path, monkeypatch):
@@ -282,7 +224,7 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, words, tmp_path
     folders = dict(tiny=dataset, words=words, none="none")
     t = trainee(tmp_path, **changes | dict(dataset=folders[changes.get("dataset", "words")]))
     measured = peak_bytes(t)
-    modelled = memory_needed(t.config, t.model.config, t.hw.dtype, 4) - WORKSPACE_BYTES
+    modelled = memory_needed(t.config, t.model.config, t.hw.dtype_name, 4) - WORKSPACE_BYTES
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
@@ -322,10 +264,9 @@ def test_a_block_keeps_what_the_memory_model_says(
     keys = dict(model=model, dtype=dtype, compiled=compiled)
     two, _ = saved_bytes(words, tmp_path, n_layer=2, **keys)
     four, config = saved_bytes(words, tmp_path, n_layer=4, **keys)
-    half = dtype == "bfloat16"
-    copies = 2 * 12 * 256**2 if half else 0
+    copies = 2 * 12 * 256**2 if dtype == "bfloat16" else 0
     of_a_block = (four - two) / 2 - copies
-    assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, half, compiled), rel=0.002)
+    assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, dtype, compiled), rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +284,7 @@ def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
         sizes = dict(value_tables=tables, bigram_rows=rows)
         total, config = saved_bytes(words, tmp_path, **sizes, **keys)
         saved.append(total)
-        parts = memory_bytes(config, 4, getattr(torch, dtype), compiled, "muon")
+        parts = memory_bytes(config, 4, dtype, compiled, "muon")
         modelled.append(parts["activations"])
     assert saved[1] - saved[0] == pytest.approx(modelled[1] - modelled[0], rel=0.03)
 
@@ -355,21 +296,10 @@ def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
     between -10 and +150 %.
     """
     ballast = torch.ones(3 * 2**28)  # 3 GiB
-    keys = dict(
-        n_layer=4,
-        n_head=4,
-        n_embd=256,
-        batch_size=4,
-        block_size=256,
-        gradient_accumulation_steps=2,
-        device="cpu",
-        dtype="float32",
-        compile=False,
-        dataset="none",
-    )
-    result = measure.attempt(
-        load_config([f"--{name}={value}" for name, value in keys.items()]), trials=1
-    )
+    keys = HALF | dict(n_embd=256, n_head=4, dtype="float32", batch_size=4, block_size=256)
+    keys |= dict(gradient_accumulation_steps=2, device="cpu", compile=False, dataset="none")
+    flags = [f"--{name}={value}" for name, value in keys.items()]
+    result = measure.attempt(load_config(flags), trials=1)
     modelled = result["mem_model_gib"] - WORKSPACE_BYTES / 2**30
     assert 0.9 < result["mem_training_gib"] / modelled < 2.5
     assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 3 * 2**28

@@ -47,7 +47,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 )
 def test_peaks_by_whole_name_sm_count_and_dtype(name, sm_count, dtype, tf32, peak):
     """nanoGPT #182, PR#464, PR#555: 312e12 on every card."""
-    assert row_peak(find_row(name, sm_count), dtype, tf32) == peak
+    assert row_peak(find_row(name, sm_count), hardware.name_of(dtype), tf32) == peak
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_unknown_cut_down_or_partitioned_devices_have_no_peak(name, sm_count):
     [("NVIDIA GeForce RTX 5090 D", 170), ("NVIDIA H20-3e", 78), ("NVIDIA B100", None)],
 )
 def test_unverified_rows_have_no_peak(name, sm_count):
-    assert row_peak(find_row(name, sm_count), BF16, True) is None
+    assert row_peak(find_row(name, sm_count), "bfloat16", True) is None
 
 
 def hw(peak_tflops, dtype=BF16):

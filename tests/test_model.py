@@ -10,37 +10,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from weights import TRANSPOSED, as_transformers
 
 from model import GPT, GPTConfig, generate, mean_loss, pad_vocab
 from training.build import build_model, count_parameters, decay_groups, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
-# HF's Conv1D
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-
-
-def hf_twin(model: GPT):
-    """transformers' GPT2LMHeadModel with this model's weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    c = model.config
-    hf = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.block_size,
-            n_embd=c.n_embd,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            tie_word_embeddings=c.tie_weights,
-        )
-    )
-    weights = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in model.state_dict().items()}
-    missing, unexpected = hf.load_state_dict(weights, strict=False)
-    assert not unexpected and all("attn.bias" in k or "masked_bias" in k for k in missing)
-    return hf
 
 
 def perturbed(config: GPTConfig) -> GPT:
@@ -85,14 +60,14 @@ def test_logits_equal_transformers_gpt2(name, flash):
     model = perturbed(GPTConfig(**shape, flash=flash))
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
     with torch.no_grad():
-        expected = hf_twin(model)(idx).logits
+        expected = as_transformers(model)(idx).logits
         # 1e-4 of fp32 rounding on logits of size ~10, in another order of operations
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_split():
     model = perturbed(GPTConfig(**SMALL)).train()
-    hf = hf_twin(model).train()
+    hf = as_transformers(model)
     ours = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95))
     decayed = ("wte.weight", "wpe.weight", *TRANSPOSED)
     matrices = [p for n, p in hf.named_parameters() if n.endswith(decayed)]
@@ -125,6 +100,19 @@ def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_spli
 def test_parameter_counts_of_the_four_gpt2_sizes(n_layer, n_head, n_embd, parameters):
     config = GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     assert count_parameters(config)[0] == parameters
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("fast", [{}, dict(model="fast", value_tables=2, bigram_rows=77)])
+def test_the_formula_for_parameters_counts_those_of_the_model(fast, tie, bias):
+    """N leaves out look-up tables; a tied embedding is the head, and the fast model has its own."""
+    config = GPTConfig(**SMALL | dict(n_layer=5, tie_weights=tie, bias=bias) | fast)
+    model = build_model(config)
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    looked_up = sum(w.numel() for w in tables if w is not model.lm_head.weight)
+    total = sum(p.numel() for p in model.parameters())
+    assert count_parameters(config) == (total, total - looked_up)
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -351,14 +339,6 @@ def test_flops_per_token_by_hand():
 def test_padded_vocabulary():
     assert [pad_vocab(50257, n) for n in (1, 64, 128)] == [50257, 50304, 50304]
     assert pad_vocab(256, 128) == 256
-
-
-def test_padded_ids_are_never_sampled():
-    """nanoGPT #738: the ids that only pad the head's matrix can be drawn there."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=16, vocab_size=128, n_layer=1, n_head=2, n_embd=16)).eval()
-    out = generate(model, torch.zeros(4, 1, dtype=torch.int64), 100, vocab=5)
-    assert out.shape == (4, 101) and out.max() < 5
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch.func import functional_call
 import sample
 import train
 from configurator import UserError
-from model import GPTConfig, KVCache, generate
+from model import GPTConfig, KVCache, Sampling, generate
 from model_fast import FastGPT, rotary_tables, rotate
 from training import checkpoint
 from training.build import count_parameters, flops_per_token
@@ -216,7 +216,7 @@ def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
     for _ in range(40):
         new = model(expected[:, -24:])[:, -1, :60].argmax(-1, keepdim=True)
         expected = torch.cat((expected, new), 1)
-    assert torch.equal(generate(model, idx, 40, 60, temperature=0), expected)
+    assert torch.equal(generate(model, idx, 40, 60, Sampling(temperature=0)), expected)
 
 
 def test_one_token_continues_a_cache():
@@ -254,13 +254,15 @@ def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tm
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
 
 
-def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path):
+def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path, capsys):
     tables = ("value_tables", "bigram_rows")
     first = dict(FAST) | dict.fromkeys(tables, 0)
     assert run_here(dataset, tmp_path / "run", **first) == 0
     state, path = load(tmp_path / "run", 8), tmp_path / "run" / "ckpt-00000008.pt"
     (tmp_path / "run" / "ckpt-00000004.pt").unlink()
-    state["config"]["vector_lr"] = 0.015  # a key of then
+    # keys of then
+    state["config"] |= dict(vector_lr=0.015, muon_lr=0.025, learning_rate=6e-4, embed_lr=0.3)
+    state["config"] |= dict(decay_lr=True, overwrite=True)
     for name in tables:
         del state["config"][name], state["model_config"][name]
     checkpoint.save(state, path)
@@ -269,7 +271,10 @@ def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path):
         with pytest.raises(UserError, match=rf"{name} 0 \(asked for: 1\)"):
             run_here(dataset, tmp_path / "run", **more | {name: 1})
         del more[name]
+    capsys.readouterr()
     assert run_here(dataset, tmp_path / "run", **more) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
+    assert [line.split()[1] for line in told] == [f"{path},", "max_iters"]
     kept = load(tmp_path / "run", 10)["config"]
     assert [kept[name] for name in tables] == [0, 0] and "vector_lr" not in kept
 
@@ -281,7 +286,6 @@ def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
         "value_tables",
         "n_head",
-        "tie_weights",
         "dropout",
     ]
 

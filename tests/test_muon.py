@@ -16,9 +16,9 @@ from training.build import build_optimizer
 from training.muon import Muon, orthogonalize, parameters_by_role
 
 CONFIG = Config(
+    model="fast",
     optimizer="muon",
-    muon_lr=0.02,
-    embed_lr=0.1,
+    learning_rate=0.02,
     head_lr=0.01,
     weight_decay=0.01,
     beta1=0.8,
@@ -178,7 +178,7 @@ def test_the_matrices_are_shared_out_evenly(processes, largest):
     18 of 144; in turn, some get 16 and some 20.
     """
     model = FastGPT(replace(SMALL, n_layer=12))
-    optimizer = build_optimizer(model, CONFIG, torch.float32, (0, processes))
+    optimizer = build_optimizer(model, CONFIG, torch.float32, 0, processes)
     roles = parameters_by_role(model)
     assert optimizer.owner.keys() == {*roles["matrices"], *roles["qkv"]}
     shares = [0.0] * processes
@@ -206,9 +206,9 @@ def test_everything_else_moves_as_with_adamw():
     ours, roles = build_optimizer(model, CONFIG, torch.float32), parameters_by_role(twin)
     keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
     theirs = [
-        torch.optim.AdamW(roles["embedding"], lr=0.1, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["values"], lr=0.05, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["bigrams"], lr=0.01, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["embedding"], lr=0.7, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["values"], lr=0.35, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["bigrams"], lr=0.07, weight_decay=0.01, **keys),
         torch.optim.AdamW(roles["head"], lr=0.01, weight_decay=0.01, **keys),
         torch.optim.AdamW(roles["vectors"], lr=0.015, weight_decay=0.0, **keys),
     ]

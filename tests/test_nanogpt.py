@@ -94,17 +94,6 @@ def test_config_files_run_unchanged(name, tmp_path):
         assert lr == pytest.approx(3.3e-4, rel=0.01)
 
 
-def test_keys_keep_nanogpts_defaults():
-    """The first lines of its train.py."""
-    expected = dict(eval_interval=2000, log_interval=1, eval_iters=200, batch_size=12)
-    expected |= dict(gradient_accumulation_steps=40, block_size=1024, n_layer=12, n_head=12)
-    expected |= dict(n_embd=768, dropout=0.0, bias=False, learning_rate=6e-4, max_iters=600000)
-    expected |= dict(weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, warmup_iters=2000)
-    expected |= dict(min_lr=6e-5)
-    config = load_config([])
-    assert {key: getattr(config, key) for key in expected} == expected
-
-
 @pytest.fixture
 def char_dataset(tmp_path):
     """data/shakespeare_char as nanoGPT prepares it: headerless files and a pickled table."""

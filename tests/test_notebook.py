@@ -27,16 +27,9 @@ TINY = "--n_layer=6 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_
 TINY += "--eval_interval=2 --eval_tokens=256 --sample_tokens=8 --device=cpu --compile=False"
 
 
-def test_it_is_a_notebook_of_six_cells_that_nobody_has_run():
-    content = json.loads(NOTEBOOK.read_text())
-    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
-    assert content["metadata"]["accelerator"] == "GPU"
-    assert len(content["cells"]) == 6
-    assert len({cell["id"] for cell in content["cells"]}) == 6
-    for cell in content["cells"]:
-        assert cell.keys() == {*"cell_type execution_count id metadata outputs source".split()}
-        assert (cell["cell_type"], cell["outputs"], cell["metadata"]) == ("code", [], {})
-        assert cell["execution_count"] is None
+def test_nobody_has_run_it():
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        assert (cell["cell_type"], cell["outputs"], cell["execution_count"]) == ("code", [], None)
 
 
 def test_its_commands_name_scripts_configs_and_flags_that_exist(capsys):

@@ -162,9 +162,9 @@ def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
 
 
 def test_a_run_that_diverges_says_so_once_for_all_ranks(dataset, tmp_path):
-    options = OPTIONS | dict(learning_rate=1e30, max_skips=2)
+    options = OPTIONS | dict(learning_rate=1e30, max_iters=20)
     codes, _, err = run_ranks(2, "train.py", *flags(dataset, tmp_path, **options))
-    assert codes == [1, 1] and err.count("error: 2 updates in a row skipped") == 1
+    assert codes == [1, 1] and err.count("error: 10 updates in a row skipped") == 1
 
 
 @pytest.mark.slow
@@ -497,7 +497,7 @@ def test_a_dead_worker_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tm
     worker.kill()
     codes, err = end_of(processes)
     (line,) = error_lines(err)
-    assert codes == [1, 1] and f"(process {worker.pid}) was ended by SIGKILL" in line
+    assert codes == [1, 1] and "a data worker failed" in line and str(worker.pid) in line
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
 
 
@@ -719,9 +719,9 @@ train.train_step = step
 
 def test_a_process_alone_needs_no_group():
     ranks = Ranks()
-    assert ranks.first and ranks.reduce([1, 2]) == [1, 2] and ranks.gather("x") == ["x"]
+    assert ranks.is_main and ranks.reduce([1, 2]) == [1, 2] and ranks.gather("x") == ["x"]
     assert (
-        ranks.from_first(lambda: 3) == 3
+        ranks.from_main(lambda: 3) == 3
         and ranks.check_config(Config()) == []
         and not torch.distributed.is_initialized()
     )

@@ -14,11 +14,12 @@ import torch
 from common import console
 from common.console import RunError, complain, count, duration, say, warn
 from configurator import Config
-from training import runlog
-from training.checkpoint import Progress
+from training import skips
 from training.hardware import Hardware
+from training.metrics import drop_records, plain
 from training.ranks import Ranks
-from training.runlog import Iteration, Ledger, RunLog, drop_records
+from training.runlog import Iteration, Ledger, RunLog, tokenizer_name
+from training.skips import Skips
 
 KINDS = ("step", "eval", "checkpoint", "event")
 
@@ -54,7 +55,7 @@ def make_log(tmp_path, clock, ledger, **changes):
     )
     hw = Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3)
     log = RunLog(config, hw, Ranks(), began=0.0)
-    log.ledger, log.windows = ledger, Windows()
+    log.ledger = ledger
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
     log.bytes_per_token = None
     return log
@@ -104,8 +105,8 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
             with ledger.book("data wait"):
                 clock.sleep(0.34)
             clock.sleep(9)
-        log.iterations.append(result(it))
-    log.line()
+        log.timed += 1
+    log.line(result(9))
     line = capsys.readouterr().out
     # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their
     # mean price of 120 s are left
@@ -126,8 +127,8 @@ def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, ledger)
     with ledger.book("steps"):
         clock.sleep(2)
-    log.iterations.append(result(0, loss=10.9))
-    log.line()
+    log.timed += 1
+    log.line(result(0, loss=10.9))
     log.evaluation(0, 10.9, 10.95)
     iteration, evaluation = capsys.readouterr().out.splitlines()
     assert re.match(
@@ -192,7 +193,7 @@ def test_tokenizers_are_named_so_that_no_two_are_alike():
         f"char {hashlib.sha256(b'abc').hexdigest()}": dict(kind="char", itos=["a", "b", "c"]),
     }
     for name, spec in names.items():
-        assert runlog.tokenizer_name(spec) == name
+        assert tokenizer_name(spec) == name
 
 
 def test_loss_is_the_mean_over_all_micro_batches(tmp_path, clock, capsys):
@@ -202,30 +203,32 @@ def test_loss_is_the_mean_over_all_micro_batches(tmp_path, clock, capsys):
     log.ledger.switch("steps")
     clock.sleep(1)
     log.ledger.switch("other")
-    log.iterations.append(result(0, loss=torch.arange(64.0)))
-    log.line()
+    log.timed += 1
+    log.line(result(0, loss=torch.arange(64.0)))
     assert "loss 31.5000" in capsys.readouterr().out
 
 
-def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(tmp_path, clock, capsys):
+def make_skips(log) -> Skips:
+    return Skips(log.config, log.hw, log.ranks, log, Windows())
+
+
+def test_skipped_updates_are_named_and_too_many_in_a_row_end_the_run(
+    tmp_path, clock, capsys, monkeypatch
+):
     """nanoGPT #136, #167, #383: NaN goes on for hours."""
-    log = make_log(tmp_path, clock, Ledger(0.0, clock), max_skips=2)
-    log.ledger.switch("steps")
-    clock.sleep(1)
-    log.ledger.switch("other")
+    monkeypatch.setattr(skips, "MAX_SKIPS", 2)
+    finder = make_skips(make_log(tmp_path, clock, Ledger(0.0, clock)))
     poisoned = torch.ones(64)
     poisoned[5:] = float("nan")
-    log.iterations.append(result(0))
-    log.iterations.append(result(1, loss=poisoned, norm=float("nan")))
-    log.iterations.append(result(2))
-    log.line()
+    finder.add(result(0), look=False)
+    finder.add(result(1, loss=poisoned, norm=float("nan")), look=False)
+    finder.add(result(2), look=True)
     # iteration 1 begins at sequence 512; micro-step 5 of 8 sequences each
     err = capsys.readouterr().err
     assert "iter 1: update skipped" in err and f"sequence {512 + 5 * 8}" in err
-    log.iterations.append(result(3, norm=float("inf")))
-    log.iterations.append(result(4, norm=float("nan")))
+    finder.add(result(3, norm=float("inf")), look=False)
     with pytest.raises(RunError, match="2 updates in a row"):
-        log.line()
+        finder.add(result(4, norm=float("nan")), look=True)
 
 
 def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, capsys):
@@ -237,34 +240,31 @@ def test_the_micro_batch_at_fault_is_counted_over_all_ranks(tmp_path, clock, cap
     log.ranks.rank, log.ranks.world_size, log.ranks.reduce = 1, 2, lambda values, op=None: values
     poisoned = torch.ones(32)
     poisoned[3] = float("inf")
-    log.iterations.append(result(10, loss=poisoned, norm=float("nan")))
-    log.check_skips()
+    make_skips(log).add(result(10, loss=poisoned, norm=float("nan")), look=True)
     event = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (
-        event["iter"] == 10
-        and f"micro-batch 7 reads sequence {10 * 512 + 7 * 8}" in event["message"]
-    )
+    assert event["iter"] == 10
+    assert f"micro-batch 7 reads sequence {10 * 512 + 7 * 8}" in event["message"]
 
 
-def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(tmp_path, clock, capsys):
+def test_float16_looks_for_its_loss_scale_without_a_word_but_not_for_ever(
+    tmp_path, clock, capsys, monkeypatch
+):
     """2^16 can be halved 16 times; a loss that is not finite is no matter of its scale."""
-    log = make_log(tmp_path, clock, Ledger(0.0, clock), max_skips=2)
+    monkeypatch.setattr(skips, "MAX_SKIPS", 2)
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
     log.hw.dtype = torch.float16
-    log.ledger.switch("steps")
-    clock.sleep(1)
-    log.ledger.switch("other")
-    log.iterations += [result(it, norm=float("inf")) for it in range(16)] + [result(16)]
-    log.iterations += [
-        result(17, norm=float("inf")),
-        result(18, loss=float("nan"), norm=float("nan")),
-        result(19),
-    ]
-    log.line()
+    finder = make_skips(log)
+    for it in range(16):
+        finder.add(result(it, norm=float("inf")), look=True)
+    finder.add(result(16), look=False)
+    finder.add(result(17, norm=float("inf")), look=False)
+    finder.add(result(18, loss=float("nan"), norm=float("nan")), look=False)
+    finder.add(result(19), look=True)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "update skipped" in line]
     assert len(warnings) == 1 and "iter 18" in warnings[0]
-    log.iterations += [result(it, norm=float("inf")) for it in range(20, 38)]
     with pytest.raises(RunError, match="2 updates in a row"):
-        log.line()
+        for it in range(20, 38):
+            finder.add(result(it, norm=float("inf")), look=True)
 
 
 def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
@@ -274,8 +274,8 @@ def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
         log.ledger.switch("steps")
         clock.sleep(1)
         log.ledger.switch("other")
-        log.iterations.append(result(it, loss=loss))
-        log.line()
+        log.timed += 1
+        log.line(result(it, loss=loss))
     err = capsys.readouterr().err
     assert err.count("loss spike") == 1 and "iter 4: loss spike, 4.5000" in err
 
@@ -290,20 +290,20 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     lines.append(dict(kind="event", iter=4))
     whole = "".join(json.dumps(line) + "\n" for line in lines)
     path.write_text(whole + 'not a record\n{"kind": "step", "iter": 6, "lo')
-    drop_records(path, Progress(iter_num=4, evaluated_at=4))
+    drop_records(path, iter_num=4, evaluated_at=4)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     iters = {kind: [r["iter"] for r in kept if r["kind"] == kind] for kind in KINDS}
     # the run goes on with iteration 4; the evaluation that ckpt-4 was saved after stays
     assert iters == dict(step=[0, 1, 2, 3], eval=[0, 2, 4], checkpoint=[0, 2, 4], event=[])
     # a signal came before the evaluation, which the resumed run makes up for
-    drop_records(path, Progress(iter_num=4, evaluated_at=2))
+    drop_records(path, iter_num=4, evaluated_at=2)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2]
 
 
 def test_numbers_keep_nine_digits_and_what_json_cannot_say_is_null():
-    assert runlog.plain(6.05123e-5) == 6.05123e-5 and runlog.plain(3.0512345678e-8) == 3.05123457e-8
-    assert runlog.plain(float("nan")) is None and runlog.plain(3) == 3
+    assert plain(6.05123e-5) == 6.05123e-5 and plain(3.0512345678e-8) == 3.05123457e-8
+    assert plain(float("nan")) is None and plain(3) == 3
 
 
 def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):

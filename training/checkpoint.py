@@ -2,62 +2,30 @@
 Checkpoints that survive a kill, a full disk and a flipped bit, and the folder they live in.
 
 out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name,
-read back, flushed to the disk, and only then renamed, so a file under a checkpoint's name is whole.
-Its last bytes are a sha256 of all bytes before them. torch.load ignores such a trailer, so
-`torch.load(path, weights_only=True)` reads the file without this program.
+flushed to the disk, and only then renamed, so a file under a checkpoint's name is whole. It is
+torch's own file, a zip that holds a CRC-32 of every record. torch.load does not look at them, so
+they are checked here first.
 """
 
 import contextlib
-import hashlib
 import math
 import os
 import pickle
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.console import RunError, UserError, say, warn
-from common.files import fsync_folder, is_same_file, lack_of_space, plain_file, replacing, try_lock
+from common.console import RunError, UserError, warn
+from common.files import fsync_folder, lack_of_space, replacing, try_lock
 from configurator import Config
+from training.progress import Progress
 from training.ranks import Ranks
-
-TRAILER = b"\nsha256 of all bytes before this line: "
-TRAILER_BYTES = len(TRAILER) + 64
-CHUNK_BYTES = 1 << 24
-
-
-@dataclass
-class Progress:
-    """How far a run is: what a checkpoint needs besides weights, optimizer and random states."""
-
-    iter_num: int = 0  # updates made
-    tokens: int = 0
-    sequences: int = 0  # position in the order of the data
-    best_val_loss: float = math.inf
-    best_iter: int = -1
-    evaluated_at: int = -1
-    lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
-
-    # not part of a checkpoint: an update has begun and its iteration is not over
-    updating = False
-
-    def begin_update(self, *_) -> None:
-        """Called by the optimizer before it changes the first weight."""
-        self.updating = True
-
-    def advance(self, sequences: int, tokens: int) -> None:
-        """After an iteration of so many sequences and tokens."""
-        self.updating = False
-        self.iter_num += 1
-        self.sequences += sequences
-        self.tokens += tokens
-
 
 # -----------------------------------------------------------------------------
 # One run's checkpoints
@@ -69,42 +37,44 @@ class Checkpoints:
     are kept out of the folder as long as this object lives. With eval_only nothing is written.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, resumed: dict | None, known: list[Path]):
+    def __init__(self, config: Config, ranks: Ranks):
         """
-        `resumed` is the state the run goes on from, None for a fresh run, which clears out_dir of
-        an earlier one. `known` are the checkpoints that were there when the run looked for one.
+        Raises UserError where another run is in the folder. One that is not there yet is made by
+        `claim_folder`: a mistake in the configuration leaves no trace.
         """
         self.config, self.ranks, self.out_dir = config, ranks, Path(config.out_dir)
-        progress = Progress(**resumed["progress"]) if resumed else None
+        self.lock = None
         # iteration of the newest checkpoint, and the last evaluation that it knows of
-        self.saved = (progress.iter_num, progress.evaluated_at) if progress else None
+        self.saved: tuple[int, int] | None = None
         self.best_before = math.inf, -1
         self.val_loss: float | None = None  # of the last evaluation of this start
         if not config.eval_only:
-            ranks.from_first(self.open_folder, progress, known)
+            ranks.from_main(self.lock_existing)
 
-    def open_folder(self, progress: Progress | None, known: list[Path]) -> None:
-        # released when this file is closed
-        self.lock = make_out_dir(self.out_dir, fresh=progress is None, known=known)
-        self.known = list_checkpoints(self.out_dir)  # a run that has been here leaves others
-        if progress and progress.best_iter == progress.iter_num:
-            # the run may have been killed after saving it and before marking it
-            with contextlib.suppress(OSError):
-                mark_best(self.path(progress.iter_num))
+    def lock_existing(self) -> None:
+        if self.out_dir.is_dir():
+            self.lock = lock_folder(self.out_dir)
 
-    def keep_folder(self) -> bool:
+    def claim_folder(self, resumed: Progress | None) -> None:
         """
-        Make the folder or its lock again if somebody has deleted or replaced it under the run;
-        returns whether that was so. Raises RunError where another run has begun there since.
+        From here on the folder is this run's. `resumed` is how far it was; None for a fresh run,
+        which clears away what one has left that never saved. Raises UserError.
         """
-        if is_same_file(self.lock, self.out_dir / "lock"):
-            return False
-        try:
-            kept = [path for path in self.known if path.exists()]
-            self.lock = make_out_dir(self.out_dir, fresh=False, known=kept)
-        except UserError as error:
-            raise RunError(f"{self.out_dir}/lock was deleted under this run. {error}") from None
-        return True
+        if resumed:
+            self.saved = resumed.iter_num, resumed.evaluated_at
+        if not self.config.eval_only:
+            self.ranks.from_main(self.open_folder, resumed is None)
+
+    def open_folder(self, fresh: bool) -> None:
+        if self.lock is None:
+            self.lock = lock_folder(self.out_dir)
+        if not fresh:
+            return
+        if list_checkpoints(self.out_dir):  # of a run that was here since this one began
+            raise UserError(in_the_way(self.out_dir))
+        for name in ("metrics.jsonl", "log.txt", "loss.png"):
+            (self.out_dir / name).unlink(missing_ok=True)
+        prune(self.out_dir, self.config.keep_checkpoints)  # what a killed save has left
 
     def path(self, iter_num: int) -> Path:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
@@ -130,7 +100,7 @@ class Checkpoints:
         began = time.perf_counter()
         if progress.evaluated_at == progress.iter_num:
             state["val_loss"] = self.val_loss
-        size = self.ranks.from_first(self.write, state, progress, log, last)
+        size = self.ranks.from_main(self.write, state, progress, log, last)
         if size:
             self.saved = progress.iter_num, progress.evaluated_at
             path = self.path(progress.iter_num)
@@ -142,12 +112,6 @@ class Checkpoints:
     def write(self, state: dict, progress: Progress, log, last: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
-        lost = ["lock"] if self.keep_folder() else []
-        if log.reopen():
-            lost.append("metrics.jsonl")
-        if lost:
-            names = " and ".join(lost)
-            log.warn(it, f"{self.out_dir}: {names} deleted or replaced under the run; made again")
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"
@@ -157,38 +121,24 @@ class Checkpoints:
             size = save(state, path)
         except OSError as error:
             older = list_checkpoints(self.out_dir)
-            if not older:
-                raise RunError(f"checkpoint {it}: {error}; and there is no older one") from None
-            if last:
-                raise RunError(f"checkpoint {it}: {error}; {older[-1]} stands") from None
-            log.warn(it, f"checkpoint failed: {error}; {older[-1]} stands")
+            stands = f"{older[-1]} stands" if older else "and there is no older one"
+            problem = f"checkpoint {it}: {error}; {stands}"
+            if last or not older:
+                raise RunError(problem) from None
+            log.warn(it, problem)
             return 0
         try:
+            # older ones go before best.pt is made, which is a copy on a disk without links
+            prune(self.out_dir, self.config.keep_checkpoints, path)
             if progress.best_iter == it:
                 mark_best(path)
-            prune(self.out_dir, self.config.keep_checkpoints, path)
-        except OSError as error:  # the checkpoint itself is safe
-            log.warn(it, f"{path} is saved, but deleting old ones failed: {error}")
-        self.known = list_checkpoints(self.out_dir)
+        except OSError as error:
+            log.warn(it, f"{path} is saved, but best.pt or older ones are as they were: {error}")
         return size
 
 
 # -----------------------------------------------------------------------------
 # One file
-
-
-class HashingWriter:
-    """A file for torch.save that hashes what passes through it."""
-
-    def __init__(self, file):
-        self.file, self.sha256 = file, hashlib.sha256()
-
-    def write(self, data) -> int:
-        self.sha256.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def save(state: dict, path: Path) -> int:
@@ -199,16 +149,11 @@ def save(state: dict, path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it under the run
     check_space(state, path.parent)
     with replacing(path) as file:
-        writer = HashingWriter(file)
         try:
-            torch.save(state, writer)
+            torch.save(state, file)
         except RuntimeError as error:
             # torch's archive writer, closing after a failed write, hides the OSError behind its own
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        file.write(TRAILER + writer.sha256.hexdigest().encode())
-        file.flush()
-        if damage := find_damage(Path(file.name)):
-            raise OSError(f"{file.name} reads back wrong: {damage}")
     fsync_folder(path.parent)  # the rename itself must reach the disk
     return path.stat().st_size
 
@@ -222,32 +167,24 @@ def check_space(state: dict, folder: Path) -> None:
 
 
 def find_damage(path: Path) -> str:
-    """What is wrong with a checkpoint file, in a few words; empty if its checksum holds."""
+    """What is wrong with a checkpoint file, in a few words; empty if all its checksums hold."""
     try:
-        left = path.stat().st_size - TRAILER_BYTES
-        sha256 = hashlib.sha256()
-        with open(path, "rb") as file:
-            while left > 0 and (chunk := file.read(min(CHUNK_BYTES, left))):
-                sha256.update(chunk)
-                left -= len(chunk)
-            trailer = file.read()
+        with zipfile.ZipFile(path) as file:
+            record = file.testzip()
     except OSError as error:
         return error.strerror or str(error)
-    if not trailer.startswith(TRAILER):
-        return "cut short, or not written by this program"
-    if trailer[len(TRAILER) :] != sha256.hexdigest().encode():
-        return "its checksum does not match: bytes have changed"
-    return ""
+    except Exception as error:  # a damaged file can raise anything
+        return f"cut short or damaged ({error})"
+    return f"bytes of its record {record} have changed" if record else ""
 
 
-def read_trailer(path: Path) -> bytes:
-    """The checksum that a checkpoint file ends with; empty where it cannot be read."""
+def checksums(path: Path) -> list[int]:
+    """Those of a checkpoint's records, which tell one file from another; none if unreadable."""
     try:
-        with open(path, "rb") as file:
-            file.seek(-TRAILER_BYTES, os.SEEK_END)
-            return file.read()
-    except OSError:
-        return b""
+        with zipfile.ZipFile(path) as file:
+            return [record.CRC for record in file.infolist()]
+    except (OSError, zipfile.BadZipFile):
+        return []
 
 
 def read(path: Path) -> dict:
@@ -272,7 +209,7 @@ def load(path: Path) -> dict:
             return read(path)
         except pickle.UnpicklingError:
             damage = "refused: it holds more than tensors and plain values"
-        except Exception as error:  # whatever torch makes of bytes that are no archive
+        except Exception as error:  # an archive that torch.save has not written
             damage = f"not a checkpoint ({type(error).__name__})"
     raise UserError(f"{path}: {damage}")
 
@@ -283,9 +220,8 @@ def load(path: Path) -> dict:
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
     """ckpt-*.pt, oldest first."""
-    found = out_dir.glob("ckpt-" + "[0-9]" * 8 + "*.pt")  # from iteration 100,000,000 on, 9 digits
-    numbered = [(path.stem.removeprefix("ckpt-"), path) for path in found if path.is_file()]
-    return [path for _, path in sorted((int(n), path) for n, path in numbered if n.isdecimal())]
+    numbers = {path: path.stem.removeprefix("ckpt-") for path in out_dir.glob("ckpt-*.pt")}
+    return sorted((p for p in numbers if numbers[p].isdecimal()), key=lambda p: int(numbers[p]))
 
 
 def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path | None, dict | None]:
@@ -316,29 +252,25 @@ def load_newest(out_dir: Path) -> dict | None:
 def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
     """
     The newest valid checkpoint's state on every rank, found and checked by rank 0 as above. The
-    others map the same file where they see it, checked once on each machine. Where they do not, as
-    with a disk of their own, rank 0 sends what it has read.
+    others map the same file. Where one does not see it, as with a disk of its own, rank 0 sends all
+    of them what it has read.
     """
-    newest = ranks.from_first(describe_newest, out_dir, check)
-    if not newest:
-        return None
-    path, trailer, tokenizer = newest
-    has_file = ranks.first or read_trailer(path) == trailer
-    if has_file and ranks.local_rank == 0 and not ranks.first:
-        has_file = not find_damage(path)
-    # what the first rank of this machine found
-    is_whole = ranks.gather(has_file)[max(ranks.rank - ranks.local_rank, 0)]
-    state = ranks.fill_in(read(path) if has_file and is_whole else None)
-    state["tokenizer"] = tokenizer
-    return state
-
-
-def describe_newest(out_dir: Path, check: Callable) -> tuple[Path, bytes, dict] | None:
-    """The newest valid checkpoint's path, checksum and tokenizer, which `check` may have mended."""
-    path, state = find_newest(out_dir, check)
+    path, theirs = ranks.from_main(identify_newest, out_dir, check)
     if path is None:
         return None
-    return path, read_trailer(path), state["tokenizer"]
+    sees_it = checksums(path) == theirs
+    # on each further machine one rank reads it all, as rank 0 has done
+    if sees_it and ranks.local_rank == 0 and not ranks.is_main:
+        sees_it = not find_damage(path)
+    if all(ranks.gather(sees_it)):
+        return read(path)
+    return ranks.from_main(read, path)
+
+
+def identify_newest(out_dir: Path, check: Callable) -> tuple[Path | None, list[int]]:
+    """The newest valid checkpoint's path and its checksums."""
+    path, _ = find_newest(out_dir, check)
+    return path, checksums(path) if path else []
 
 
 def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
@@ -367,35 +299,23 @@ def mark_best(path: Path) -> None:
     os.replace(temporary, best)
 
 
-def make_out_dir(out_dir: Path, fresh: bool, known: list[Path]) -> BinaryIO:
+def lock_folder(out_dir: Path) -> BinaryIO:
     """
-    Create out_dir, keep other runs out of it as long as the returned file is open, and for a fresh
-    run clear it of an earlier one's files. Raises UserError where it cannot be written, another run
-    is there, or one was there until now and left other checkpoints than the `known` ones.
+    Make out_dir if need be, and keep other runs out of it as long as the returned file is open.
+    Raises UserError where it cannot be written, or another run is there.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        # not emptied: it may be a link to something else
-        lock = open(plain_file(out_dir / "lock"), "ab")
-        if not try_lock(lock):
-            mend = "stop that one first, or choose another --out_dir"
-            raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
-        if list_checkpoints(out_dir) != known:
-            problem = f"another run was writing to {out_dir} until now"
-            raise UserError(f"out_dir: {problem}; the same command goes on from there")
-        if not os.access(out_dir, os.W_OK):
-            raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
-        if fresh and known:
-            say(f"overwrite: deleting the run in {out_dir}, up to {known[-1].name}")
-        if fresh:
-            prune(out_dir, keep=0)
-            for name in ("best.pt", "metrics.jsonl", "log.txt", "loss.png"):
-                (out_dir / name).unlink(missing_ok=True)
-        fsync_folder(out_dir)
-        return lock
+        lock = open(out_dir / "lock", "ab")
     except OSError as error:
         where = error.filename or out_dir
         raise UserError(f"out_dir: {where}: {error.strerror}; choose another --out_dir") from None
+    if not try_lock(lock):
+        mend = "stop that one first, or choose another --out_dir"
+        raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
+    if not os.access(out_dir, os.W_OK):
+        raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
+    return lock
 
 
 def holds_run(out_dir: Path) -> bool:
@@ -403,3 +323,9 @@ def holds_run(out_dir: Path) -> bool:
     log = out_dir / "metrics.jsonl"
     saved = log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()
     return saved or (out_dir / "best.pt").exists() or bool(list_checkpoints(out_dir))
+
+
+def in_the_way(out_dir: Path) -> str:
+    """The error line for a fresh run in a folder that holds another."""
+    ways = "--init_from=auto goes on; to start anew: another --out_dir, or delete that folder"
+    return f"out_dir: {out_dir} holds an earlier run; {ways}"

@@ -21,7 +21,7 @@ import torch
 
 from common.console import RunError, warn
 from configurator import Config
-from training.gpus import find_row, row_peak
+from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -29,10 +29,9 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 def set_environment() -> None:
     """Defaults that torch reads when it first compiles or allocates. The user's own values win."""
-    with contextlib.suppress(RuntimeError):  # no home folder: torch's own default stays
-        # torch's own default is in /tmp, which a restart empties
-        cache = Path.home() / ".cache" / "torchinductor"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    # torch's own default is in /tmp, which a restart empties
+    cache = os.path.expanduser("~/.cache/torchinductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
     old_name, new_name = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -45,7 +44,6 @@ def set_environment() -> None:
 
 set_environment()
 
-GIB = 2**30
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
@@ -60,6 +58,11 @@ class Hardware:
     dtype: torch.dtype
     name: str  # what the device calls itself
     peak_tflops: float | None  # dense, for `dtype`; None: unknown
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as bfloat16, without the "torch." before it."""
+        return name_of(self.dtype)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The forward pass runs its matrix products in `dtype` inside this."""
@@ -103,10 +106,6 @@ class Hardware:
             status = Path("/proc/self/status").read_text()
             peak = re.search(r"VmHWM:\s+(\d+) kB", status)  # a sandbox may leave it out
             return int(peak[1]) * 1024 / GIB if peak else None
-        if sys.platform == "darwin":
-            import resource
-
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB
         return None
 
     def usable_bytes(self) -> float:
@@ -237,13 +236,17 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
     """This device's dense peak for `dtype` in TFLOP/s. None where it is not known for sure."""
     if device.type != "cuda":
         return None
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     row = find_row(torch.cuda.get_device_name(device), sm_count)
-    return row_peak(row, dtype, tf32) if row else None
+    return row_peak(row, name_of(dtype), tf32) if row else None
 
 
 # -----------------------------------------------------------------------------

@@ -57,8 +57,9 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """
         input_ids (B, T), after what is in past_key_values -> logits (B, T, V), or those of the last
-        `logits_to_keep` tokens. The loss is over labels (B, T), the tokens themselves; -100 counts
-        for nothing. Raises ValueError for a mask with padding before a token.
+        `logits_to_keep` tokens, where it is not 0. The loss is over labels (B, T), the tokens
+        themselves; -100 counts for nothing. Raises ValueError for a mask with padding before a
+        token.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
@@ -73,7 +74,9 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             if caches[0].length > 0:
                 parts = parts[0].split(1, dim=1)  # as FastGPT asks where the caches hold tokens
         x = torch.cat([self.model.hidden(part, caches) for part in parts], dim=1)
-        logits, loss = self.model.logits(x[:, -logits_to_keep:]), None  # -0: all
+        if logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        logits, loss = self.model.logits(x), None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, past_key_values)

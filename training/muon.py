@@ -23,13 +23,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 # how long NorMuon's mean squares remember (track 3 of modded-nanogpt's records)
 NORMUON_BETA = 0.95
-# value embeddings learn at this share of the token embedding's rate (nanochat)
-VALUE_RATE = 0.5
-# and token pairs at this one: 0.03 and 0.3 were worse (results/LOG.md)
-BIGRAM_RATE = 0.1
 # by a module's name in model_fast.py
 EMBEDDING_ROLES = dict(value_tables="values", bigrams="bigrams")
-VECTOR_LR = 0.015  # highest rate of biases and norms (records)
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 
 
@@ -58,11 +53,6 @@ def mean_squares(matrices: Tensor) -> Tensor:
     return matrices.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
 
 
-def no_mean_squares(p: Tensor, parts: int) -> Tensor:
-    """Those of the `parts` matrices stacked in p before the first update: zeros."""
-    return torch.zeros_like(mean_squares(p.view(parts, -1, p.size(1))))
-
-
 def normalize(directions: Tensor, mean: Tensor) -> Tensor:
     """
     NorMuon (arXiv:2510.05491): divide what belongs to each index of the longer side by the root of
@@ -71,7 +61,7 @@ def normalize(directions: Tensor, mean: Tensor) -> Tensor:
     """
     even = directions * mean.clamp(min=1e-10).rsqrt()
     norms = directions.norm(dim=(1, 2), keepdim=True)
-    # a matrix of zeros, whose inputs are zeros at first, stays one
+    # clamped: a direction of zeros, as the first iteration has some, must not become NaN
     return even * (norms / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
 
 
@@ -80,16 +70,16 @@ class Muon(torch.optim.Optimizer):
     Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each),
     the others go to AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
 
-    `share` is this process's rank and their number. Each process orthogonalises its share of the
-    matrices of each shape, and only it keeps their momentum. All get the results and move alike.
+    Each of `world_size` processes orthogonalises its share of the matrices of each shape, and only
+    it keeps their momentum. All get the results and move alike.
 
     Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device)
     where the caller or a GradScaler has set it, and changes nothing where it is 1.
     """
 
-    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True, share=(0, 1)):
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused=True, rank=0, world_size=1):
         super().__init__(groups, dict(fused=fused))
-        self.dtype, (self.rank, self.world_size) = dtype, share
+        self.dtype, self.rank, self.world_size = dtype, rank, world_size
         # dealt out in turn, sorted by shape: every process gets as many of each shape
         matrices = [p for group in groups if "momentum" in group for p in group["params"]]
         matrices.sort(key=lambda p: p.shape)
@@ -114,56 +104,68 @@ class Muon(torch.optim.Optimizer):
         `normalize`. Matrices of one shape move together, in a few kernels: one by one they would
         take hundreds of small ones.
         """
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        if found_inf is None:
-            found_inf = torch.zeros((), device=params[0].device)
-        skipped, lr = found_inf.bool(), group["lr"] * (1 - found_inf)
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         by_shape: dict[torch.Size, list[Tensor]] = {}
-        for p in params:
-            if "momentum" not in self.state[p] and self.owner[p] == self.rank:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-            if "mean_squares" not in self.state[p]:  # nor in checkpoints of the first edition
-                self.state[p]["mean_squares"] = no_mean_squares(p, group["parts"])
-            by_shape.setdefault(p.shape, []).append(p)
-        for (rows, cols), same in by_shape.items():
-            part_rows = rows // group["parts"]
-            own = None
-            if mine := [p for p in same if self.owner[p] == self.rank]:
-                momenta = [self.state[p]["momentum"] for p in mine]
-                m = torch.stack(momenta)  # (n, rows, cols)
-                g = torch.where(skipped, m, torch.stack([p.grad for p in mine]))
-                m.lerp_(g, 1 - group["momentum"])
-                torch._foreach_copy_(momenta, m.unbind())
-                look_ahead = g.lerp_(m, group["momentum"]).view(-1, part_rows, cols)
-                own = orthogonalize(look_ahead, self.dtype)
+        for p in group["params"]:
+            if p.grad is not None:
+                by_shape.setdefault(p.shape, []).append(p)
+        for same in by_shape.values():
+            # a skipped update is one whose rates are all 0
+            applied = 1 - (same[0].new_zeros(()) if found_inf is None else found_inf)
+            own = self.update_momenta(group, same, applied)
+            directions = self.gather(orthogonalize(own, self.dtype), same, group["parts"])
             # in float32: float16 has no room for small rates
-            directions = self.gather(own, same, (part_rows, cols)).float()
-            means = [self.state[p]["mean_squares"] for p in same]
-            mean = torch.cat(means)  # (n * parts, part_rows, 1) or (n * parts, 1, cols)
-            mean = torch.where(skipped, mean, mean.lerp(mean_squares(directions), 1 - NORMUON_BETA))
-            torch._foreach_copy_(means, mean.split(group["parts"]))
-            updates = normalize(directions, mean) * (lr * max(1, part_rows / cols) ** 0.5)
-            torch._foreach_sub_(same, updates.view(-1, rows, cols).unbind())
+            self.move(group, same, directions.float(), applied)
 
-    def gather(self, own: Tensor | None, same: list[Tensor], shape: tuple[int, int]) -> Tensor:
+    def update_momenta(self, group: dict, same: list[Tensor], applied: Tensor) -> Tensor:
         """
-        The directions of all of `same`, which hold matrices of this shape, from those of this
-        process's share: (n * parts, *shape), in self.dtype.
+        Of those in `same`, matrices of one shape, that are this process's: bring the momenta up to
+        date, and return the look-aheads, (n * parts, rows / parts, cols).
+        """
+        rows, cols = same[0].shape
+        mine = [p for p in same if self.owner[p] == self.rank]
+        if not mine:
+            return same[0].new_empty(0, rows // group["parts"], cols)
+        for p in mine:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum"] for p in mine]
+        m, g = torch.stack(momenta), torch.stack([p.grad for p in mine])  # (n, rows, cols) each
+        g.masked_fill_(applied == 0, 0)  # NaN times a rate of 0 would be NaN
+        m.lerp_(g, (1 - group["momentum"]) * applied)
+        torch._foreach_copy_(momenta, m.unbind())
+        return g.lerp_(m, group["momentum"]).view(-1, rows // group["parts"], cols)
+
+    def gather(self, own: Tensor, same: list[Tensor], parts: int) -> Tensor:
+        """
+        The directions of all of `same`, (n * parts, rows / parts, cols), from those of this
+        process's share, `own`.
         """
         if self.world_size == 1:
             return own
-        parts = len(same[0]) // shape[0]
         most = max(Counter(self.owner[p] for p in same).values()) * parts
-        padded = torch.zeros(most, *shape, dtype=self.dtype, device=same[0].device)
-        if own is not None:
-            padded[: len(own)] = own
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
         everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(everyone, padded)
         in_turn = [iter(directions.split(parts)) for directions in everyone]
         return torch.cat([next(in_turn[self.owner[p]]) for p in same])
+
+    def move(self, group: dict, same: list[Tensor], directions: Tensor, applied: Tensor) -> None:
+        """Shrink the matrices, even out their directions, and move against them."""
+        for p in same:
+            if "mean_squares" not in self.state[p]:  # checkpoints from before NorMuon lack it too
+                stacked = p.view(group["parts"], -1, p.size(1))
+                self.state[p]["mean_squares"] = torch.zeros_like(mean_squares(stacked))
+        means = [self.state[p]["mean_squares"] for p in same]
+        # (n * parts, rows / parts, 1) or (n * parts, 1, cols)
+        mean = torch.cat(means).lerp_(mean_squares(directions), (1 - NORMUON_BETA) * applied)
+        torch._foreach_copy_(means, mean.split(group["parts"]))
+
+        _, rows, cols = directions.shape
+        lr = group["lr"] * applied
+        updates = normalize(directions, mean) * (lr * max(1, rows / cols) ** 0.5)
+        torch._foreach_mul_(same, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(same, updates.view(-1, *same[0].shape).unbind())
 
     def numbered(self) -> list[tuple[int, Tensor]]:
         """The parameters with their numbers in a state_dict."""

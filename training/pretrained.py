@@ -9,15 +9,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from common.console import UserError, raise_if_any
-from common.files import plain_file
-from data.shards import dataset_folder, read_json
-from data.tokenizer import GPT2_VOCAB, fits, read_meta
+from common.files import read_json
+from data.shards import dataset_folder
+from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_model
+from training.build import build_shapes
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
@@ -70,11 +69,11 @@ def read_weights(name_or_path: str) -> dict:
         path = fetch(name_or_path)
     try:
         state = read_any(path)
-        state["vocab"], state["tokenizer"] = check_state(state, path)
-        state["source"] = describe(state, path)
+        check_state(state, path)
+        state["source"] = describe_source(state, path)
     except UserError:
         raise
-    except Exception as error:  # a file from a stranger may raise anything
+    except Exception as error:  # another program's or version's file may raise anything
         raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
     return state
 
@@ -97,7 +96,7 @@ def read_any(path: Path) -> dict:
     raise UserError(f"{path}: {what}; {hint}")
 
 
-def describe(state: dict, path: Path) -> str:
+def describe_source(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
     if not (progress := state.get("progress")):
         return str(path)
@@ -105,8 +104,6 @@ def describe(state: dict, path: Path) -> str:
     if path.is_dir():
         path = path / f"ckpt-{iter_num:08}.pt"
     val_loss = state.get("val_loss")
-    if progress["best_iter"] == iter_num:  # all that an older checkpoint knows
-        val_loss = progress["best_val_loss"]
     known = "" if val_loss is None else f", val loss {val_loss:.4f}"
     return f"{path}, iteration {iter_num:,}{known}"
 
@@ -115,36 +112,23 @@ def describe(state: dict, path: Path) -> str:
 # Checking
 
 
-def check_state(state: dict, path: Path) -> tuple[int, dict]:
+def check_state(state: dict, path: Path) -> None:
     """
-    The vocabulary and the tokenizer of a checkpoint's state. Raises UserError if its weights do not
-    fit its model_config. Raises any other exception if it is not a checkpoint's state at all.
+    Raises UserError unless the weights of a checkpoint's state have the names and shapes that its
+    model_config asks for, and are finite. Raises any other exception if it is no such state.
     """
-    config, weights, vocab = GPTConfig(**state["model_config"]), state["model"], state["vocab"]
-    if config.n_head < 1 or config.n_embd % config.n_head:
-        raise UserError(f"{path}: n_head {config.n_head} does not divide n_embd {config.n_embd}")
-    if config.n_layer > len(weights):  # building so many layers could take forever
-        raise UserError(f"{path}: has fewer weights than n_layer {config.n_layer}; give another")
-    check_shapes(weights, config, path)
-    if type(vocab) is not int or not 0 < vocab <= config.vocab_size:
-        raise UserError(f"{path}: its vocabulary is {vocab}, its table {config.vocab_size} rows")
-    return vocab, state["tokenizer"] if fits(state["tokenizer"], vocab) else UNKNOWN
-
-
-def check_shapes(weights: dict[str, Tensor], config: GPTConfig, path: Path) -> None:
-    """Raise UserError unless these are the names and shapes of the model's weights."""
-    with torch.device("meta"):  # shapes without memory
-        expected = build_model(config).state_dict()
+    weights = state["model"]
+    expected = build_shapes(GPTConfig(**state["model_config"])).state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights:
             raise UserError(f"{path}: has no {name}")
         if name not in expected:
             raise UserError(f"{path}: has {name}, which the model does not have")
-        if not weights[name].is_floating_point() or weights[name].device.type != "cpu":
-            raise UserError(f"{path}: {name} is no plain tensor of floating-point numbers")
         found, asked = tuple(weights[name].shape), tuple(expected[name].shape)
         if found != asked:
             raise UserError(f"{path}: {name} is {found}, its configuration asks for {asked}")
+        if not weights[name].isfinite().all():
+            raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
 
 
 # -----------------------------------------------------------------------------
@@ -164,11 +148,18 @@ def fetch(name: str) -> Path:
 
 
 def read_hf(folder: Path) -> dict:
-    """A Hugging Face GPT-2: config.json, and model.safetensors in one file or several."""
+    """A Hugging Face GPT-2: config.json and model.safetensors."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     hf = read_json(folder / "config.json", mend="get it again")
     config = read_hf_config(hf, folder)
+    try:
+        stored = load_file(folder / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder}/model.safetensors: missing or cut short ({error})") from None
     weights = {}
-    for name, tensor in read_safetensors(folder).items():
+    for name, tensor in stored.items():
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # causal masks, which older versions stored
@@ -191,37 +182,14 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
     path, problems = folder / "config.json", []
-    sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
-    for key, value in sizes.items():
-        if type(value) is not int or value < 1:
-            problems.append(f"{path}: {key} is {value!r}, not a size")
     for key, allowed in GPT2_ONLY.items():
         value = hf.get(key, allowed[0])
         if value not in allowed:
             problems.append(f"{path}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
     raise_if_any(problems)
+    sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
     block_size, tie_weights = sizes.pop("n_positions"), hf.get("tie_word_embeddings", True)
     return GPTConfig(block_size=block_size, tie_weights=tie_weights, **sizes)
-
-
-def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    # as transformers does, prefer the one file: an index beside it may be another model's
-    if index.is_file() and not (folder / names[0]).is_file():
-        weight_map = read_json(index, mend="get it again").get("weight_map", {})
-        names = sorted({Path(name).name for name in weight_map.values()})
-        if not names:
-            raise UserError(f"{index}: names no files; get it again")
-    weights = {}
-    for name in names:
-        try:
-            weights |= load_file(plain_file(folder / name))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder / name}: missing or cut short ({error})") from None
-    return weights
 
 
 # -----------------------------------------------------------------------------
@@ -253,9 +221,9 @@ def convert_nanogpt(state: dict) -> dict:
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
     meta_path = dataset_folder(state.get("config", {}).get("dataset", "")) / "meta.pkl"
     if tokenizer == UNKNOWN and meta_path.is_file():
-        itos = read_meta(meta_path).get("itos", {})
-        if len(itos) == vocab:
-            tokenizer = dict(kind="char", itos=[itos[i] for i in range(vocab)])
+        meta_vocab, spec = read_meta(meta_path)
+        if meta_vocab == vocab:
+            tokenizer = spec
     return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
 
 

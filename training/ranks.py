@@ -10,6 +10,7 @@ this: everything here then returns its argument.
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
-# Of one piece of a stream. The first rank asks a silent hub again for longer than TIMEOUT.
+# Of one piece of a stream. Rank 0 asks a silent hub again for longer than TIMEOUT.
 STREAM_TIMEOUT = timedelta(hours=1)
 
 
@@ -63,17 +64,22 @@ def meet(rank: int, world_size: int) -> dist.Store:
 
 
 class Ranks:
-    """This process among those of the run, from torchrun's environment. Joins them at once."""
+    """
+    This process among those of the run, from torchrun's environment. Joins them at once. What it
+    prints is shown by rank 0 alone; errors and warnings are shown by all.
+    """
 
     def __init__(self) -> None:
         self.rank = self.local_rank = 0
-        self.world_size = read_environment("WORLD_SIZE", 1)
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size == 1:
             return
-        self.rank = read_environment("RANK")
-        self.local_rank = read_environment("LOCAL_RANK", 0)
-        if self.rank >= self.world_size:
-            raise UserError(f"RANK: {self.rank} is not below WORLD_SIZE={self.world_size}")
+        if "RANK" not in os.environ:
+            raise UserError("RANK: not in the environment; start with torchrun")
+        self.rank = int(os.environ["RANK"])
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if self.rank > 0:
+            sys.stdout = open(os.devnull, "w")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         store = meet(self.rank, self.world_size)
@@ -82,7 +88,7 @@ class Ranks:
         )
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that logs and saves."""
         return self.rank == 0
 
@@ -132,17 +138,16 @@ class Ranks:
         """Whether it is true on any rank."""
         return bool(self.max([value])[0])
 
-    def from_first(self, function: Callable[..., Any], *args, group=None) -> Any:
+    def from_main(self, function: Callable[..., Any], *args, group=None) -> Any:
         """
-        What function(*args) returns on the first rank, or the UserError it raises there, on every
-        rank.
+        What function(*args) returns on rank 0, or the UserError it raises there, on every rank.
         """
         box = [None]
-        if self.first:
+        if self.is_main:
             try:
                 box = [function(*args)]
             except UserError as error:
-                box, error.agreed = [error], True
+                box, error.on_all_ranks = [error], True
         if self.world_size > 1:
             with self.together():
                 box = [self.hand_out(box[0], group)]
@@ -152,38 +157,27 @@ class Ranks:
 
     def hand_out(self, value: Any, group=None) -> Any:
         """
-        The first rank's value. Its tensors are sent one by one: pickling them all would need three
+        Rank 0's value. Its tensors are sent one by one: pickling them all would need three
         times their memory.
         """
         box = [tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)]
         dist.broadcast_object_list(box, group=group)
-        if not self.first:
+        if not self.is_main:
             value = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), box[0])
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 dist.broadcast(leaf.contiguous(), 0, group)
         return value
 
-    def fill_in(self, value: Any) -> Any:
-        """The value, where a rank has one, and the first rank's where it has None."""
-        lacking = [rank for rank, has in enumerate(self.gather(value is not None)) if not has]
-        if lacking:
-            # every rank must call this, member or not
-            group = dist.new_group([0, *lacking], TIMEOUT, "gloo")
-            if self.first or value is None:
-                with self.together():
-                    value = self.hand_out(value, group)
-        return value
-
-    def make_stream_from_first(self) -> Callable[..., Any]:
+    def make_stream_from_main(self) -> Callable[..., Any]:
         """
-        A from_first for the stream's reading thread. It has a process group of its own, so that the
+        A from_main for the stream's reading thread. It has a process group of its own, so that the
         main thread can use the other one meanwhile. All ranks must call this together.
         """
         if self.world_size == 1:
-            return self.from_first
+            return self.from_main
         group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
-        return lambda function, *args: self.from_first(function, *args, group=group)
+        return lambda function, *args: self.from_main(function, *args, group=group)
 
     def gather(self, value: Any) -> list:
         """Every rank's value, in order, on every rank."""
@@ -206,7 +200,7 @@ class Ranks:
             return
         mine = everywhere[self.rank]
         said = mine or ["another rank cannot start; its own lines say why"]
-        raise UserError(*said, agreed=mine in ([], everywhere[0]))
+        raise UserError(*said, on_all_ranks=mine in ([], everywhere[0]))
 
     def check_same(self, what: str, value: str) -> None:
         """Raises UserError on every rank where one has another value than the first."""
@@ -214,7 +208,7 @@ class Ranks:
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
                 problem = f"rank {rank} has another {what} than rank 0"
-                raise UserError(f"{problem}; start all processes with the same", agreed=True)
+                raise UserError(f"{problem}; start all processes with the same", on_all_ranks=True)
 
     def check_config(self, config: Config) -> list[str]:
         """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
@@ -231,7 +225,7 @@ class Ranks:
             if config.device not in ("auto", "cuda"):
                 mend = "--device=cuda gives each its own"
                 problems.append(f"device: {config.device} for {n} processes; {mend}")
-            here, gpus = read_environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+            here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
             if here > gpus:
                 problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")
         return problems
@@ -241,14 +235,6 @@ class Ranks:
         if self.world_size > 1:
             end_process(code)
         return code
-
-
-def read_environment(name: str, default: int | None = None) -> int:
-    """A whole number that torchrun sets. Raises UserError where it is missing or something else."""
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or len(text) > 9 or (name == "WORLD_SIZE" and int(text) == 0):
-        raise UserError(f"{name}: {text!r} in the environment is no number; start with torchrun")
-    return int(text)
 
 
 # -----------------------------------------------------------------------------
@@ -266,7 +252,8 @@ class Signals:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.received, self.agreed = ranks, 0, 0
+        self.ranks, self.received = ranks, 0
+        self.number = 0  # of the signal that all ranks have agreed on; 0: none
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
         # sent when a terminal closes; ignored under nohup
@@ -280,26 +267,26 @@ class Signals:
                 os._exit(128 + number)
             return
         self.received, self.since = number, time.monotonic()
-        if self.ranks.first:
+        if self.ranks.is_main:
             then = "a checkpoint is saved first; again to stop now"
             complain(f"stopping after this micro-batch; {then}")
 
-    def check(self, ready: Callable[[], bool] = lambda: True) -> None:
+    def check(self, ready: bool = True) -> bool:
         """
-        Raises Interrupted on all ranks where one got a signal. Otherwise returns once `ready()` is
-        true on all of them.
+        Raises Interrupted on all ranks where one got a signal. Otherwise returns whether all ranks
+        are `ready`. All ranks take part.
         """
-        waiting = True
-        while waiting:
-            self.agreed, waiting = self.ranks.max([self.received, not ready()])
-            if self.agreed:
-                raise Interrupted
+        number, waiting = self.ranks.max([self.received, not ready])
+        if number:
+            self.number = int(number)
+            raise Interrupted
+        return not waiting
 
     @property
     def name(self) -> str:
-        """Of the signal that all ranks agreed on, such as SIGTERM."""
-        return signal.Signals(int(self.agreed)).name
+        """Of the signal that stops the run, such as SIGTERM."""
+        return signal.Signals(self.number).name
 
     @property
     def exit_code(self) -> int:
-        return 128 + int(self.agreed) if self.agreed else 0
+        return 128 + self.number if self.number else 0

@@ -21,25 +21,20 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
-from common.console import RunError, count, duration, keep_transcript, say, warn
-from common.files import is_same_file, plain_file, replacing
+from common.console import count, duration, keep_transcript, say, warn
 from configurator import Config, config_values
-from data.loader import ShuffledWindows, TrainBatches
 from data.shards import Dataset
 from model import GPTConfig
-from training.build import count_parameters, flops_per_token
-from training.checkpoint import Progress
+from training.build import count_parameters, flops_per_token, warn_of_epochs
 from training.hardware import Hardware
+from training.metrics import drop_records, plain
+from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
 
-CATEGORIES = "start-up, compile, steps, data wait, evaluation, checkpoints, other".split(", ")
-MOST_ITERATIONS = 1000  # whose tensors are kept until a log line
+CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
 SPIKE = 1.25  # a loss this many times its running mean gets a warning
-# repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
-MOST_EPOCHS = 4
 CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
-LOSS_SCALE_HALVINGS = 16  # from torch.amp.GradScaler's first loss scale, 2^16, down to none
 
 # -----------------------------------------------------------------------------
 # Where the time goes
@@ -72,13 +67,6 @@ class Ledger:
         finally:
             self.switch(outer)
 
-    def book_waits(self, batches: Iterator) -> Iterator:
-        """The same batches. Each wait for one is booked as data wait."""
-        while True:
-            with self.book("data wait"):
-                batch = next(batches)
-            yield batch
-
     def total(self) -> float:
         self.switch(self.category)
         return sum(self.seconds.values())
@@ -90,20 +78,19 @@ class Ledger:
 
 @dataclass
 class Iteration:
-    """What an iteration leaves behind. Its tensors stay on the device until the next log line."""
+    """What an iteration leaves behind. Its tensors stay on the device until somebody looks."""
 
     iter_num: int
     tokens: int  # trained on before this iteration, as `sequences`
     sequences: int
     lr: float
-    losses: Tensor | None = None  # (micro-steps,), nats per token
-    grad_norm: Tensor | None = None
-    timed: bool = True  # False where it was compiled in
+    losses: Tensor  # (micro-steps,), nats per token
+    grad_norm: Tensor  # before clipping
 
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run, written by the first rank for all. With eval_only there is
+    Console and metrics.jsonl of one run, written by rank 0 for all. With eval_only there is
     only the console. On resume, the records that the run will write again are dropped, so that the
     file reads as one run.
     """
@@ -129,36 +116,18 @@ class RunLog:
             self.ledger.seconds[category] += seconds
         # the evaluation at the resumed iteration stands; what comes after it is written again
         purge_from = progress.iter_num + 1 if progress else 0
-        self.tracker = Tracker(config, wanted=ranks.first, purge_from=purge_from)
-        self.iterations: list[Iteration] = []  # not looked at yet
+        self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
         self.timed = 0  # iterations since the last line, without those compiled in
         self.logged = dict(self.ledger.seconds)  # as of the last line
-        self.skips_in_a_row, self.halvings_in_a_row, self.mean_loss = 0, 0, None
+        self.mean_loss: float | None = None  # a running mean over the lines
         self.drawn_at = 0.0
         self.out_dir = Path(config.out_dir)
-        if ranks.first and not config.eval_only:
+        if ranks.is_main and not config.eval_only:
+            metrics, log = self.out_dir / "metrics.jsonl", self.out_dir / "log.txt"
             if progress:
-                drop_records(self.out_dir / "metrics.jsonl", progress)
-            self.open_files("a" if progress else "w")
-
-    def open_files(self, mode: str) -> None:
-        self.file = open(plain_file(self.out_dir / "metrics.jsonl"), f"{mode}b", buffering=0)
-        path = plain_file(self.out_dir / "log.txt")
-        keep_transcript(open(path, mode, encoding="utf-8", errors="replace"))
-
-    def reopen(self) -> bool:
-        """
-        Go on in another metrics.jsonl where somebody has deleted or replaced it under the run;
-        returns whether that was so.
-        """
-        path = self.out_dir / "metrics.jsonl"
-        if is_same_file(self.file, path):
-            return False
-        with contextlib.suppress(OSError):  # a folder in its place
-            self.open_files("a")
-        if self.file.tell() == 0:
-            self.record("start", **self.start_record)
-        return is_same_file(self.file, path)
+                drop_records(metrics, progress.iter_num, progress.evaluated_at)
+            self.file = open(metrics, "ab", buffering=0)
+            keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
 
     # -------------------------------------------------------------------------
     # Booking time
@@ -171,37 +140,25 @@ class RunLog:
             yield
 
     def wait_for_device(self) -> None:
-        """As part of the iterations that it is still busy with."""
+        """Book the wait as steps: the device is still busy with iterations."""
         with self.ledger.book("steps"):
             self.hw.synchronize()
 
     @contextlib.contextmanager
-    def iteration(self, progress: Progress, lr: float) -> Iterator[Iteration]:
-        """
-        Book one iteration, which the caller fills in, and keep it for the next line. If
-        torch.compile ran again in it, all its time is booked as compile.
-        """
-        it = Iteration(progress.iter_num, progress.tokens, progress.sequences, lr)
+    def iteration(self, iter_num: int) -> Iterator[None]:
+        """Book one iteration as steps, or, if torch.compile ran again in it, as compile."""
         graphs, booked = counters["stats"]["unique_graphs"], self.ledger.seconds
         booked_before = booked["steps"]
         with self.ledger.book("steps"):
-            yield it
-        if counters["stats"]["unique_graphs"] != graphs:
-            self.wait_for_device()
-            seconds = booked["steps"] - booked_before
-            booked["steps"] -= seconds
-            booked["compile"] += seconds
-            self.warn(it.iter_num, f"compiled again, {seconds:.1f}s booked as compile")
-            it.timed = False
-        self.iterations.append(it)
-        if len(self.iterations) >= MOST_ITERATIONS:  # log_interval is long: look at them meanwhile
-            self.wait_for_device()
-            self.check_skips()
-
-    def is_ready(self, batches: TrainBatches) -> bool:
-        """Whether the next batch has come, after a moment of waiting, booked as data wait."""
-        with self.ledger.book("data wait"):
-            return batches.ready()
+            yield
+        if counters["stats"]["unique_graphs"] == graphs:
+            self.timed += 1
+            return
+        self.wait_for_device()
+        seconds = booked["steps"] - booked_before
+        booked["steps"] -= seconds
+        booked["compile"] += seconds
+        self.warn(iter_num, f"compiled again, {seconds:.1f}s booked as compile")
 
     def minutes(self) -> float:
         """Since the run began, this start alone."""
@@ -220,11 +177,9 @@ class RunLog:
                 warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
 
-    def start(
-        self, data: Dataset, model: GPTConfig, progress: Progress, windows: ShuffledWindows
-    ) -> None:
+    def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:
         """The first lines: what is trained, on what, with what, and for how long."""
-        c, hw, self.windows = self.config, self.hw, windows
+        c, hw = self.config, self.hw
         parameters, _ = count_parameters(model)
         self.flops_per_token = flops_per_token(model)
         # nobody has counted a stream's tokens
@@ -232,11 +187,10 @@ class RunLog:
         self.bytes_per_token = data.bytes_per_token
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
-        dtype = str(hw.dtype).removeprefix("torch.")
         vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
         flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
-        say(f"device: {hw.name}, {dtype}, {peak}")
+        say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         say(
             f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * "
@@ -246,18 +200,19 @@ class RunLog:
         total = c.iter_tokens * c.max_iters
         epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
         say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
-        if self.ranks.first and not c.eval_only:
+        if self.ranks.is_main and not c.eval_only:
             warn_of_epochs(c, self.train_tokens)
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
                 warn("torch sees no GPU here, so this trains on the CPU, very slowly")
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
-        self.start_record = dict(
+        self.record(
+            "start",
             iter=progress.iter_num,
             config=config_values(c),
             parameters=parameters,
             device=hw.name,
-            dtype=dtype,
+            dtype=hw.dtype_name,
             peak_tflops=hw.peak_tflops,
             flops_per_token=self.flops_per_token,
             tokens_per_iter=c.iter_tokens,
@@ -265,17 +220,15 @@ class RunLog:
             tokenizer=tokenizer_name(data.tokenizer),
             torch=torch.__version__,
         )
-        self.record("start", **self.start_record)
 
-    def line(self) -> None:
+    def line(self, last: Iteration) -> None:
         """
-        One line and record for the iterations since the last. Only here do their numbers leave the
-        device. Raises RunError after max_skips skipped updates in a row.
+        One line and record for the iterations since the line before, `last` the last of them. Only
+        here do their numbers leave the device.
         """
         self.wait_for_device()
-        self.check_skips()
-        last, seconds, ranks = self.newest, self.ledger.seconds, self.ranks
-        # where all of them were compiled in, the next line counts them too
+        seconds, ranks = self.ledger.seconds, self.ranks
+        # all were compiled in: there is no time to tell, and the next line counts them too
         if not ranks.any(self.timed > 0):
             return
         waited = seconds["data wait"] - self.logged["data wait"]
@@ -339,48 +292,6 @@ class RunLog:
         if math.isfinite(loss):
             self.mean_loss = 0.9 * mean + 0.1 * loss
 
-    def check_skips(self) -> None:
-        """
-        Go through the iterations since the last time. Name those whose update was skipped for a
-        gradient that is not finite. With float16 some are normal: the loss scale is too large at
-        first and from time to time, and each skip halves it.
-        """
-        iterations, self.iterations = self.iterations, []
-        self.timed += sum(it.timed for it in iterations)
-        if not iterations:
-            return
-        self.newest = iterations[-1]
-        normal_halvings = LOSS_SCALE_HALVINGS if self.hw.dtype == torch.float16 else 0
-        norms = torch.stack([it.grad_norm for it in iterations])
-        for it, finite in zip(iterations, norms.isfinite().tolist()):
-            if finite:
-                self.skips_in_a_row, self.halvings_in_a_row = 0, 0
-                continue
-            micro_batch = self.first_bad_micro_batch(it)
-            if micro_batch is None and self.halvings_in_a_row < normal_halvings:
-                self.halvings_in_a_row += 1
-                message = "update skipped, the loss scale is halved"
-                self.record("event", iter=it.iter_num, message=message)
-                continue
-            self.skips_in_a_row += 1
-            where = f"all losses are finite; it begins at {self.windows.locate(it.sequences)}"
-            if micro_batch is not None:
-                sequence = it.sequences + micro_batch * self.config.batch_size
-                where = f"micro-batch {micro_batch} reads {self.windows.locate(sequence)}"
-            self.warn(it.iter_num, f"update skipped, its gradient is not finite; {where}")
-            if self.skips_in_a_row >= self.config.max_skips:
-                problem = f"{self.skips_in_a_row} updates in a row skipped, gradients not finite"
-                hint = "a lower learning_rate or dtype=float32 may help"
-                raise RunError(f"{problem}; {hint}", agreed=True)  # all have the same gradients
-
-    def first_bad_micro_batch(self, it: Iteration) -> int | None:
-        """The first micro-batch of all ranks whose loss is not finite. None: all are finite."""
-        bad = (~it.losses.isfinite()).nonzero().flatten().tolist()
-        # this rank has every world_size-th micro-batch
-        mine = bad[0] * self.ranks.world_size + self.ranks.rank if bad else math.inf
-        first = -self.ranks.max([-mine])[0]
-        return int(first) if first < math.inf else None
-
     def evaluation(self, iter_num: int, train_loss: float, val_loss: float) -> None:
         """Inside book("evaluation")."""
         seconds = self.ledger.clock() - self.ledger.since
@@ -414,7 +325,7 @@ class RunLog:
         self.drawn_at = time.monotonic()
 
     def warn(self, iter_num: int, message: str) -> None:
-        if self.ranks.first:
+        if self.ranks.is_main:
             warn(f"iter {iter_num}: {message}")
         self.record("event", iter=iter_num, message=message)
 
@@ -425,41 +336,14 @@ class RunLog:
         spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
-        done = f"{iters:,} iterations, {count(tokens)} tokens"
-        say(f"end: {reason} after {done}{self.against_plan(iters)}")
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         if not self.config.eval_only and iters < self.config.max_iters:
-            more = " --overwrite=False" if self.config.overwrite else ""
-            more += "" if self.config.init_from == "auto" else " --init_from=resume"
+            more = "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
         keep_transcript(None)
-
-    def against_plan(self, iters: int) -> str:
-        """
-        Actual against planned hours of iterations, where `bench.py plan --json=OUT_DIR/plan.json`
-        made a plan.
-        """
-        try:
-            plan = json.loads(plain_file(self.out_dir / "plan.json").read_text(encoding="utf-8"))
-            planned = plan["hours"] * iters / plan["max_iters"]
-        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            return ""  # no plan, or one without an iteration time
-        actual = (self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]) / 3600
-        if not 0 < planned < math.inf:
-            return ""
-        off = actual / planned - 1
-        return f"; {actual:.3g} h of iterations, {planned:.3g} h planned ({off:+.1%})"
-
-
-def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
-    tokens = config.iter_tokens * config.max_iters
-    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
-        epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
-        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
-        fewer = f", or --max_iters={enough}" if enough > 2 * config.warmup_iters else ""
-        warn(f"{epochs}; prepare a larger dataset{fewer}")
 
 
 def tokenizer_name(spec: dict) -> str:
@@ -467,50 +351,3 @@ def tokenizer_name(spec: dict) -> str:
     table = spec.get("json") or "".join(spec.get("itos", []))
     sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
     return f"{spec['kind']} {sha256}" if table else spec["kind"]
-
-
-# -----------------------------------------------------------------------------
-# metrics.jsonl
-
-
-def plain(value):
-    """A value for JSON: a float with nine digits, or null where it is not finite."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def read_records(lines: list[str]) -> list[dict]:
-    """The records of metrics.jsonl's lines. Lines that are none are left out."""
-    try:
-        # all at once: three times as fast as line by line
-        records = json.loads(f"[{','.join(lines)}]")
-    except (ValueError, RecursionError):
-        records = []
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
-
-
-def drop_records(path: Path, progress: Progress) -> None:
-    """
-    Rewrite metrics.jsonl without what a run resumed at `progress` will say again, and without lines
-    that are no records, such as half a line that a kill has left.
-    """
-    # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
-    it, evaluated_at = progress.iter_num, progress.evaluated_at
-    last = dict(step=it - 1, event=it - 1, eval=evaluated_at, sample=evaluated_at, checkpoint=it)
-    last["end"] = -1
-    text = plain_file(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    kept = [
-        record
-        for record in read_records(text.splitlines())
-        if isinstance(record.get("iter"), int)
-        and record["iter"] <= last.get(str(record.get("kind")), math.inf)
-    ]
-    try:
-        with replacing(path) as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
-    except OSError as error:  # a full disk
-        warn(f"{path}: {error.strerror}; what the run says again stays in it twice")

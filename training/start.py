@@ -11,42 +11,43 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
-from configurator import Config, config_values, print_config, read_config, resolve, saved_config
+from configurator import (
+    Config,
+    config_values,
+    print_config,
+    read_config,
+    resolve,
+    saved_config,
+    saved_keys,
+)
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import GPTConfig
-from training.build import build_model, build_optimizer
-from training.checkpoint import Progress, holds_run, list_checkpoints, load_together
-from training.hardware import Hardware, check_device, set_rng_state
-from training.muon import no_mean_squares
+from training.build import build_optimizer, build_shapes, saved_state
+from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
+from training.hardware import check_device, get_rng_state, set_rng_state
+from training.progress import Progress
 from training.ranks import Ranks
-from training.runlog import CATEGORIES
+from training.runlog import RunLog
 
 ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 ARCHITECTURE += ("value_tables", "bigram_rows")
 # A resumed run must keep these
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # With another value of these, sums are rounded differently
-ROUNDING = (
-    *("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32"),
-    *("batch_size", "gradient_accumulation_steps"),
-)
-MOST_SEQUENCES = 2**20  # of one iteration: to find a place far beyond them would take for ever
-# What an optimizer may keep for a parameter
-ADAM_STATES = ({"step", "exp_avg", "exp_avg_sq"},)
-MUON_STATES = ({"momentum", "mean_squares"}, {"momentum"})  # the latter: before NorMuon
+ROUNDING = ("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32")
+ROUNDING += ("batch_size", "gradient_accumulation_steps")
 
 
 @dataclass
 class Start:
     """
     What init_from means. `resumed` is the checkpoint a run goes on from. `weights` is that
-    checkpoint, or weights trained elsewhere (then only `model`, `model_config` and `vocab`). Both
-    are None from scratch.
+    checkpoint, or weights trained elsewhere (then only `model`, `model_config`, `vocab` and
+    `tokenizer`). Both are None from scratch.
     """
 
     resumed: dict | None = None
     weights: dict | None = None
-    known: list[Path] = field(default_factory=list)  # checkpoints in out_dir at that time
     problems: list[str] = field(default_factory=list)
 
 
@@ -65,19 +66,20 @@ def read_arguments(argv: list[str], ranks: Ranks) -> Config:
 def find_start(config: Config, ranks: Ranks) -> Start:
     """Load what init_from names, which rank 0 checks for all. Notes what is wrong with it."""
     out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
-    start = Start(known=list_checkpoints(out_dir))
-    if not (resuming or config.overwrite) and ranks.from_first(holds_run, out_dir):
+    start = Start()
+    if not resuming and ranks.from_main(holds_run, out_dir):
         if not config.eval_only:
-            ways = "--init_from=auto goes on; or another --out_dir=; or --overwrite=True deletes it"
-            start.problems.append(f"out_dir: {out_dir} holds an earlier run; {ways}")
+            start.problems.append(in_the_way(out_dir))
         elif config.init_from == "scratch":
             problem = "scratch would evaluate random weights, not those of the run in"
             start.problems.append(f"init_from: {problem} {out_dir}; --init_from=resume")
     try:
         if resuming:
-            start.resumed = start.weights = load_together(out_dir, validate, ranks)
+            start.resumed = start.weights = load_together(out_dir, check_checkpoint, ranks)
+            if start.resumed:
+                start.resumed["config"] = saved_keys(start.resumed["config"])
         elif config.init_from != "scratch":
-            start.weights = ranks.from_first(read_pretrained, config)
+            start.weights = ranks.from_main(read_pretrained, config)
     except UserError as error:
         start.problems += error.problems
         return start
@@ -86,79 +88,45 @@ def find_start(config: Config, ranks: Ranks) -> Start:
         hint = f"--init_from=auto starts where there is none{did_you_mean(str(out_dir), runs)}"
         start.problems.append(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
     if not start.weights and config.init_from == "auto":
-        if ranks.from_first(Path.exists, out_dir / "best.pt"):
+        if ranks.from_main(Path.exists, out_dir / "best.pt"):
             hint = f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
             start.problems.append(f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; {hint}")
     return start
 
 
-def validate(state: dict, path: Path) -> None:
+def check_checkpoint(state: dict, path: Path) -> None:
     """
-    Raises UserError where a file with the right checksum holds something other than a run that can
-    go on: made by another version, or by a stranger.
+    Raises UserError where a whole file cannot be resumed: another version of this program, or
+    another program, has made it.
     """
     from training.pretrained import check_state
 
     try:
-        check_values(state["progress"], asdict(Progress()))
-        check_values(state["ledger"], dict.fromkeys(CATEGORIES, 0.0))
-        if state["scaler"]:  # empty unless in float16
-            check_values(state["scaler"], torch.amp.GradScaler("cpu").state_dict())
-        saved, p = state["config"], Progress(**state["progress"])
-        config = saved_config(saved)
-        model = GPTConfig(**state["model_config"])
-        right = dict(
-            config=all(type(v) is type(saved.get(n, v)) for n, v in vars(config).items()),
-            model_config=all(getattr(config, n) == getattr(model, n) for n in ARCHITECTURE),
-            sequences=p.iter_num <= p.sequences <= MOST_SEQUENCES * p.iter_num,
-            tokens=p.tokens == p.sequences * config.block_size,
-            stream=not state.get("stream") or state["stream"]["sequence"] == p.sequences,
-            data=type(saved["dataset"]) is type(state["data_fingerprint"]) is str,
-            data_modified=type(state.get("data_modified", 0.0)) is float,
-            model=all(weights.isfinite().all() for weights in state["model"].values()),
-        )
-        if wrong := [name for name, is_right in right.items() if not is_right]:
-            raise ValueError(", ".join(wrong))
-        _, state["tokenizer"] = check_state(state, path)
-        for states in state["rng"]:
-            torch.Generator().set_state(states["cpu"])
-        if p.iter_num or state["optimizer"]["state"]:  # the first update makes it
-            check_optimizer(state["optimizer"]["state"], config, model)
-    except Exception as error:  # a stranger's file may hold anything
-        origin = "made by another version of this program or changed"
+        check_state(state, path)
+        Progress(**state["progress"])
+        if lacking := {"rng", "ledger", "scaler", "data_fingerprint"} - state.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        check_optimizer(state)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: cannot be resumed, {origin} ({reason})") from None
+        made_by = "another version of this program made it"
+        raise UserError(f"{path}: cannot be resumed, {made_by} ({reason})") from None
 
 
-def check_values(found: dict, fresh: dict) -> None:
-    """
-    Raise an exception unless the names and types are those of a fresh run's values, and each value
-    is from 0 to 2^53 or a fresh run's, such as an infinite best loss.
-    """
-    for name in found.keys() | fresh.keys():
-        value, first = found[name], fresh[name]
-        if type(value) is not type(first) or not (0 <= value < 2**53 or value == first):
-            raise ValueError(f"{name} {value!r:.60}")
-
-
-def check_optimizer(states: dict, config: Config, model_config: GPTConfig) -> None:
-    """Raise an exception unless this is the state of all the model's parameters."""
-    with torch.device("meta"):  # shapes without memory
-        groups = build_optimizer(build_model(model_config), config, torch.float32).param_groups
-    parameters = dict(enumerate((p, group) for group in groups for p in group["params"]))
-    for number in states.keys() | parameters.keys():
-        p, group = parameters[number]
-        if states[number].keys() not in (MUON_STATES if "momentum" in group else ADAM_STATES):
-            raise ValueError(f"optimizer states {sorted(states[number])}")
-        for name, moment in states[number].items():
-            shape = () if name == "step" else p.shape
-            if name == "mean_squares":
-                shape = no_mean_squares(p, group["parts"]).shape
-            # fused AdamW would write past a tensor of another size or layout
-            fits = (moment.shape, moment.dtype) == (shape, torch.float32) and moment.is_contiguous()
-            positive = name in ("exp_avg", "momentum") or (moment >= 0).all()
-            if not (fits and positive and moment.isfinite().all()):
-                raise ValueError(f"optimizer state {name}")
+def check_optimizer(state: dict) -> None:
+    """Raises ValueError unless a checkpoint's optimizer state is one of its model's parameters."""
+    model = build_shapes(GPTConfig(**state["model_config"]))
+    groups = build_optimizer(model, saved_config(state["config"]), torch.float32).param_groups
+    sizes = [len(group["params"]) for group in groups]
+    if sizes != [len(group["params"]) for group in state["optimizer"]["param_groups"]]:
+        raise ValueError("its optimizer groups the parameters differently")
+    parameters = [p for group in groups for p in group["params"]]
+    for number, moments in state["optimizer"]["state"].items():
+        for name, moment in moments.items():
+            expected = parameters[number].shape
+            # a fused update would write past a smaller one; mean_squares has a number for each row
+            if name in ("exp_avg", "exp_avg_sq", "momentum") and moment.shape != expected:
+                raise ValueError(f"its {name} is {tuple(moment.shape)}, not {tuple(expected)}")
 
 
 def read_pretrained(config: Config) -> dict:
@@ -175,8 +143,8 @@ def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
     """
     config, problems = adopt(config, start)
     problems = start.problems + problems + check_device(config)
-    # only the first rank reads a stream
-    problems += ranks.from_first(check_data, config) if config.stream else check_data(config)
+    # only rank 0 reads a stream
+    problems += ranks.from_main(check_data, config) if config.stream else check_data(config)
     problems += resolve(config) + ranks.check_config(config)
     ranks.raise_together(problems)
     return config
@@ -204,9 +172,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
     ]
     problems = []
     if different and start.resumed:
-        holds = f"holds a run with {', '.join(different)}; use its values, or another --out_dir="
-        delete = "--init_from=scratch --overwrite=True deletes it"
-        problems.append(f"out_dir: {source} {holds}, or {delete}")
+        holds = f"holds a run with {', '.join(different)}; use its values, or another --out_dir"
+        problems.append(f"out_dir: {source} {holds}")
     elif different:
         problems.append(f"init_from: {source} has {', '.join(different)}; use its values")
     return replace(config, **values), problems
@@ -245,7 +212,7 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
         say(f"resume: {name} = {getattr(config, name)!r} (the checkpoint had {before!r})")
     horizon = progress.lr_horizon
     unmoved = horizon != config.max_iters and "lr_decay_iters" not in config.given
-    if config.decay_lr and unmoved and ranks.first:
+    if config.lr_schedule != "constant" and unmoved and ranks.is_main:
         ends = "still ends there"
         if horizon <= progress.iter_num:
             ends = f"ended there: this goes on at {config.min_lr:g}"
@@ -291,17 +258,17 @@ def check_data(config: Config) -> list[str]:
 
 def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
     """
-    The configured dataset: a folder, or a stream from where the checkpoint's left off, which the
-    first rank reads for all. Raises UserError where it is not the one that the checkpoint or the
+    The configured dataset: a folder, or a stream from where the checkpoint's left off, which
+    rank 0 reads for all. Raises UserError where it is not the one that the checkpoint or the
     weights were trained on.
     """
-    ranks.from_first(prepare_on_demand, config)
+    ranks.from_main(prepare_on_demand, config)
     if config.stream:
         from data.stream import open_stream
 
-        from_first = ranks.make_stream_from_first()
-        data = from_first(open_stream, config, start.resumed and start.resumed.get("stream"))
-        data.stream.share(from_first, ranks.rank, ranks.world_size, config.batch_size)
+        from_main = ranks.make_stream_from_main()
+        data = from_main(open_stream, config, start.resumed and start.resumed.get("stream"))
+        data.stream.join_ranks(from_main, ranks.rank, ranks.world_size, config.batch_size)
     else:
         data = open_dataset(config.dataset)
     problems = []
@@ -320,18 +287,42 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
     ranks.raise_together(problems)
     ranks.check_same("dataset", data.fingerprint)
-    if start.resumed and start.resumed.get("data_modified", data.modified) != data.modified:
-        # the fingerprint covers only the ends of each file
-        warn(f"dataset: files of {data.source} were written after the checkpoint's run began")
     return data
 
 
 # -----------------------------------------------------------------------------
-# Restoring
+# What a checkpoint holds, and how a run goes on from it
+
+
+def checkpoint_state(
+    config: Config,
+    data: Dataset,
+    model,
+    optimizer,
+    scaler,
+    progress: Progress,
+    log: RunLog,
+    ranks: Ranks,
+) -> dict:
+    """Everything that resuming needs, as of the last whole iteration. All ranks take part."""
+    return dict(
+        model=model.state_dict(),
+        optimizer=saved_state(optimizer),
+        scaler=scaler.state_dict(),
+        rng=ranks.gather(progress.rng),
+        progress=progress.state_dict(),
+        ledger=dict(log.ledger.seconds),
+        model_config=asdict(model.config),
+        vocab=data.vocab,
+        tokenizer=data.tokenizer,
+        data_fingerprint=data.fingerprint,
+        stream=data.stream and data.stream.position(progress.sequences),
+        config=config_values(config),
+    )
 
 
 def restore(
-    config: Config, start: Start, model, optimizer, scaler, hw: Hardware, rank: int
+    config: Config, start: Start, model, optimizer, scaler, device: torch.device, rank: int
 ) -> Progress:
     """
     Load the weights. On resume take over the rest of the checkpoint too, except hyperparameters:
@@ -341,7 +332,7 @@ def restore(
     if start.weights:
         model.load_state_dict(start.weights["model"])
     if not start.resumed:
-        return Progress(lr_horizon=horizon)
+        return Progress(lr_horizon=horizon, rng=get_rng_state(device))
     state = start.resumed
     state["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(state["optimizer"])
@@ -350,8 +341,8 @@ def restore(
     if scaler.is_enabled() and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     if rank < len(state["rng"]):
-        set_rng_state(state["rng"][rank], hw.device)
-    progress = Progress(**state["progress"])
+        set_rng_state(state["rng"][rank], device)
+    progress = Progress(**state["progress"], rng=get_rng_state(device))
     if "lr_decay_iters" in config.given:
         progress.lr_horizon = horizon
     return progress

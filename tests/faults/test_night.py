@@ -1,33 +1,24 @@
 """What a night can bring besides signals and full disks: mostly what attacks have found."""
 
-import functools
-import json
-import math
 import os
 import re
 import shutil
-import socket
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import (
-    ROOT,
     assert_same_state,
     flags,
     load,
     records,
     run_here,
     run_process,
-    start_process,
-    write_dataset,
 )
 
 import train
 from common.console import RunError, UserError, printable, warn
-from common.files import plain_file
-from training import checkpoint, hardware, runlog
+from training import checkpoint, metrics, skips
 from training.ranks import Ranks
 
 # -----------------------------------------------------------------------------
@@ -44,170 +35,6 @@ def at_call(monkeypatch, owner, name, number, action):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
-
-
-def test_a_deleted_folder_that_another_run_has_taken_is_left_to_it(dataset, tmp_path, monkeypatch):
-    out_dir = tmp_path / "run"
-    ready = "iter 2:"
-
-    def another_run_begins():
-        shutil.rmtree(out_dir)
-        options = flags(dataset, out_dir, seed=5, max_iters=10**6, eval_interval=10**6)
-        other = start_process("train.py", *options)
-        while not other.stdout.readline().startswith(ready):
-            assert other.poll() is None
-        others.append(other)
-
-    others = []
-    at_call(monkeypatch, train, "train_step", 2, another_run_begins)
-    with pytest.raises(RunError, match="was deleted under this run.*another run is writing"):
-        run_here(dataset, out_dir, max_iters=8)
-    before = sorted(p.name for p in out_dir.iterdir())
-    others[0].terminate()
-    others[0].communicate(timeout=60)
-    assert others[0].returncode == 143
-    assert not [name for name in before if name.endswith(".pt")]  # the old run saved nothing there
-    assert checkpoint.load_newest(out_dir)["config"]["seed"] == 5
-
-
-def test_a_deleted_folder_is_made_again_with_its_log(dataset, tmp_path, monkeypatch, capsys):
-    out_dir = tmp_path / "run"
-    at_call(monkeypatch, train, "train_step", 5, lambda: shutil.rmtree(out_dir))
-    assert run_here(dataset, out_dir) == 0
-    assert capsys.readouterr().err.count("deleted or replaced under the run") == 1
-    assert [r["kind"] for r in records(out_dir)][:1] == ["start"]
-    assert records(out_dir, "end") and (out_dir / "log.txt").exists()
-    with pytest.raises(UserError, match="holds an earlier run"):
-        run_here(dataset, out_dir)
-
-
-def delete_lock(out_dir):
-    (out_dir / "lock").unlink()
-
-
-def replace_lock(out_dir):
-    delete_lock(out_dir)
-    (out_dir / "lock").touch()
-
-
-def replace_folder(out_dir):
-    shutil.copytree(out_dir, out_dir.with_name("copy"))
-    shutil.rmtree(out_dir)
-    out_dir.with_name("copy").rename(out_dir)
-
-
-def delete_log(out_dir):
-    (out_dir / "metrics.jsonl").unlink()
-
-
-def replace_log(out_dir):
-    shutil.copy(out_dir / "metrics.jsonl", out_dir / "edited")
-    (out_dir / "edited").replace(out_dir / "metrics.jsonl")
-
-
-def block_log(out_dir):
-    delete_log(out_dir)
-    (out_dir / "metrics.jsonl").mkdir()
-
-
-@pytest.mark.parametrize("change", [delete_lock, replace_lock, replace_folder])
-def test_a_lock_deleted_or_replaced_under_the_run_is_taken_again(
-    change, dataset, tmp_path, monkeypatch, capsys
-):
-    out_dir = tmp_path / "run"
-    at_call(monkeypatch, train, "train_step", 5, lambda: change(out_dir))
-    assert run_here(dataset, out_dir, checkpoint_interval=2) == 0
-    assert capsys.readouterr().err.count("deleted or replaced under the run") == 1
-    assert [r["iter"] for r in records(out_dir, "checkpoint")] == [2, 4, 6, 8]
-    assert len(records(out_dir, "start")) == 1
-
-
-def test_a_deleted_lock_that_another_run_holds_is_left_to_it(dataset, tmp_path, monkeypatch):
-    def another_run_begins():
-        delete_lock(tmp_path)
-        locks.append(
-            checkpoint.make_out_dir(tmp_path, False, checkpoint.list_checkpoints(tmp_path))
-        )
-
-    locks = []
-    at_call(monkeypatch, train, "train_step", 5, another_run_begins)
-    # a process does not keep itself out
-    monkeypatch.setattr(checkpoint, "try_lock", lambda file: not locks)
-    with pytest.raises(RunError, match="lock was deleted under this run.*another run is"):
-        run_here(dataset, tmp_path)
-    assert not (tmp_path / "ckpt-00000008.pt").exists()
-
-
-def test_a_log_deleted_or_replaced_under_the_run_goes_on_in_the_new_file(
-    dataset, tmp_path, monkeypatch, capsys
-):
-    for change, kinds in ((delete_log, ["start", "event"]), (replace_log, ["start", "eval"])):
-        out_dir = tmp_path / change.__name__
-        at_call(monkeypatch, train, "train_step", 5, functools.partial(change, out_dir))
-        assert run_here(dataset, out_dir, checkpoint_interval=2) == 0
-        monkeypatch.undo()
-        assert capsys.readouterr().err.count("metrics.jsonl deleted or replaced") == 1
-        assert [r["kind"] for r in records(out_dir)][:2] == kinds
-        assert [r["iter"] for r in records(out_dir, "step")][-2:] == [6, 7]
-        assert records(out_dir, "end") and len(records(out_dir, "start")) == 1
-
-
-def test_a_folder_in_place_of_the_log_costs_the_records_not_the_run(dataset, tmp_path, monkeypatch):
-    at_call(monkeypatch, train, "train_step", 5, lambda: block_log(tmp_path))
-    assert run_here(dataset, tmp_path, checkpoint_interval=2) == 0
-    assert (tmp_path / "ckpt-00000008.pt").exists()
-
-
-def test_iterations_beyond_eight_digits_and_folders_named_like_checkpoints(tmp_path):
-    for name in ("ckpt-99999999.pt", "ckpt-100000000.pt", "ckpt-00000001.pt"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "ckpt-00000002.pt").mkdir()
-    names = [p.name for p in checkpoint.list_checkpoints(tmp_path)]
-    assert names == ["ckpt-00000001.pt", "ckpt-99999999.pt", "ckpt-100000000.pt"]
-    checkpoint.prune(tmp_path, 1)
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["ckpt-100000000.pt"]
-
-
-def test_a_lock_that_is_a_link_does_not_empty_what_it_points_to(dataset, tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
-    assert run_here(dataset, tmp_path / "run", max_iters=1) == 0
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-PIPES = ("data/train_000001.bin", "data/manifest.json", "data/meta.pkl")
-PIPES += ("run/lock", "run/log.txt", "run/metrics.jsonl")
-
-
-@pytest.mark.parametrize("name", PIPES)
-def test_a_named_pipe_is_refused_and_not_waited_for(name, dataset, saved, tmp_path):
-    shutil.copytree(dataset, tmp_path / "data")
-    shutil.copytree(saved, tmp_path / "run")
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    options = flags(tmp_path / "data", tmp_path / "run", init_from="resume", max_iters=5)
-    code, _, err = run_process("train.py", *options)
-    assert code == 2 and len(err.splitlines()) == 1
-    assert str(tmp_path / name) in err and "named pipe" in err
-
-
-def test_a_named_pipe_in_place_of_a_plan_or_a_log_to_compare_is_not_waited_for(dataset, tmp_path):
-    os.mkfifo(tmp_path / "plan.json")
-    assert run_process("train.py", *flags(dataset, tmp_path, max_iters=1))[0] == 0
-    os.mkfifo(tmp_path / "old.log")
-    code, _, err = run_process("compare.py", str(tmp_path / "old.log"))
-    assert code == 2 and "old.log: is a named pipe" in err and "not a file" in err
-
-
-def test_a_device_or_a_socket_in_place_of_a_file_is_refused_and_not_read(tmp_path):
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "socket"))
-    for path in (Path("/dev/zero"), tmp_path / "socket"):
-        with pytest.raises(OSError, match="a device, not a file"):
-            plain_file(path)
-    for path in (tmp_path, tmp_path / "missing"):
-        assert plain_file(path) == path
 
 
 # -----------------------------------------------------------------------------
@@ -288,24 +115,20 @@ def test_the_command_that_an_out_of_memory_line_advises_starts(dataset, tmp_path
         assert train.main([*changed, *advised]) == 0
 
 
-def test_a_long_log_interval_is_looked_at_before_its_line(dataset, tmp_path, monkeypatch):
-    """Each iteration kept 35 kB until the next line, and max_skips was looked at only then."""
-    monkeypatch.setattr(runlog, "MOST_ITERATIONS", 4)
-    check_skips, kept = runlog.RunLog.check_skips, []
-
-    def count_kept(log):
-        kept.append(len(log.iterations))
-        check_skips(log)
-
-    monkeypatch.setattr(runlog.RunLog, "check_skips", count_kept)
-    options = dict(log_interval=10**6, eval_interval=100)
-    assert run_here(dataset, tmp_path / "long", max_iters=30, **options) == 0
-    assert sum(kept) == 30 and max(kept) == 4
-    # three skips in a row end the run at the first look, not at its last line
-    diverging = options | dict(learning_rate=1e30, max_skips=3)
+@pytest.mark.parametrize("max_iters", [4, 5, 6, 9])
+def test_skips_are_looked_for_between_lines_that_are_far_apart(
+    max_iters, dataset, tmp_path, monkeypatch
+):
+    """The tensors of each iteration are kept until then, and ten skips in a row end the run."""
+    monkeypatch.setattr(skips, "MOST_ITERATIONS", 4)
+    monkeypatch.setattr(skips, "MAX_SKIPS", 3)
+    options = dict(log_interval=10**6, eval_interval=100, max_iters=max_iters)
+    assert run_here(dataset, tmp_path / "good", **options) == 0
+    assert [r["iter"] for r in records(tmp_path / "good", "step")] == [0, max_iters - 1]
+    options |= dict(learning_rate=1e30, max_iters=100)
     with pytest.raises(RunError, match="3 updates in a row skipped"):
-        run_here(dataset, tmp_path / "bad", max_iters=100, **diverging)
-    assert sum(kept) - 30 < 10
+        run_here(dataset, tmp_path / "bad", **options)
+    assert records(tmp_path / "bad", "end") == []
 
 
 def test_a_diverged_model_is_not_sampled(dataset, tmp_path, capsys):
@@ -316,17 +139,8 @@ def test_a_diverged_model_is_not_sampled(dataset, tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("max_iters", [4, 5, 6, 9])
-def test_a_last_line_right_after_such_a_look_has_its_numbers(
-    max_iters, dataset, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(runlog, "MOST_ITERATIONS", 4)
-    assert run_here(dataset, tmp_path, log_interval=10**6, max_iters=max_iters) == 0
-    assert [r["iter"] for r in records(tmp_path, "step")] == [0, max_iters - 1]
-
-
 # -----------------------------------------------------------------------------
-# Checkpoints with a right checksum and other contents
+# Whole checkpoints that cannot be resumed
 
 
 def corrupt(name, state):
@@ -337,126 +151,27 @@ def corrupt(name, state):
             state["progress"]["tomorrow"] = 1
         case "no config":
             del state["config"]
-        case "an unknown ledger":
-            state["ledger"] = dict(tomorrow=1.0)
-        case "an optimizer state of another shape":
-            moments["exp_avg"] = moments["exp_avg"][:1, :1].clone()
         case "weights that are not finite":
             weights.view(-1)[0] = torch.nan
         case "weights of another shape":
             state["model"]["transformer.wpe.weight"] = torch.zeros(3, 3)
-        case "10^15 sequences":
-            state["progress"]["sequences"] = 10**15
-        case "10^15 iterations":
-            state["progress"]["iter_num"] = 10**15
-        case "a moment that is missing":
-            del moments["exp_avg"]
-        case "a moment without memory of its own":
-            moments["exp_avg"] = torch.zeros(1).expand(moments["exp_avg"].shape)
-        case "a step of three":
-            moments["step"] = torch.zeros(3)
-        case "a seed beyond torch's":
-            state["config"]["seed"] = 2**64
-        case "a loss in words":
-            state["progress"]["best_val_loss"] = "low"
-        case "a random state that is none":
-            state["rng"][0]["cpu"] = torch.zeros(3, dtype=torch.uint8)
-        case "endless seconds of evaluation":
-            state["ledger"]["evaluation"] = math.inf
-        case "seconds in a tensor":
-            state["ledger"]["steps"] = torch.tensor(3.0)
-        case "seconds beyond any float":
-            state["ledger"]["steps"] = 10**400
-        case "a ledger of a later version":
-            state["ledger"]["tomorrow"] = 1.0
-        case "tokens beyond any float":
-            state["progress"]["tokens"] = 10**400
-        case "fractional sequences":
-            state["progress"]["sequences"] = 32.0
-        case "fractional iterations":
-            state["progress"]["iter_num"] = 4.0
-        case "10^12 sequences":
-            state["progress"] |= dict(sequences=10**12, tokens=16 * 10**12)
-        case "an endless decay":
-            state["progress"]["lr_horizon"] = math.inf
-        case "a decay until nan":
-            state["progress"]["lr_horizon"] = math.nan
-        case "no best iteration":
-            del state["progress"]["best_iter"]
-        case "Muon's moments under AdamW":
-            state["optimizer"]["state"][0] = dict(momentum=moments["exp_avg"])
-        case "no optimizer state":
-            state["optimizer"]["state"].clear()
-        case "half an optimizer state":
-            del state["optimizer"]["state"][1]
-        case "a moment in float64":
-            moments["exp_avg"] = moments["exp_avg"].double()
-        case "a scaler of other keys":
-            state["scaler"] = dict(scale=1.0)
-        case "a scale in words":
-            state["scaler"] = torch.amp.GradScaler("cpu").state_dict() | dict(scale="x")
-        case "a list for a scaler":
-            state["scaler"] = [1]
-        case "no fingerprint":
-            del state["data_fingerprint"]
-        case "a date in a tensor":
-            state["data_modified"] = torch.ones(3)
-        case "another model in the config":
-            state["config"]["model"] = "fast"
-        case "no dataset":
-            del state["config"]["dataset"]
-        case "fractional layers":
-            state["config"]["n_layer"] = 2.0
-        case "a negative square":
-            state["optimizer"]["state"][0]["exp_avg_sq"] -= 1
-        case "a stream at another place":
-            state["stream"] = dict(sequence=2**40)
-        case "a weight of whole numbers":
-            state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"].int()
+        case "an optimizer state of another shape":
+            moments["exp_avg"] = moments["exp_avg"][:1, :1].clone()
+        case "parameters in other groups":
+            state["optimizer"]["param_groups"].pop()
+        case "another model":
+            state["model_config"]["model"] = "fast"
     return state
 
 
 NAMES = (
     "a key of a later version",
     "no config",
-    "an unknown ledger",
-    "an optimizer state of another shape",
     "weights that are not finite",
     "weights of another shape",
-    "10^15 sequences",
-    "10^15 iterations",
-    "a random state that is none",
-    "a moment that is missing",
-    "a moment without memory of its own",
-    "a step of three",
-    "a seed beyond torch's",
-    "a loss in words",
-    "endless seconds of evaluation",
-    "seconds in a tensor",
-    "seconds beyond any float",
-    "a ledger of a later version",
-    "tokens beyond any float",
-    "fractional sequences",
-    "fractional iterations",
-    "10^12 sequences",
-    "an endless decay",
-    "a decay until nan",
-    "no best iteration",
-    "Muon's moments under AdamW",
-    "no optimizer state",
-    "half an optimizer state",
-    "a moment in float64",
-    "a scaler of other keys",
-    "a scale in words",
-    "a list for a scaler",
-    "no fingerprint",
-    "a date in a tensor",
-    "another model in the config",
-    "no dataset",
-    "fractional layers",
-    "a negative square",
-    "a stream at another place",
-    "a weight of whole numbers",
+    "an optimizer state of another shape",
+    "parameters in other groups",
+    "another model",
 )
 
 
@@ -480,13 +195,6 @@ def test_a_checkpoint_of_other_contents_is_named_and_the_one_before_taken(
     assert f"warning: {newest}" in output.err and "ckpt-00000002.pt, iteration 2 of 8" in output.out
 
 
-def test_a_tokenizer_that_is_a_list_counts_as_unknown(saved, dataset, tmp_path):
-    shutil.copytree(saved, tmp_path / "run")
-    state = load(tmp_path / "run", 4) | dict(tokenizer=["gpt2"])
-    checkpoint.save(state, tmp_path / "run" / "ckpt-00000004.pt")
-    assert run_here(dataset, tmp_path / "run", init_from="resume") == 0
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
 def test_the_state_of_every_optimizer_and_model_is_accepted(optimizer, model, dataset, tmp_path):
@@ -495,19 +203,6 @@ def test_the_state_of_every_optimizer_and_model_is_accepted(optimizer, model, da
         options |= dict(max_iters=max_iters, init_from="auto")
         assert run_here(dataset, tmp_path, **options) == 0
     assert load(tmp_path, 5)["progress"]["iter_num"] == 5
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["no archive", "half an archive"])
-def test_a_right_trailer_around_no_archive_is_damage(half, saved, dataset, tmp_path, capsys):
-    shutil.copytree(saved, tmp_path / "run")
-    newest = tmp_path / "run" / "ckpt-00000004.pt"
-    content = newest.read_bytes()[:3000] if half else b"no archive"
-    with open(newest, "wb") as file:
-        writer = checkpoint.HashingWriter(file)
-        writer.write(content)
-        file.write(checkpoint.TRAILER + writer.sha256.hexdigest().encode())
-    assert run_here(dataset, tmp_path / "run", init_from="auto") == 0
-    assert f"warning: {newest}: " in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------
@@ -523,6 +218,21 @@ def test_a_resumed_run_says_from_where_and_how_far(dataset, tmp_path, capsys):
     assert f"run: 8 iterations, 1.02k tokens, 0.67 epochs, in {tmp_path}" in lines[:9]
 
 
+def test_a_resumed_run_of_an_earlier_version_says_nothing_of_keys_that_moved(
+    dataset, tmp_path, capsys
+):
+    options = dict(optimizer="muon", learning_rate=0.02, max_iters=4, lr_decay_iters=8)
+    run_here(dataset, tmp_path, **options)
+    newest = checkpoint.list_checkpoints(tmp_path)[-1]
+    state = checkpoint.load(newest)
+    state["config"] |= dict(muon_lr=0.02, learning_rate=6e-4, backend="nccl", overwrite=False)
+    checkpoint.save(state, newest)
+    capsys.readouterr()
+    run_here(dataset, tmp_path, **options | dict(init_from="resume", max_iters=5))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
+    assert len(said) == 2 and said[1] == "resume: max_iters = 5 (the checkpoint had 4)"
+
+
 def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(
     dataset, tmp_path, monkeypatch, capsys
 ):
@@ -531,7 +241,7 @@ def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runlog, "replacing", full)
+    monkeypatch.setattr(metrics, "replacing", full)
     assert run_here(dataset, tmp_path, init_from="resume") == 0
     assert "metrics.jsonl: No space left on device" in capsys.readouterr().err
 
@@ -545,22 +255,15 @@ def test_a_run_in_the_way_is_one_line_with_every_way_out(dataset, tmp_path):
         str(tmp_path),
         "n_layer 2 (asked for: 3)",
         "n_embd 32",
-        "--out_dir=",
-        "--overwrite=True",
+        "another --out_dir",
     ):
         assert words in problem
-    assert (
-        run_here(dataset, tmp_path, init_from="scratch", overwrite=True, n_layer=3, n_embd=64) == 0
-    )
 
 
 def test_an_interrupted_run_prints_the_command_that_goes_on(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "config/x.py"])
     run_here(dataset, tmp_path, max_minutes=1e-6)
     assert "to go on: python train.py config/x.py --init_from=resume" in capsys.readouterr().out
-    run_here(dataset, tmp_path, overwrite=True, max_minutes=1e-6)
-    # the last of equal flags counts, so this goes on and deletes nothing
-    assert "config/x.py --overwrite=False --init_from=resume" in capsys.readouterr().out
 
 
 def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):
@@ -571,18 +274,6 @@ def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):
     assert kept == shown
 
 
-def test_data_written_to_since_the_checkpoint_is_warned_of(tmp_path, capsys):
-    data = write_dataset(tmp_path / "data", [200_000])
-    run_here(data, tmp_path / "run", max_iters=2)
-    with open(data / "train_000001.bin", "r+b") as file:
-        file.seek(200_000)  # in the middle, where the fingerprint does not look
-        file.write(bytes(1000))
-    os.utime(data / "train_000001.bin", (1, 2**31))
-    capsys.readouterr()
-    assert run_here(data, tmp_path / "run", init_from="resume") == 0
-    assert f"files of {data} were written after" in capsys.readouterr().err
-
-
 def test_a_problem_of_one_rank_alone_is_said_by_that_rank():
     ranks = Ranks()
     ranks.rank, ranks.world_size = 1, 2
@@ -590,7 +281,7 @@ def test_a_problem_of_one_rank_alone_is_said_by_that_rank():
     ranks.gather = lambda problems: everywhere
     with pytest.raises(UserError, match="dataset: only here") as error:
         ranks.raise_together(everywhere[1])
-    assert not error.value.agreed  # so that it is not muted
+    assert not error.value.on_all_ranks  # so that it is not muted
     ranks.rank = 0
     with pytest.raises(UserError, match="another rank cannot start") as error:
         ranks.raise_together([])
@@ -598,72 +289,19 @@ def test_a_problem_of_one_rank_alone_is_said_by_that_rank():
     ranks.rank = 1
     with pytest.raises(UserError) as error:
         ranks.raise_together(everywhere[1])
-    assert error.value.agreed  # rank 0 says it for both
+    assert error.value.on_all_ranks  # rank 0 says it for both
 
 
-@pytest.mark.parametrize(
-    "world_size, agreed, said", [("2", True, False), ("2", False, True), (None, True, True)]
-)
-def test_only_what_all_ranks_agree_on_is_left_to_the_first(
-    world_size, agreed, said, script, monkeypatch
-):
-    def fail(argv):
-        error = UserError("only here")
-        error.agreed = agreed
-        raise error
-
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    if world_size:
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-    monkeypatch.setattr("common.console.end_process", sys.exit)
-    assert script(fail)[::2] == (2, ["error: only here"] if said else [])
-
-
-def test_a_machine_without_a_home_folder_trains(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(hardware.Path, "home", no_home)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    hardware.set_environment()
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # torch's own default stays
-
-
-def test_a_rank_without_a_world_is_a_run_of_its_own(dataset, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert run_here(dataset, tmp_path, max_iters=2) == 0
-    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 2
-
-
-@pytest.mark.parametrize(
-    "world_size, rank", [("", "0"), ("abc", "0"), ("2", ""), ("2", "5"), ("0", "0")]
-)
-def test_an_environment_that_torchrun_did_not_make_is_one_line(
-    world_size, rank, script, monkeypatch
-):
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    monkeypatch.setenv("RANK", rank)
+def test_a_run_that_torchrun_did_not_start_is_one_line(script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("common.console.end_process", sys.exit)
     code, _, err = script(train.main)
-    assert code == 2 and len(err) == 1 and err[0].startswith("error: ")
-
-
-def test_a_console_that_was_closed_costs_nothing_but_its_lines(dataset, tmp_path):
-    code = os.system(
-        f"{sys.executable} {ROOT}/train.py {' '.join(flags(dataset, tmp_path, max_iters=2))} >&-"
-    )
-    assert code == 0 and checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 2
+    assert code == 2 and err == ["error: RANK: not in the environment; start with torchrun"]
 
 
 def test_what_the_system_refuses_is_one_line(script, tmp_path, dataset):
     code, _, err = script(train.main, *flags("a" * 300, tmp_path))
     assert code == 2 and err == [f"error: {'a' * 300}: File name too long"]
-
-
-def test_a_newline_in_a_name_forges_no_line(dataset, tmp_path, capsys):
-    assert run_here(dataset, tmp_path / "run\niter 9: loss 0.0", max_iters=1) == 0
-    assert "run\\niter 9" in (output := capsys.readouterr().out) and "\niter 9" not in output
 
 
 def test_control_characters_never_reach_a_console():
@@ -737,16 +375,6 @@ def test_a_folder_without_permission_is_one_line(dataset, tmp_path):
 def test_no_sample_before_the_first_update(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path, sample_tokens=5, max_iters=4)
     assert [r["iter"] for r in records(tmp_path, "sample")] == [4]
-
-
-PLANS = [dict(hours=hours, max_iters=8) for hours in (math.nan, math.inf, -1, 0, 10**400, "1", [])]
-
-
-@pytest.mark.parametrize("plan", [*PLANS, dict(hours=1, max_iters=0), [], 3])
-def test_a_plan_of_nonsense_does_not_end_the_run_badly(plan, dataset, tmp_path, capsys):
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    assert run_here(dataset, tmp_path, max_iters=2) == 0
-    assert capsys.readouterr().out.endswith("end: max_iters after 2 iterations, 256 tokens\n")
 
 
 def test_a_mistyped_folder_to_resume_is_told_from_the_runs_beside_it(dataset, tmp_path):

@@ -2,9 +2,9 @@
 Compare training recipes over several seeds: validation loss against tokens, and the tokens that
 each recipe needs to reach the final loss of the first one.
 
-    python results/ablate.py out/pair --seeds=3 classic=config/quickstart.py \\
+    python -m benchmarks.ablate out/pair --seeds=3 classic=config/quickstart.py \\
         fast=config/fast_quickstart.py
-    python results/ablate.py out/lr --seeds=1 'a=config/x.py --learning_rate=1e-3' \\
+    python -m benchmarks.ablate out/lr --seeds=1 'a=config/x.py --learning_rate=1e-3' \\
         'b=config/x.py --learning_rate=2e-3'
 
 Each NAME='ARGUMENTS' is a command line of train.py (or of another --script). Every run gets a
@@ -15,7 +15,6 @@ OUT/ablation.png.
 
 import itertools
 import json
-import math
 import shlex
 import subprocess
 import sys
@@ -24,14 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from common.console import Parser, UserError, raise_if_any, run_main
-from compare import learning_curve, reach
-from reports.picture import COLORS, count4, draw_band, finish
+from reports.curves import learning_curve, reach
+from reports.picture import COLORS, count4, finish
 from reports.records import read_metrics
 
 
@@ -77,14 +73,13 @@ def summarize(name: str, arguments: str, curves: list[dict], target: float) -> d
     """One variant's means over its seeds, whose evaluations are at the same tokens."""
     tokens = np.array(curves[0]["tokens"])
     losses = np.array([curve["val_loss"] for curve in curves])
-    reached = reach(tokens, losses.mean(axis=0), target).value
     return {
         "name": name,
         "arguments": arguments,
         "tokens": tokens[-1],
         "val_loss": losses.mean(axis=0)[-1],
         "spread": np.ptp(losses[:, -1]),
-        "tokens_to_target": reached if math.isfinite(reached) else None,
+        "tokens_to_target": reach(tokens, losses.mean(axis=0), target),
         "step_seconds": float(np.mean([curve["step_seconds"] for curve in curves])),
         "curves": curves,
     }
@@ -103,13 +98,15 @@ def print_table(rows: list[dict], target: float) -> None:
 
 def draw(path: Path, rows: list[dict], target: float) -> None:
     """The mean curve of each variant within a band of all its seeds."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for row, color in zip(rows, itertools.cycle(COLORS)):
         losses = np.array([curve["val_loss"] for curve in row["curves"]])
-        band = (losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0))
         tokens, label = row["curves"][0]["tokens"], f"{row['name']}: {row['val_loss']:.3f}"
-        draw_band(axes, tokens, *band, color, label)
+        axes.plot(tokens, losses.mean(axis=0), color=color, label=label)
+        axes.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.25)
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
     finish(axes, "tokens", "val loss, nats per token")
     lowest = min(row["val_loss"] for row in rows)
@@ -124,7 +121,7 @@ def main(argv: list[str]) -> None:
     add = parser.add_argument
     add("out", type=Path)
     add("--seeds", type=int, choices=range(1, 100), default=3, metavar="N", help="default: 3")
-    add("--script", type=Path, default=ROOT / "train.py", help="what trains; default: train.py")
+    add("--script", type=Path, default=Path("train.py"), help="what trains; default: train.py")
     add("variants", nargs="+", metavar="NAME='ARGUMENTS'")
     args = parser.parse_args(argv)
     variants = read_variants(args.variants, args.out / "variants.json")
@@ -141,7 +138,7 @@ def main(argv: list[str]) -> None:
     target = np.mean([curve["val_loss"][-1] for curve in first])
     rows = [summarize(name, variants[name], curves[name], target) for name in variants]
     print_table(rows, target)
-    command = shlex.join(["python", "results/ablate.py", *argv])
+    command = shlex.join(["python", "-m", "benchmarks.ablate", *argv])
     result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
     result |= {"target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))

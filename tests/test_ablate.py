@@ -1,15 +1,12 @@
 """
-results/ablate.py: a small study that is stopped and continued, and studies that cannot be.
+benchmarks/ablate.py: a small study that is stopped and continued, and studies that cannot be.
 """
 
 import json
-import sys
 
 import pytest
-from helpers import ROOT, run_process
 
-sys.path.insert(0, str(ROOT / "results"))
-import ablate
+from benchmarks import ablate
 
 # Stands for train.py: writes the metrics.jsonl of a run whose final loss is 2 - rate - seed / 100,
 # or fails where it is told to. It leaves a run that it finds alone, as --init_from=auto does.
@@ -42,12 +39,6 @@ def study(script, tmp_path):
         return script(ablate.main, tmp_path / "study", f"--script={stub}", *arguments)
 
     return run
-
-
-@pytest.mark.slow
-def test_help_is_the_docstring():
-    code, out, err = run_process("results/ablate.py", "--help")
-    assert code == 0 and "python results/ablate.py out/pair --seeds=3" in out and not err
 
 
 @pytest.mark.parametrize(

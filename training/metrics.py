@@ -1,0 +1,49 @@
+"""
+The records of metrics.jsonl: read, and rewritten where a run resumes. Needs no torch.
+"""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+
+from common.console import warn
+from common.files import replacing
+
+
+def plain(value):
+    """A value for JSON: a float with nine digits, or null where it is not finite."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
+def read_records(lines: list[str]) -> list[dict]:
+    """The records of metrics.jsonl's lines. Lines that are none are left out."""
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
+    """
+    Rewrite metrics.jsonl without what a run that resumes with iteration `iter_num` will say again,
+    and without lines that are no records, such as half a line that a kill has left. The evaluation
+    at `evaluated_at` was the last.
+    """
+    # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
+    last = {"step": iter_num - 1, "event": iter_num - 1, "checkpoint": iter_num}
+    last |= {"eval": evaluated_at, "sample": evaluated_at, "end": -1}
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    kept = []
+    for record in read_records(text.splitlines()):
+        it, kind = record.get("iter"), record.get("kind")
+        if isinstance(it, int) and it <= last.get(kind, math.inf):
+            kept.append(record)
+    try:
+        with replacing(path) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+    except OSError as error:  # a full disk
+        warn(f"{path}: {error.strerror}; what the run says again stays in it twice")

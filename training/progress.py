@@ -1,0 +1,40 @@
+"""
+How far a run is.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class Progress:
+    """What changes from iteration to iteration, besides weights and optimizer."""
+
+    iter_num: int = 0  # updates made
+    tokens: int = 0
+    sequences: int = 0  # position in the order of the data
+    best_val_loss: float = math.inf
+    best_iter: int = -1
+    evaluated_at: int = -1
+    lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
+
+    # Of this process alone, so not in state_dict(): an update has begun and its iteration is not
+    # over; this rank's random states as of the last whole iteration
+    updating: bool = False
+    rng: dict | None = None
+
+    def begin_update(self, *_) -> None:
+        """Called by the optimizer before it changes the first weight."""
+        self.updating = True
+
+    def advance(self, sequences: int, tokens: int, rng: dict) -> None:
+        """After an iteration of so many sequences and tokens, which left these random states."""
+        self.updating, self.rng = False, rng
+        self.iter_num += 1
+        self.sequences += sequences
+        self.tokens += tokens
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps; Progress(**state) goes on from there."""
+        own = ("updating", "rng")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
