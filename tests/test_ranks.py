@@ -497,7 +497,7 @@ def test_a_dead_worker_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tm
     worker.kill()
     codes, err = end_of(processes)
     (line,) = error_lines(err)
-    assert codes == [1, 1] and "a data worker failed" in line and str(worker.pid) in line
+    assert codes == [1, 1] and "a data worker failed" in line
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] > 20
 
 
