@@ -30,16 +30,18 @@ from common.console import UserError, complain, did_you_mean, raise_if_any, run_
 
 
 def key(
-    default: Any, meaning: str, choices=(), low=-math.inf, high=math.inf, group="", free_text=False
+    default, meaning, choices=(), low=-math.inf, high=math.inf, group="", of="", free_text=False
 ) -> Any:
     """
     One key: its default, its meaning and the values it may take (low and high included). `group`
-    opens a new group in --help. Free text may be blank, and its ~ is not a home folder.
+    opens a new group in --help. `of`: the one model or optimizer that reads it; other models refuse
+    it. Free text may be blank, and its ~ is not a home folder.
     """
     metadata = dict(meaning=meaning, choices=choices, low=low, high=high)
-    return field(default=default, metadata=metadata | dict(group=group, free_text=free_text))
+    return field(default=default, metadata=metadata | dict(group=group, of=of, free_text=free_text))
 
 
+MODELS = ("gpt2", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
@@ -69,23 +71,23 @@ class Config:
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration", low=1, high=2**40)
     tokens_per_iter: int = key(0, "gives gradient_accumulation_steps; 0: off", low=0, high=2**60)
-    model: str = key("gpt2", "fast: learns more per token", ("gpt2", "fast"), group="model")
+    model: str = key("gpt2", "fast: learns more per token", MODELS, group="model")
     n_layer: int = key(12, "transformer blocks", low=1, high=1024)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
     n_embd: int = key(768, "width", low=1, high=65536)
-    dropout: float = key(0.0, "0 for pre-training, 0.1 or more for fine-tuning", low=0.0, high=0.99)
+    dropout: float = key(0.0, "0.1 or more for fine-tuning", of="gpt2", low=0.0, high=0.99)
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "token embedding and output head share a matrix; fast: False")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
-    value_tables: int = key(0, "tables of value embeddings (model=fast): memory, no FLOPs", low=0)
-    bigram_rows: int = key(0, "rows for token pairs (fast); 0: no key offset", low=0, high=2**31)
+    value_tables: int = key(0, "tables of value embeddings: memory, no FLOPs", of="fast", low=0)
+    bigram_rows: int = key(0, "rows of token pairs; 0: no offset", of="fast", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
     learning_rate: float = key(6e-4, "highest rate (muon: of hidden matrices; 0.025)", low=0.0)
-    head_lr: float = key(0.004, "muon: highest rate of the output head, tied or not", low=0.0)
-    muon_momentum: float = key(0.95, "muon: momentum", low=0.0, high=0.9999999)
+    head_lr: float = key(0.004, "highest rate of the output head, tied or not", of="muon", low=0.0)
+    muon_momentum: float = key(0.95, "momentum", of="muon", low=0.0, high=0.9999999)
     weight_decay: float = key(0.1, "of matrices and embeddings; muon: embeddings, head", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
@@ -369,20 +371,21 @@ def check_model(config: Config) -> list[str]:
     chunk = config.loss_chunk
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
-    if config.model != "fast":
-        if config.value_tables or config.bigram_rows:
-            problems.append("value_tables, bigram_rows: for --model=fast only; leave them at 0")
-        return problems
-    if 2 * config.value_tables > config.n_layer:
-        most = config.n_layer // 2
-        problem = f"value_tables: two layers share one, and n_layer is {config.n_layer}"
-        problems.append(f"{problem}; --value_tables={most} or less")
-    if not rest and head_size % 4:
-        problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
-    if config.tie_weights:
-        problems.append("tie_weights: model=fast has a head of its own; --tie_weights=False")
-    if config.dropout > 0:
-        problems.append("dropout: model=fast has none; --dropout=0, or --model=gpt2")
+    for name, f in FIELDS.items():
+        of = f.metadata["of"]
+        # not those of optimizers: a flag may name another one than the config file around it
+        if of in MODELS and of != config.model and getattr(config, name) != f.default:
+            mend = f"--{name}={f.default}, or --model={of}"
+            problems.append(f"{name}: only model={of} has it; {mend}")
+    if config.model == "fast":
+        if 2 * config.value_tables > config.n_layer:
+            most = config.n_layer // 2
+            problem = f"value_tables: two layers share one, and n_layer is {config.n_layer}"
+            problems.append(f"{problem}; --value_tables={most} or less")
+        if not rest and head_size % 4:
+            problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
+        if config.tie_weights:
+            problems.append("tie_weights: model=fast has a head of its own; --tie_weights=False")
     return problems
 
 
@@ -440,8 +443,9 @@ def print_help(keys: type = Config) -> None:
         if m["group"]:
             print(f"\n{m['group']}:")
         flag = f"--{name}={f.default!r}"
+        of = f"{m['of']}: " if m["of"] else ""
         choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
-        print(f"  {flag:<34} {f.type.__name__:<6} {m['meaning']}{choices}")
+        print(f"  {flag:<34} {f.type.__name__:<6} {of}{m['meaning']}{choices}")
 
 
 def main(argv: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Configuration: files, flags, and every way to get them wrong."""
 
+import shutil
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from common.console import UserError
 from configurator import (
     FIELDS,
+    MODELS,
     Config,
     load_config,
     main,
@@ -230,6 +232,46 @@ def test_a_saved_configuration_of_an_earlier_version_is_read():
 def test_the_fast_model_unties_its_head_unless_told_otherwise():
     assert load_config([]).tie_weights and not load_config(["--model=fast"]).tie_weights
     assert "tie_weights" in problems_of("--model=fast", "--tie_weights=True")[0]
+
+
+KEYS_OF_A_MODEL = [n for n, f in FIELDS.items() if f.metadata["of"] in MODELS]
+
+
+@pytest.mark.parametrize("name", KEYS_OF_A_MODEL)
+def test_a_key_of_one_model_is_refused_by_the_other(name):
+    of = FIELDS[name].metadata["of"]
+    (other,) = {*MODELS} - {of}
+    default, value = FIELDS[name].default, 0.5 if FIELDS[name].type is float else 1
+    assert load_config([f"--model={of}", f"--{name}={value}"])
+    assert load_config([f"--model={other}", f"--{name}={default}"])
+    mend = f"--{name}={default}, or --model={of}"
+    problem = f"{name}: only model={of} has it; {mend}"
+    assert problems_of(f"--model={other}", f"--{name}={value}") == [problem]
+
+
+def test_a_new_key_says_whose_it_is_and_the_other_model_refuses_it(tmp_path):
+    """In a copy of this file, as somebody would add one."""
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    text, before = (ROOT / "configurator.py").read_text(), "    bias: bool = key("
+    line = '    mlp: str = key("gelu", "activation", ("gelu", "swiglu"), of="gpt2")\n'
+    assert text.count(before) == 1
+    write(tmp_path, text.replace(before, line + before), "configurator.py")
+
+    def run(*arguments):
+        return run_process("configurator.py", *arguments, cwd=tmp_path, cold=True)
+
+    assert run("--mlp=swiglu")[0] == 0 and run("--model=fast")[0] == 0
+    code, _, err = run("--model=fast", "--mlp=swiglu")
+    assert code == 2
+    assert err == "error: mlp: only model=gpt2 has it; --mlp=gelu, or --model=gpt2\n"
+    helped = run("--help")[1]
+    assert "gpt2: activation (gelu | swiglu)" in helped and "muon: momentum" in helped
+
+
+def test_a_flag_may_name_another_optimizer_than_the_file_around_it():
+    """Its keys for the optimizer that it was written for then count for nothing."""
+    config = load_config(["config/fast124m_4070.py", "--optimizer=adamw"])
+    assert config.optimizer == "adamw" and config.head_lr != FIELDS["head_lr"].default
 
 
 def test_a_mistake_in_a_name_hides_what_may_only_follow_from_it(tmp_path):

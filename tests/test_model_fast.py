@@ -284,9 +284,9 @@ def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
     with pytest.raises(UserError) as error:
         run_here(dataset, tmp_path, model="fast", **wrong)
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "dropout",
         "value_tables",
         "n_head",
-        "dropout",
     ]
 
 
