@@ -39,6 +39,10 @@ class GPTConfig:
     bigram_rows: int = 0
 
 
+# fields that only change how the model is computed; all others are its architecture
+HOW_COMPUTED = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
+
+
 def pad_vocab(vocab_size: int, multiple: int) -> int:
     """The vocabulary size rounded up to a multiple: 50257, 128 -> 50304."""
     return -(-vocab_size // multiple) * multiple

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
 from common.console import warn
-from configurator import Config, config_values
+from configurator import Config
 from model import GPT, GPTConfig, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
@@ -41,10 +41,11 @@ def model_config(
     vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
     if weights:
         vocab_size = weights["model_config"]["vocab_size"]
-    values = config_values(config) | dict(vocab_size=vocab_size, loss_chunk=loss_chunk(config))
+    values = dict(vocab_size=vocab_size, loss_chunk=loss_chunk(config))
     if flash is not None:
         values["flash"] = flash
-    return GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig)})
+    names = {f.name for f in fields(GPTConfig)} - values.keys()
+    return GPTConfig(**values, **{name: getattr(config, name) for name in names})
 
 
 def loss_chunk(config: Config) -> int:

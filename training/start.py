@@ -5,7 +5,7 @@ and on which data.
 
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from configurator import (
     saved_keys,
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
-from model import GPTConfig
+from model import HOW_COMPUTED, GPTConfig
 from training.build import build_optimizer, build_shapes, saved_state
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.hardware import check_device, get_rng_state, set_rng_state
@@ -29,13 +29,13 @@ from training.progress import Progress
 from training.ranks import Ranks
 from training.runlog import RunLog
 
-ARCHITECTURE = ("model", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
-ARCHITECTURE += ("value_tables", "bigram_rows")
+# vocab_size is no key: it follows from the dataset
+ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in HOW_COMPUTED | {"vocab_size"}]
 # A resumed run must keep these
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # With another value of these, sums are rounded differently
-ROUNDING = ("device", "dtype", "compile", "flash", "loss_chunk", "recompute", "tf32")
-ROUNDING += ("batch_size", "gradient_accumulation_steps")
+ROUNDING = {"device", "dtype", "compile", "tf32", "batch_size", "gradient_accumulation_steps"}
+ROUNDING |= HOW_COMPUTED - {"dropout"}
 
 
 @dataclass
@@ -163,8 +163,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         config = replace(config, **{name: saved[name] for name in kept})
     else:
         saved, names, source = start.weights["model_config"], ARCHITECTURE, config.init_from
-    saved = config_values(Config()) | saved  # an older checkpoint lacks what came later
-    values = {name: saved[name] for name in names}
+    # an older checkpoint lacks what came later
+    values = {name: saved.get(name, getattr(Config, name)) for name in names}
     different = [
         f"{name} {value!r} (asked for: {getattr(config, name)!r})"
         for name, value in values.items()

@@ -1,0 +1,69 @@
+"""What a start takes from a checkpoint, and what it refuses: the architecture, whole."""
+
+import shutil
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, flags, run_process
+
+from configurator import FIELDS, Config
+from model import HOW_COMPUTED, GPTConfig
+from training.start import Start, adopt
+
+FOLLOWS_FROM_DATA = {"vocab_size"}
+
+
+def another(name: str):
+    """A value of this key that is not its default."""
+    f = FIELDS[name]
+    if f.metadata["choices"]:
+        return f.metadata["choices"][-1]
+    values = {bool: not f.default, int: f.default + 1 if f.type is int else 0, float: 0.5}
+    return values.get(f.type, "512")
+
+
+@pytest.mark.parametrize("resumed", [True, False], ids=["resume", "weights"])
+@pytest.mark.parametrize("name", sorted({f.name for f in fields(GPTConfig)} - FOLLOWS_FROM_DATA))
+def test_a_field_of_the_model_is_architecture_unless_it_is_listed(name, resumed):
+    """Also one that somebody adds: it is refused, not switched while the weights stay."""
+    asked = replace(Config(**{name: another(name)}), given=frozenset({name}))
+    saved = dict(config=asdict(Config()), model_config=asdict(GPTConfig(bias=False)))
+    config, problems = adopt(asked, Start(resumed=saved if resumed else None, weights=saved))
+    if name in HOW_COMPUTED:
+        assert problems == [] and getattr(config, name) == another(name)
+    else:
+        (problem,) = problems
+        assert f"{name} {getattr(Config(), name)!r} (asked for: {another(name)!r})" in problem
+
+
+def test_what_changes_how_the_model_is_computed_are_fields_of_it():
+    assert HOW_COMPUTED < {f.name for f in fields(GPTConfig)}
+
+
+@pytest.mark.slow
+def test_a_new_field_of_the_model_is_architecture_from_the_start(dataset, tmp_path):
+    """In a copy of the program, as somebody would add one: first the field, then its key."""
+    for folder in (".", "common", "data", "training", "reports"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for path in [*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.csv")]:
+            shutil.copy(path, tmp_path / folder)
+
+    def insert(file: str, before: str, line: str) -> None:
+        text = Path(tmp_path / file).read_text()
+        assert text.count(before) == 1
+        (tmp_path / file).write_text(text.replace(before, line + before))
+
+    def run(**changes) -> tuple[int, str]:
+        arguments = flags(dataset, tmp_path / "run", max_iters=2, **changes)
+        code, _, err = run_process("train.py", *arguments, cwd=tmp_path, cold=True)
+        return code, err
+
+    insert("model.py", "    dropout: float", "    window: int = 0\n")
+    code, err = run()
+    assert code == 1 and "return GPTConfig(" in err
+    assert err.endswith("AttributeError: 'Config' object has no attribute 'window'\n")
+    insert("configurator.py", "    dropout: float", '    window: int = key(0, "tokens seen")\n')
+    assert run()[0] == 0
+    code, err = run(init_from="resume", window=8)
+    assert code == 2 and "window 0 (asked for: 8)" in err
