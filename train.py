@@ -87,7 +87,7 @@ def train_step(
     else:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(grads)
-    if optimizer.defaults["fused"]:
+    if optimizer.defaults.get("fused"):
         if not scaler.is_enabled():
             # a fused update skips itself on the device where this is 1
             optimizer.found_inf = (~grad_norm.isfinite()).float()

@@ -152,7 +152,8 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         watts=options.watts,
     )
     p = card | p | pace
-    return p | time_figures(config, p, options) | memory_figures(config, model, p)
+    p |= memory_figures(config, model, p)
+    return p | time_figures(config, p, options)
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
@@ -165,8 +166,8 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
     rate = config.iter_tokens / p["iter_seconds"]
     # the forward pass alone, a third of training's work per token, on two splits
     eval_seconds = 2 * config.eval_size / rate / 3
-    # the weights and Adam's two moments
-    checkpoint_seconds = 12 * p["params"] / CHECKPOINT_BYTES_PER_SEC
+    checkpoint_bytes = 4 * p["params"] + p["vram_parts_gib"]["optimizer"] * GIB
+    checkpoint_seconds = checkpoint_bytes / CHECKPOINT_BYTES_PER_SEC
     pauses = p["evaluations"] * eval_seconds + p["checkpoints"] * checkpoint_seconds
     figures |= dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
     figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
@@ -183,7 +184,7 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
 
 
 def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
-    parts = memory_bytes(model, config.batch_size, p["dtype"], config.compile, config.optimizer)
+    parts = memory_bytes(config, model, p["dtype"], config.batch_size)
     parts_gib = {part: size / GIB for part, size in parts.items()}
     vram = sum(parts_gib.values())
     fits = best = None

@@ -529,7 +529,8 @@ NANOGPT = """
 import torch
 from dataclasses import dataclass
 from model import GPT as Ours, GPTConfig as OurConfig
-from training.build import decay_groups
+from configurator import Config
+from training.build import adamw_groups
 @dataclass
 class GPTConfig:
     block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int
@@ -541,7 +542,7 @@ class GPT(Ours):
     def forward(self, x, y):
         return None, SCALE * super().forward(x, y)
     def configure_optimizers(self, decay, lr, betas, device_type):
-        return torch.optim.AdamW(decay_groups(self, decay), lr=lr, betas=betas)
+        return torch.optim.AdamW(adamw_groups(self, Config(weight_decay=decay)), lr=lr)
 """
 
 

@@ -31,7 +31,8 @@ PARTS = {
 # Stands for nanoGPT's model.py: our own model behind its interface
 NANOGPT = """
 from model import GPT as Ours, GPTConfig as OurConfig
-from training.build import decay_groups
+from configurator import Config
+from training.build import adamw_groups
 import torch
 def GPTConfig(**sizes):
     return OurConfig(**sizes)
@@ -39,7 +40,7 @@ class GPT(Ours):
     def forward(self, x, y):
         return None, super().forward(x, y)
     def configure_optimizers(self, decay, lr, betas, device_type):
-        return torch.optim.AdamW(decay_groups(self, decay), lr=lr, betas=betas)
+        return torch.optim.AdamW(adamw_groups(self, Config(weight_decay=decay)), lr=lr)
 """
 
 

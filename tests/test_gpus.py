@@ -61,23 +61,23 @@ def test_memory_of_gpt124m(batch_size, compiled, gigabytes):
     By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2
     compiled; compiled another 2 C V = 0.08 GB; GB = 1e9.
     """
-    parts = memory_bytes(GPT124M, batch_size, BF16, compiled)
+    parts = memory_bytes(Config(compile=compiled), GPT124M, BF16, batch_size)
     assert sum(parts.values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 def test_parts_of_gpt124m_by_hand():
     """N = 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768 = 124,373,760."""
-    parts = memory_bytes(GPT124M, 8, BF16, compiled=True)
+    parts = memory_bytes(Config(), GPT124M, BF16, 8)
     # positions are looked up in float32
     assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
     # one momentum of 12 * 12 * 768^2 weights
-    with_muon = memory_bytes(GPT124M, 8, BF16, compiled=True, optimizer="muon")
+    with_muon = memory_bytes(Config(optimizer="muon"), GPT124M, BF16, 8)
     assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
-    chunked = memory_bytes(replace(GPT124M, loss_chunk=1024), 8, BF16, compiled=False)
+    chunked = memory_bytes(Config(compile=False), replace(GPT124M, loss_chunk=1024), BF16, 8)
     assert chunked["logits"] == 50304 * (10 * 1024 + 4 * 768)  # and the head's gradient in float32
 
 
@@ -86,7 +86,7 @@ def test_recompute_keeps_the_stream_at_each_blocks_entry():
     By hand: 6.5 GB less 8 * 1024 * 12 * (32 * 768 + 64) = 2.42 and autocast's copies of 11 blocks,
     2 * 11 * 12 * 768^2.
     """
-    parts = memory_bytes(replace(GPT124M, recompute=True), 8, BF16, compiled=True)
+    parts = memory_bytes(Config(), replace(GPT124M, recompute=True), BF16, 8)
     # the logits outweigh one block's
     assert parts["activations"] == 8 * 1024 * (12 * 4 * 768 + 6 * 768)
     assert sum(parts.values()) / 1e9 == pytest.approx(3.9, abs=0.06)
@@ -94,7 +94,7 @@ def test_recompute_keeps_the_stream_at_each_blocks_entry():
 
 def test_plain_attention_keeps_its_square_of_weights():
     flash, plain = (
-        memory_bytes(GPTConfig(bias=False, flash=f), 8, BF16, True)["activations"]
+        memory_bytes(Config(), GPTConfig(bias=False, flash=f), BF16, 8)["activations"]
         for f in (True, False)
     )
     assert plain - flash == 12 * 8 * 12 * 1024 * 1024 * 6
@@ -284,7 +284,7 @@ def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
         sizes = dict(value_tables=tables, bigram_rows=rows)
         total, config = saved_bytes(words, tmp_path, **sizes, **keys)
         saved.append(total)
-        parts = memory_bytes(config, 4, dtype, compiled, "muon")
+        parts = memory_bytes(Config(compile=compiled), config, dtype, 4)
         modelled.append(parts["activations"])
     assert saved[1] - saved[0] == pytest.approx(modelled[1] - modelled[0], rel=0.03)
 

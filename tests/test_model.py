@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from weights import TRANSPOSED, as_transformers
 
+from configurator import Config
 from model import GPT, GPTConfig, generate, mean_loss, pad_vocab
-from training.build import build_model, count_parameters, decay_groups, flops_per_token
+from training.build import adamw_groups, build_model, count_parameters, flops_per_token
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
@@ -68,7 +69,7 @@ def test_logits_equal_transformers_gpt2(name, flash):
 def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_split():
     model = perturbed(GPTConfig(**SMALL)).train()
     hf = as_transformers(model)
-    ours = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95))
+    ours = torch.optim.AdamW(adamw_groups(model, Config()), lr=1e-3)
     decayed = ("wte.weight", "wpe.weight", *TRANSPOSED)
     matrices = [p for n, p in hf.named_parameters() if n.endswith(decayed)]
     vectors = [p for n, p in hf.named_parameters() if not n.endswith(decayed)]

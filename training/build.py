@@ -3,7 +3,8 @@ Which model and which optimizer a configuration asks for, and the arithmetic of 
 """
 
 import functools
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -68,36 +69,45 @@ class SkipInit(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@functools.cache
 def build_shapes(config: GPTConfig) -> GPT | FastGPT:
     """
-    The model without memory: only names and shapes. To draw random numbers there, torch would
-    import its compiler, for seconds.
+    The model without memory: only names and shapes, to be read and not changed. To draw random
+    numbers there, torch would import its compiler, for seconds.
     """
     with torch.device("meta"), SkipInit():
         return build_model(config)
 
 
-def build_optimizer(
-    model: nn.Module, config: Config, dtype: torch.dtype, rank: int = 0, world_size: int = 1
-) -> torch.optim.Optimizer:
-    """
-    `dtype` is what the device multiplies matrices in. Muon shares out its work among the
-    `world_size` processes. Each group holds its highest learning rate as `initial_lr`; the first
-    group's rate is the one in the log. A fused update skips itself on the device when asked to.
-    MPS's fused kernel cannot.
-    """
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    betas = (config.beta1, config.beta2)
-    if config.optimizer == "adamw":
-        groups = decay_groups(model, config.weight_decay)
-        for group in groups:
-            group["initial_lr"] = config.learning_rate
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+# -----------------------------------------------------------------------------
+# The optimizers
+
+
+def adamw_groups(model: nn.Module, config: Config) -> list[dict]:
+    """As GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    keys = dict(betas=(config.beta1, config.beta2), initial_lr=config.learning_rate)
+    return [
+        dict(keys, params=decayed, weight_decay=config.weight_decay),
+        dict(keys, params=others, weight_decay=0.0),
+    ]
+
+
+def make_adamw(groups: list[dict], fused: bool, **_) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, fused=fused)
+
+
+def adam_moments(group: dict) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq")
+
+
+def muon_groups(model: nn.Module, config: Config) -> list[dict]:
     roles = parameters_by_role(model)
     muon = dict(momentum=config.muon_momentum, weight_decay=MATRIX_WEIGHT_DECAY)
-    adam = dict(betas=betas, weight_decay=config.weight_decay)
+    adam = dict(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
     embedding_lr = EMBEDDING_LR[config.model]
-    groups = [
+    return [
         dict(muon, params=roles["matrices"], initial_lr=config.learning_rate, parts=1),
         # q, k and v are a matrix each
         dict(muon, params=roles["qkv"], initial_lr=config.learning_rate, parts=3),
@@ -107,28 +117,52 @@ def build_optimizer(
         dict(adam, params=roles["head"], initial_lr=config.head_lr),
         dict(adam, params=roles["vectors"], initial_lr=VECTOR_LR, weight_decay=0.0),
     ]
-    groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
-    return Muon(groups, dtype, fused, rank, world_size)
 
 
-def saved_state(optimizer: torch.optim.Optimizer) -> dict:
-    """On rank 0, what a checkpoint holds of the optimizer. All processes take part."""
-    if isinstance(optimizer, Muon):
-        return optimizer.whole_state_dict()
-    return optimizer.state_dict()
+def muon_moments(group: dict) -> tuple[str, ...]:
+    return ("momentum",) if "momentum" in group else adam_moments(group)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+@dataclass(frozen=True)
+class OptimizerKind:
+    """All that training, resume and the memory model know of an optimizer."""
+
+    # (model, config) -> parameter groups, each with its highest learning rate as initial_lr
+    groups: Callable[[nn.Module, Config], list[dict]]
+    # (groups, fused=, dtype=, rank=, world_size=), see build_optimizer -> the optimizer
+    make: Callable[..., torch.optim.Optimizer]
+    # group -> names of the tensors kept of each parameter that have the parameter's shape
+    moments: Callable[[dict], tuple[str, ...]]
+
+
+# by --optimizer, whose choices are in configurator.py
+OPTIMIZERS = dict(
+    adamw=OptimizerKind(adamw_groups, make_adamw, adam_moments),
+    muon=OptimizerKind(muon_groups, Muon, muon_moments),
+)
+
+
+def optimizer_groups(model: nn.Module, config: Config) -> list[dict]:
+    """The configured optimizer's groups that hold a parameter. The first one's rate is logged."""
+    groups = OPTIMIZERS[config.optimizer].groups(model, config)
+    return [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module, config: Config, dtype: torch.dtype, rank: int = 0, world_size: int = 1
+) -> torch.optim.Optimizer:
     """
-    AdamW's groups as GPT-2 is trained: matrices and embeddings decay, biases and norms do not.
+    `dtype` is what the device multiplies matrices in. Muon shares out its work among the
+    `world_size` processes. A fused update skips itself on the device when asked to. MPS's fused
+    kernel cannot.
     """
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        dict(params=decayed, weight_decay=weight_decay),
-        dict(params=others, weight_decay=0.0),
-    ]
-    return [group for group in groups if group["params"]]
+    groups, make = optimizer_groups(model, config), OPTIMIZERS[config.optimizer].make
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    return make(groups, fused=fused, dtype=dtype, rank=rank, world_size=world_size)
+
+
+# -----------------------------------------------------------------------------
+# The arithmetic
 
 
 def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from configurator import Config, divisors
 from model import GPTConfig
-from training.build import count_parameters
+from training.build import OPTIMIZERS, build_shapes, count_parameters, optimizer_groups
 
 # the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95
@@ -46,9 +46,7 @@ def bytes_of(model: GPTConfig, dtype: str) -> Bytes:
     return GPT2_FLOAT32 if dtype == "float32" else GPT2_HALF
 
 
-def memory_bytes(
-    model: GPTConfig, batch_size: int, dtype: str, compiled: bool, optimizer: str = "adamw"
-) -> dict[str, float]:
+def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """GPU memory that training takes, in bytes, by part. `dtype`: that of matrix products."""
     params, in_products = count_parameters(model)
     matrices_of_a_block = 12 * model.n_embd**2
@@ -58,17 +56,16 @@ def memory_bytes(
         weights += 2 * in_products
         if model.recompute:
             weights -= 2 * (model.n_layer - 1) * matrices_of_a_block
-    # Adam keeps two moments of each parameter, Muon only one of each matrix
-    moments = 2 * params
-    if optimizer == "muon":
-        moments -= model.n_layer * matrices_of_a_block
+    moments = OPTIMIZERS[config.optimizer].moments
+    groups = optimizer_groups(build_shapes(model), config)
+    kept = sum(len(moments(group)) * p.numel() for group in groups for p in group["params"])
     tokens = batch_size * model.block_size
     return dict(
         weights=weights,
         gradients=4 * params,
-        optimizer=4 * moments,
-        activations=activation_bytes(model, tokens, dtype, compiled),
-        logits=logit_bytes(model, tokens, dtype, compiled),
+        optimizer=4 * kept,
+        activations=activation_bytes(model, tokens, dtype, config.compile),
+        logits=logit_bytes(model, tokens, dtype, config.compile),
         workspace=WORKSPACE_BYTES,
     )
 
@@ -126,8 +123,7 @@ def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> in
 
 def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> float:
     """All parts of memory_bytes() together, in bytes."""
-    parts = memory_bytes(model, batch_size, dtype, config.compile, config.optimizer)
-    return sum(parts.values())
+    return sum(memory_bytes(config, model, dtype, batch_size).values())
 
 
 def fitting_batch(

@@ -3,6 +3,7 @@ Where a run begins: from scratch, from its own newest checkpoint, or from weight
 and on which data.
 """
 
+import copy
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -22,7 +23,7 @@ from configurator import (
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
-from training.build import build_optimizer, build_shapes, saved_state
+from training.build import OPTIMIZERS, build_shapes, optimizer_groups
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.hardware import check_device, get_rng_state, set_rng_state
 from training.progress import Progress
@@ -115,18 +116,17 @@ def check_checkpoint(state: dict, path: Path) -> None:
 
 def check_optimizer(state: dict) -> None:
     """Raises ValueError unless a checkpoint's optimizer state is one of its model's parameters."""
-    model = build_shapes(GPTConfig(**state["model_config"]))
-    groups = build_optimizer(model, saved_config(state["config"]), torch.float32).param_groups
+    model, config = build_shapes(GPTConfig(**state["model_config"])), saved_config(state["config"])
+    groups, moments = optimizer_groups(model, config), OPTIMIZERS[config.optimizer].moments
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in state["optimizer"]["param_groups"]]:
         raise ValueError("its optimizer groups the parameters differently")
-    parameters = [p for group in groups for p in group["params"]]
-    for number, moments in state["optimizer"]["state"].items():
-        for name, moment in moments.items():
-            expected = parameters[number].shape
-            # a fused update would write past a smaller one; mean_squares has a number for each row
-            if name in ("exp_avg", "exp_avg_sq", "momentum") and moment.shape != expected:
-                raise ValueError(f"its {name} is {tuple(moment.shape)}, not {tuple(expected)}")
+    expected = [dict.fromkeys(moments(g), tuple(p.shape)) for g in groups for p in g["params"]]
+    for number, kept in state["optimizer"]["state"].items():
+        found = {name: tuple(kept[name].shape) for name in expected[number] if name in kept}
+        # a fused update would write past a smaller one
+        if kept and found != expected[number]:
+            raise ValueError(f"its {config.optimizer} keeps {found} of {expected[number]}")
 
 
 def read_pretrained(config: Config) -> dict:
@@ -305,9 +305,11 @@ def checkpoint_state(
     ranks: Ranks,
 ) -> dict:
     """Everything that resuming needs, as of the last whole iteration. All ranks take part."""
-    return dict(
+    # of an optimizer whose state is spread over the ranks, all of it
+    optimizer_state = getattr(optimizer, "whole_state_dict", optimizer.state_dict)
+    state = dict(
         model=model.state_dict(),
-        optimizer=saved_state(optimizer),
+        optimizer=optimizer_state(),
         scaler=scaler.state_dict(),
         rng=ranks.gather(progress.rng),
         progress=progress.state_dict(),
@@ -319,6 +321,9 @@ def checkpoint_state(
         stream=data.stream and data.stream.position(progress.sequences),
         config=config_values(config),
     )
+    if ranks.is_main:
+        check_optimizer(state)  # better now than at the resume
+    return state
 
 
 def restore(
@@ -336,8 +341,8 @@ def restore(
     state = start.resumed
     state["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(state["optimizer"])
-    for moments in optimizer.state.values():  # on a CPU they would still be the file's pages
-        moments.update({name: moment.clone() for name, moment in moments.items()})
+    for kept in optimizer.state.values():  # on a CPU they would still be the file's pages
+        kept.update(copy.deepcopy(kept))
     if scaler.is_enabled() and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     if rank < len(state["rng"]):

@@ -1,0 +1,129 @@
+"""The table of optimizers: what it says of each is so; one more entry is one more optimizer."""
+
+import json
+import types
+
+import pytest
+import torch
+from helpers import assert_same_state, flags, load, run_here
+
+import bench
+import train
+from configurator import FIELDS, Config
+from model import GPTConfig, pad_vocab
+from training import build
+from training.build import OPTIMIZERS, OptimizerKind, adamw_groups, build_model, build_optimizer
+
+
+def test_the_choices_of_a_flag_are_the_optimizers_there_are():
+    assert FIELDS["optimizer"].metadata["choices"] == tuple(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_keeps_the_tensors_that_the_table_names(optimizer, model):
+    """Memory is counted, and a resume checked, by these names."""
+    sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, bias=True)
+    net = build_model(GPTConfig(model=model, tie_weights=model == "gpt2", **sizes))
+    made = build_optimizer(net, Config(model=model, optimizer=optimizer), torch.float32)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    made.step()
+    for group in made.param_groups:
+        for p in group["params"]:
+            kept = {n for n, x in made.state[p].items() if getattr(x, "shape", None) == p.shape}
+            assert kept == {*OPTIMIZERS[optimizer].moments(group)}
+
+
+# -----------------------------------------------------------------------------
+# One more
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., arXiv:2302.06675. As people write one: not fused, and it counts in an int."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, (beta1, beta2) = self.state[p], group["betas"]
+                if p.grad is None:
+                    continue
+                state.setdefault("exp_avg", torch.zeros_like(p))
+                state["step"] = state.get("step", 0) + 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * state["exp_avg"].lerp(p.grad, 1 - beta1).sign())
+                state["exp_avg"].lerp_(p.grad, 1 - beta2)
+
+
+def make_lion(groups, **_):
+    return Lion(groups)
+
+
+LION = OptimizerKind(adamw_groups, make_lion, lambda group: ("exp_avg",))
+OPTIONS = dict(optimizer="lion", learning_rate=1e-3)
+
+
+@pytest.fixture
+def lion(monkeypatch):
+    """An entry in the table, a word in the choices."""
+    monkeypatch.setitem(OPTIMIZERS, "lion", LION)
+    metadata = dict(FIELDS["optimizer"].metadata, choices=(*OPTIMIZERS,))
+    monkeypatch.setattr(FIELDS["optimizer"], "metadata", types.MappingProxyType(metadata))
+
+
+def test_a_new_optimizer_trains_and_resumes_bit_for_bit(lion, dataset, tmp_path, capsys):
+    assert run_here(dataset, tmp_path / "straight", **OPTIONS, dropout=0.1) == 0
+    halves = dict(OPTIONS, dropout=0.1, lr_decay_iters=8)
+    assert run_here(dataset, tmp_path / "halves", **halves, max_iters=4) == 0
+    more = flags(dataset, tmp_path / "halves", **halves, init_from="resume")
+    assert train.main(more) == 0
+    straight = load(tmp_path / "straight", 8)
+    kept = straight["optimizer"]["state"][0]
+    assert kept.keys() == {"exp_avg", "step"} and kept.pop("step") == 8
+    for other in range(1, len(straight["optimizer"]["state"])):
+        del straight["optimizer"]["state"][other]["step"]  # no tensor
+    assert_same_state(straight, load(tmp_path / "halves", 8))
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert "(adamw | muon | lion)" in capsys.readouterr().out
+
+
+def test_a_plan_counts_the_moments_of_a_new_optimizer(lion, tmp_path, capsys):
+    """One, where Adam keeps two; so a checkpoint holds 8 bytes a parameter."""
+    plan = tmp_path / "plan.json"
+    bench.main(["plan", "--gpu=4070", "--optimizer=lion", "--dataset=none", f"--json={plan}"])
+    figures = json.loads(plan.read_text())
+    params = pad_vocab(50257, 128) * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
+    assert figures["vram_parts_gib"]["optimizer"] * 2**30 == pytest.approx(4 * params)
+    assert figures["checkpoint_seconds"] == pytest.approx(8 * params / 0.5e9)
+
+
+@pytest.mark.parametrize("names", [("momentum",), ("exp_avg", "exp_avg_sq")])
+def test_what_a_resume_would_refuse_is_refused_when_it_is_first_saved(
+    names, lion, dataset, tmp_path, monkeypatch
+):
+    wrong = OptimizerKind(adamw_groups, make_lion, lambda group: names)
+    monkeypatch.setitem(build.OPTIMIZERS, "lion", wrong)
+    with pytest.raises(ValueError, match=f"its lion keeps .*{names[-1]}"):
+        run_here(dataset, tmp_path, **OPTIONS)
+    assert not list(tmp_path.glob("ckpt-*"))
+
+
+def test_a_parameter_that_no_update_has_reached_may_be_resumed(
+    lion, dataset, tmp_path, monkeypatch
+):
+    """Lion leaves an empty state behind for one without a gradient."""
+
+    def frozen(*arguments):
+        made = build_optimizer(*arguments)
+        made.param_groups[0]["params"][0].requires_grad_(False)
+        return made
+
+    monkeypatch.setattr(train, "build_optimizer", frozen)
+    assert run_here(dataset, tmp_path, **OPTIONS, max_iters=4, lr_decay_iters=8) == 0
+    assert load(tmp_path, 4)["optimizer"]["state"][0] == {}
+    assert run_here(dataset, tmp_path, **OPTIONS, init_from="resume") == 0
