@@ -313,8 +313,9 @@ def test_a_fast_export_is_opened_elsewhere_without_a_network(fast_export, tmp_pa
     """And saved again by transformers, code included, as a fine-tuned model is."""
     code = """
 import sys
+from itertools import pairwise
 from transformers import AutoModelForCausalLM
-for source, target in zip(sys.argv[1:], sys.argv[2:]):
+for source, target in pairwise(sys.argv[1:]):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
     model.save_pretrained(target)
 print(model(model.dummy_inputs["input_ids"]).logits.sum().item())
