@@ -221,9 +221,9 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     for row in rows:
         cells = ["n/a" if value is None else row.format(value) for value in row.values]
         lines.append([row.label, *cells, row.verdict])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     for label, *cells, end in lines:
-        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True)]
         print("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
     if len(names) > 1:
         print(FOOTNOTE)
@@ -269,7 +269,7 @@ def set_mfu(run: RunRecords, gpu: str) -> None:
 def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
     runs = [read_run(path, gpu) for path in paths]
     names = [run.name for run in runs]
-    for run, path in zip(runs, paths):
+    for run, path in zip(runs, paths, strict=True):
         if names.count(run.name) > 1:
             run.name = str(path)
     use_one_unit(runs)

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
+from torch.nn import functional as F
 
 from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_shapes
+from training.build import SkipInit, build_model, build_shapes
 from training.pretrained import GPT2_ONLY, TRANSPOSED, load_pretrained, read_weights
 
 # OpenAI's files, the ones that tiktoken reads
@@ -35,6 +36,10 @@ AUTO_MAP = dict(
     AutoConfig="nightshift_modeling_fast.FastConfig",
     AutoModelForCausalLM="nightshift_modeling_fast.FastForCausalLM",
 )
+# Of the largest logit. Rounding in float32 is 1e-6 of it in trained models, and 7e-6 where weights
+# are ten times as large; the exact GELU in place of the tanh one is 1e-4.
+TOLERANCE = 2e-5
+NO_CLASS = "transformers has no class for that; share the checkpoint and model.py (docs/export.md)"
 
 # -----------------------------------------------------------------------------
 # To Hugging Face
@@ -43,7 +48,7 @@ AUTO_MAP = dict(
 def ckpt_to_hf(source: str, out: str) -> None:
     """
     The model in float32, as GPT2LMHeadModel; a fast one with the code that computes it. Raises
-    UserError.
+    UserError, also where the export would compute something else than the checkpoint's model.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
@@ -52,11 +57,12 @@ def ckpt_to_hf(source: str, out: str) -> None:
     config = replace(GPTConfig(**state["model_config"]), vocab_size=state["vocab"])
     fast = config.model == "fast"
     weights = fast_weights(state, config) if fast else gpt2_weights(state)
+    hf = hf_config(state["tokenizer"], config)
+    check_logits(state, config, weights, hf)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
-    hf = json.dumps(hf_config(state["tokenizer"], config), indent=2)
-    (folder / "config.json").write_text(hf + "\n")
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     if fast:
         write_code(folder)
     kind = state["tokenizer"]["kind"]
@@ -81,9 +87,9 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
         if name.endswith(("wte.weight", "lm_head.weight")):
             tensor = tensor[:vocab]
         elif name.endswith(TRANSPOSED):
-            tensor = tensor.t()
+            tensor = tensor.mT
         weights[name] = tensor.contiguous()
-        has_bias = not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight"))
+        has_bias = name.endswith((".ln_1.weight", ".ln_2.weight", ".ln_f.weight", *TRANSPOSED))
         if has_bias and not config.bias:
             weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
     return weights
@@ -95,7 +101,83 @@ def fast_weights(state: dict, config: GPTConfig) -> dict[str, torch.Tensor]:
     for name, parameter in build_shapes(config).state_dict().items():
         part = tuple(slice(size) for size in parameter.shape)
         weights[f"model.{name}"] = state["model"][name][part].contiguous()
+    if config.vocab_size**2 <= config.bigram_rows:
+        # each pair of ids has a row of its own, and which one depends on the vocabulary's size
+        ids = torch.arange(config.vocab_size)
+        trained = build_shapes(GPTConfig(**state["model_config"]))
+        rows = trained.pair_rows(torch.cartesian_prod(ids, ids), None)[:, 1]
+        table = weights["model.transformer.bigrams.weight"][rows]
+        unused = config.bigram_rows - len(rows)
+        weights["model.transformer.bigrams.weight"] = F.pad(table, (0, 0, 0, unused))
     return weights
+
+
+@torch.no_grad()
+def check_logits(state: dict, config: GPTConfig, weights: dict, hf: dict) -> None:
+    """
+    Raises UserError unless the exported weights, computed as transformers will, give the logits of
+    the checkpoint's own model. People change model.py, and transformers' GPT-2 does not follow.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # block_size of them: a sliding window matters only beyond its length
+    idx = torch.randint(config.vocab_size, (1, config.block_size), generator=generator)
+    trained = model_with(state["model"], GPTConfig(**state["model_config"]))
+    logits = trained(idx)[..., : config.vocab_size]
+    if config.model == "fast":
+        named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        exported = model_with(named, config)
+        difference = exported.logits(exported.hidden(idx)) - logits
+        problem = "training/modeling_fast.py calls hidden and logits; do there what forward adds"
+    else:
+        difference = gpt2_logits(weights, hf, idx) - logits
+        problem = f"model.py computes something else than GPT-2; {NO_CLASS}"
+    largest = difference.abs().max()
+    if not largest <= TOLERANCE * logits.abs().max():
+        raise UserError(f"logits differ by {largest:.2g}: {problem}")
+
+
+def model_with(weights: dict[str, torch.Tensor], config: GPTConfig) -> torch.nn.Module:
+    with SkipInit():
+        model = build_model(config)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -> torch.Tensor:
+    """
+    idx (1, T) -> logits (1, T, V), as transformers' GPT2LMHeadModel computes them from an export; T
+    is all its positions. Apart from model.py, so that the two can be compared. Raises UserError for
+    tensors that GPT-2 does not have, or has in another shape.
+    """
+    left, T, C = dict(weights), hf["n_positions"], hf["n_embd"]
+
+    def take(name: str, *shape: int) -> torch.Tensor:
+        found = tuple(left[name].shape) if name in left else "missing"
+        if found != shape:
+            raise UserError(f"{name}: is {found}, but {shape} in GPT-2; {NO_CLASS}")
+        return left.pop(name)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, (C,), take(f"{name}.weight", C), take(f"{name}.bias", C), eps=1e-5)
+
+    def linear(x: torch.Tensor, name: str, out: int) -> torch.Tensor:
+        return x @ take(f"{name}.weight", x.size(-1), out) + take(f"{name}.bias", out)
+
+    wte = take("transformer.wte.weight", hf["vocab_size"], C)
+    x = wte[idx] + take("transformer.wpe.weight", T, C)
+    for layer in range(hf["n_layer"]):
+        block = f"transformer.h.{layer}"
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn", 3 * C)
+        q, k, v = qkv.view(1, T, 3 * hf["n_head"], -1).transpose(1, 2).chunk(3, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (1, nh, T, hs)
+        x = x + linear(y.transpose(1, 2).reshape(1, T, C), f"{block}.attn.c_proj", C)
+        h = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc", 4 * C)
+        x = x + linear(F.gelu(h, approximate="tanh"), f"{block}.mlp.c_proj", C)
+    x = norm(x, "transformer.ln_f")
+    head = wte if hf["tie_word_embeddings"] else take("lm_head.weight", hf["vocab_size"], C)
+    if left:
+        raise UserError(f"{min(left)}: GPT-2 has no such tensor; {NO_CLASS}")
+    return x @ head.T
 
 
 def hf_config(tokenizer: dict, config: GPTConfig) -> dict:

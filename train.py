@@ -118,7 +118,8 @@ def evaluate(
             counts.append(tokens)
     finally:
         model.train()
-    total = math.fsum(loss * n for loss, n in zip(torch.stack(losses).tolist(), counts) if n)
+    pairs = zip(torch.stack(losses).tolist(), counts, strict=True)
+    total = math.fsum(loss * n for loss, n in pairs if n)
     return total, sum(counts)
 
 

@@ -300,7 +300,7 @@ def draw(path: str, tables: dict[str, list[dict]]) -> None:
     bars = sum(len(rows) for rows in tables.values())
     figure = Figure(figsize=(9, 0.45 * bars + 1.4), layout="constrained")
     axes = figure.subplots(len(tables), squeeze=False)[:, 0]
-    for ax, (title, rows) in zip(axes, tables.items()):
+    for ax, (title, rows) in zip(axes, tables.items(), strict=True):
         names = [row["name"] for row in rows]
         drawn = ax.barh(names, [row["tokens_per_sec"] or 0 for row in rows])
         ax.bar_label(drawn, fmt="{:,.0f}", padding=3)

@@ -41,7 +41,8 @@ def main(config: Config, options: Namespace) -> dict:
     hw = hardware.set_up(config)
     with measure.readable_errors():
         losses, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
-    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["nanoGPT"])]
+    pairs = zip(seconds["ours"], seconds["nanoGPT"], strict=True)
+    ratios = [theirs / ours for ours, theirs in pairs]
     speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
     for side in SIDES:
         rate = config.iter_tokens / statistics.median(seconds[side])

@@ -130,7 +130,7 @@ class ShardTokens:
         Raises RunError.
         """
         block = np.empty((len(positions), length), dtype="<u2")
-        for row, position in zip(block, positions):
+        for row, position in zip(block, positions, strict=True):
             self.read(position, row)
         if block.size and block.max() >= self.vocab:
             row, column = np.argwhere(block >= self.vocab)[0]
@@ -270,7 +270,7 @@ def check_tokens(listed: dict[str, dict], splits: list[ShardTokens]) -> str:
     entries = {n: {k: v for k, v in listed[n].items() if k != "bytes"} for n in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for split in splits:
-        for shard, end in zip(split.shards, split.ends):
+        for shard, end in zip(split.shards, split.ends, strict=True):
             length = min(shard.tokens, CHECKED_TOKENS)
             tokens = split.read_windows([end - shard.tokens, end - length], length)
             if not shard.header_bytes and tokens[0, ::2].any() and not tokens[0, 1::2].any():

@@ -12,6 +12,7 @@ import signal
 import statistics
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -474,7 +475,7 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
     assert rates == [100, 100, 200, 300, 600, 630, 600, 600]
     assert rows["AMP"]["gain"] == 2 and rows["flash attention"]["total_gain"] == 6
     assert rows["padded vocabulary"]["gain"] == pytest.approx(1.05)
-    assert all(sum(a != b for a, b in zip(*pair)) <= 1 for pair in zip(seen, seen[1:]))
+    assert all(sum(a != b for a, b in zip(*pair, strict=True)) <= 1 for pair in pairwise(seen))
     out = capsys.readouterr().out
     assert re.search(r"^loader thread +4 +600 +1.00x +6.00x +1.0 +n/a$", out, re.MULTILINE)
     assert (tmp_path / "ladder.png").stat().st_size > 5000

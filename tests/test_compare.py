@@ -260,7 +260,7 @@ def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     steps = records(out_dir, "step")
     # iterations each record is the mean of
     covered = np.diff([record["iter"] for record in steps], prepend=-1)
-    seconds = sum(n * record["step_ms"] / 1e3 for n, record in zip(covered, steps))
+    seconds = sum(n * record["step_ms"] / 1e3 for n, record in zip(covered, steps, strict=True))
     assert figures["iterations"] == 12 and figures["tokens"] == 12 * 128
     assert figures["tokens_per_sec"] == pytest.approx(12 * 128 / seconds, rel=1e-5)
     losses = [record["val_loss"] for record in records(out_dir, "eval")]

@@ -329,7 +329,6 @@ def test_every_key_has_a_meaning_and_help_lists_it():
     assert code == 0
     for name, f in FIELDS.items():
         assert f.metadata["meaning"] and f"--{name}=" in out
-    assert len(FIELDS) <= 60
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)

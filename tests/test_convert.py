@@ -9,7 +9,7 @@ import pickle
 import resource
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from weights import TRANSPOSED, assert_refused, random_gpt2
 
 import convert
+import model as model_py
 from common.console import UserError
 from data.tokenizer import gpt2_bpe
 from model import GPT, GPTConfig, Sampling, generate
-from model_fast import FastGPT
+from model_fast import FastGPT, rotary_tables, rotate
 from training import checkpoint
 from training.build import build_model
 from training.pretrained import load_pretrained
@@ -218,6 +219,158 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_a_model(tmp_path, script):
 
 
 # -----------------------------------------------------------------------------
+# A model.py that somebody has changed
+
+
+def run_twice(patch) -> None:
+    once = model_py.Block.forward
+    patch.setattr(
+        model_py.Block, "forward", lambda self, x, cache=None: once(self, once(self, x, cache))
+    )
+
+
+def run_in_another_order(patch) -> None:
+    hidden = GPT.hidden
+
+    def hidden_backwards(self, idx, caches=None):
+        in_order = self.transformer.h
+        self.transformer.h = torch.nn.ModuleList(reversed(in_order))
+        x = hidden(self, idx, caches)
+        self.transformer.h = in_order
+        return x
+
+    patch.setattr(GPT, "hidden", hidden_backwards)
+
+
+def use_exact_gelu(patch) -> None:
+    def forward(self, x):
+        return self.c_proj(torch.nn.functional.gelu(self.c_fc(x)))
+
+    patch.setattr(model_py.MLP, "forward", forward)
+
+
+def see_all_but_the_farthest(patch) -> None:
+    """A window of 15 in a context of 16: the last token does not see the first."""
+
+    def attention(q, k, v, dropout_p, is_causal):
+        scores = q @ k.mT * q.size(-1) ** -0.5
+        seen = torch.ones(q.size(2), q.size(2)).tril().triu(2 - q.size(2))
+        return scores.masked_fill(seen == 0, -torch.inf).softmax(-1) @ v
+
+    patch.setattr(model_py, "plain_attention", attention)
+
+
+def rotate_on_top(patch) -> None:
+    plain = model_py.plain_attention
+
+    def attention(q, k, v, dropout_p, is_causal):
+        cos, sin = rotary_tables(torch.arange(q.size(2)), q.size(3))
+        q, k = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+        return plain(q, k, v, dropout_p, is_causal)
+
+    patch.setattr(model_py, "plain_attention", attention)
+
+
+def scale_the_logits(patch) -> None:
+    hidden = GPT.hidden
+    patch.setattr(GPT, "hidden", lambda self, idx, caches=None: 0.9 * hidden(self, idx, caches))
+
+
+class GatedMLP(model_py.MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.c_gate = torch.nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        return self.c_proj(torch.nn.functional.silu(self.c_gate(x)) * self.c_fc(x))
+
+
+class GatedInOneMatrix(model_py.MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.c_fc = torch.nn.Linear(config.n_embd, 8 * config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        gate, up = self.c_fc(x).chunk(2, dim=-1)
+        return self.c_proj(torch.nn.functional.silu(gate) * up)
+
+
+class RMSNormBlock(model_py.Block):
+    def __init__(self, config):
+        super().__init__(config)
+        self.ln_1 = torch.nn.RMSNorm(config.n_embd)
+
+
+class ScaledBlock(model_py.Block):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x, cache=None):
+        return self.scale * super().forward(x, cache)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        run_twice,
+        run_in_another_order,
+        use_exact_gelu,
+        see_all_but_the_farthest,
+        rotate_on_top,
+        scale_the_logits,
+    ],
+)
+def test_a_model_that_computes_something_else_is_not_exported_as_gpt2(
+    change, bias, tmp_path, script, monkeypatch
+):
+    """transformers would load it without a word and compute GPT-2."""
+    change(monkeypatch)
+    path = save(random_gpt(flash=False, bias=bias), tmp_path / "x.pt", 100)
+    words = ("model.py computes something else than GPT-2", "transformers has no class")
+    assert_refused(script, convert.main, "ckpt-to-hf", path, tmp_path / "hf", words=words)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (GatedMLP, ("h.0.mlp.c_gate.", "GPT-2 has no such tensor")),
+        (GatedInOneMatrix, ("h.0.mlp.c_fc.weight: is (32, 256), but (32, 128) in GPT-2",)),
+        (RMSNormBlock, ()),
+        (ScaledBlock, ("h.0.scale: GPT-2 has no such tensor",)),
+    ],
+)
+def test_tensors_that_gpt2_does_not_have_are_named(
+    part, words, bias, tmp_path, script, monkeypatch
+):
+    monkeypatch.setattr(model_py, "MLP" if issubclass(part, model_py.MLP) else "Block", part)
+    path = save(random_gpt(bias=bias), tmp_path / "x.pt", 100)
+    if part is RMSNormBlock:  # without biases the tensors are GPT-2's
+        words = ("h.0.ln_1.bias: is missing",) if bias else ("computes something else",)
+    assert_refused(script, convert.main, "ckpt-to-hf", path, tmp_path / "hf", words=words)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_gpt2_in_other_words_is_exported(tmp_path, script, monkeypatch):
+    """What counts is what model.py computes, up to rounding, and not how."""
+
+    def forward(self, x):
+        h = self.c_fc(x)
+        bent = 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
+        first, second = bent.chunk(2, dim=-1)
+        halves = self.c_proj.weight.chunk(2, dim=1)
+        return first @ halves[0].T + second @ halves[1].T + self.c_proj.bias
+
+    monkeypatch.setattr(model_py.MLP, "forward", forward)
+    model = random_gpt(flash=False)
+    export(script, save(model, tmp_path / "x.pt", 100), tmp_path / "hf")
+    assert_same_logits(model, AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), 100)
+
+
+# -----------------------------------------------------------------------------
 # The fast model in transformers
 
 
@@ -235,6 +388,31 @@ def fast_export(tmp_path_factory):
             patch.setitem(sys.modules, module, None)  # importing it fails
         exported = AutoModelForCausalLM.from_pretrained(tmp / "hf", trust_remote_code=True)
     return model, exported, tmp / "hf"
+
+
+@pytest.mark.parametrize("rows", [7_000, 20_000])
+@torch.no_grad()
+def test_a_row_for_each_pair_of_ids_is_found_again_without_the_padding(rows, tmp_path, script):
+    """65 characters, padded to 128: pair (a, b) moves from row 128 a + b, or a hashed one."""
+    model = random_fast(bigram_rows=rows)
+    export(script, save(model, tmp_path / "x.pt", 65), tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    exported = FastGPT(replace(model.config, vocab_size=65))
+    exported.load_state_dict({name.removeprefix("model."): weights[name] for name in weights})
+    idx = torch.randint(65, (1, 256), generator=torch.Generator().manual_seed(0))
+    assert (exported(idx) - model(idx)[..., :65]).abs().max() < 1e-4
+    assert exported.transformer.bigrams.weight.shape == (rows, 32)
+
+
+def test_a_fast_model_that_the_modelling_file_does_not_follow_is_refused(
+    tmp_path, script, monkeypatch
+):
+    """It calls hidden and logits, for its own losses and caches, and not forward."""
+    monkeypatch.setattr(FastGPT, "forward", lambda self, idx: self.logits(0.9 * self.hidden(idx)))
+    path = save(random_fast(), tmp_path / "x.pt", 100)
+    words = ("logits differ by", "modeling_fast.py")
+    assert_refused(script, convert.main, "ckpt-to-hf", path, tmp_path / "hf", words=words)
+    assert not (tmp_path / "hf").exists()
 
 
 def random_ids(rows: int, length: int) -> torch.Tensor:
@@ -313,8 +491,9 @@ def test_a_fast_export_is_opened_elsewhere_without_a_network(fast_export, tmp_pa
     """And saved again by transformers, code included, as a fine-tuned model is."""
     code = """
 import sys
+from itertools import pairwise
 from transformers import AutoModelForCausalLM
-for source, target in zip(sys.argv[1:], sys.argv[2:]):
+for source, target in pairwise(sys.argv[1:]):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
     model.save_pretrained(target)
 print(model(model.dummy_inputs["input_ids"]).logits.sum().item())

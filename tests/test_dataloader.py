@@ -5,6 +5,7 @@ Tokens: files as they should and should not be, the order of the data, and fixed
 import json
 import os
 import pickle
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
         starts.sort()
         assert starts[0] < block_size  # no window is left out at the start
         # nor in between, and none comes twice
-        assert all(b - a == block_size for a, b in zip(starts, starts[1:]))
+        assert all(b - a == block_size for a, b in pairwise(starts))
         # only the tail is
         assert starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1
 

@@ -69,6 +69,7 @@ def rounds_to(value: float, shown: str) -> bool:
     return abs(value - float(shown)) <= 0.5 * 10**-decimals + 1e-9
 
 
+@pytest.mark.upstream
 def test_readme_is_one_page():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 140

@@ -147,7 +147,7 @@ def test_flash_equals_plain_attention_with_gradients(bias):
     assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
     for loss in losses:
         loss.backward()
-    for p, q in zip(*(model.parameters() for model in models)):
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3)
 
 
@@ -166,7 +166,7 @@ def test_accumulating_micro_batches_equals_one_large_batch():
     whole(block[:, :-1], block[:, 1:]).backward()
     for rows in block.split(2):
         (parts(rows[:, :-1], rows[:, 1:]) / 4).backward()
-    for p, q in zip(whole.parameters(), parts.parameters()):
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0)
 
 
@@ -241,7 +241,8 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
     plain = plain[targets != -1].mean()
     ours = mean_loss(table[idx], head, targets, chunk, cap)
     torch.testing.assert_close(ours, plain, atol=1e-10, rtol=0)
-    for a, b in zip(*(torch.autograd.grad(v / 2, [head, table]) for v in (ours, plain))):
+    grads = [torch.autograd.grad(v / 2, [head, table]) for v in (ours, plain)]
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 

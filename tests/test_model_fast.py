@@ -92,7 +92,7 @@ def plain_logits(
     for sequence in idx:
         x = rms(weights["transformer.wte.weight"][sequence])
         pairs = [(0, *sequence[:-1].tolist()), sequence.tolist()]
-        rows_of_pairs = [(a * 30 + b) % 50 for a, b in zip(*pairs)]
+        rows_of_pairs = [(a * 30 + b) % 50 for a, b in zip(*pairs, strict=True)]
         x = x + weights["transformer.bigrams.weight"][rows_of_pairs]
         for layer in range(config.n_layer):
             name = f"transformer.h.{layer}."
@@ -154,10 +154,11 @@ def test_gradients_equal_finite_differences(monkeypatch):
     )
     model, idx = perturbed(config).double(), tokens(1, 5, 7)
     names, weights = zip(
-        *((name, p.detach().requires_grad_()) for name, p in model.named_parameters())
+        *((name, p.detach().requires_grad_()) for name, p in model.named_parameters()),
+        strict=True,
     )
     assert torch.autograd.gradcheck(
-        lambda *w: functional_call(model, dict(zip(names, w)), (idx, idx.flip(1))),
+        lambda *w: functional_call(model, dict(zip(names, w, strict=True)), (idx, idx.flip(1))),
         weights,
         fast_mode=True,
     )

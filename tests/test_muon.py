@@ -82,13 +82,13 @@ def test_matrices_move_as_with_torchs_own_muon(monkeypatch):
     reference = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2)
     optimizers = (Muon([group], torch.bfloat16), reference)
     for _ in range(5):
-        for p, q in zip(ours, theirs):
+        for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn(p.shape)
             q.grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
     # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
-    for p, q in zip(ours, theirs):
+    for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, atol=5e-3, rtol=0)
 
 
@@ -99,7 +99,9 @@ def test_each_neuron_moves_by_its_mean_square_over_time():
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [p.detach().clone() for p in ours]
     keys = dict(lr=0.1, momentum=0.9, weight_decay=0.0)
-    optimizer = Muon([dict(keys, params=[p], parts=n) for p, n in zip(ours, parts)], torch.float32)
+    optimizer = Muon(
+        [dict(keys, params=[p], parts=n) for p, n in zip(ours, parts, strict=True)], torch.float32
+    )
     momenta = [torch.zeros(shape) for shape in shapes]
     squares = [[0.0] * n for n in parts]
     for _ in range(4):
@@ -108,7 +110,7 @@ def test_each_neuron_moves_by_its_mean_square_over_time():
             momenta[i] += 0.1 * (p.grad - momenta[i])
             look_ahead = p.grad + 0.9 * (momenta[i] - p.grad)
             for k, (matrix, u) in enumerate(
-                zip(theirs[i].chunk(parts[i]), look_ahead.chunk(parts[i]))
+                zip(theirs[i].chunk(parts[i]), look_ahead.chunk(parts[i]), strict=True)
             ):
                 rows, cols = matrix.shape
                 o = orthogonalize(u[None], torch.float32)[0]
@@ -117,7 +119,7 @@ def test_each_neuron_moves_by_its_mean_square_over_time():
                 even = o / squares[i][k].sqrt()
                 matrix -= 0.1 * max(1, rows / cols) ** 0.5 * even * o.norm() / even.norm()
         optimizer.step()
-    for p, q in zip(ours, theirs):
+    for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
 
 
@@ -192,7 +194,7 @@ def test_q_k_and_v_are_a_matrix_each():
     fused = nn.Parameter(torch.zeros(48, 16))
     apart = [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)]
     fused.grad = torch.randn(48, 16)
-    for p, grad in zip(apart, fused.grad.chunk(3)):
+    for p, grad in zip(apart, fused.grad.chunk(3), strict=True):
         p.grad = grad.clone()
     keys = dict(lr=1.0, initial_lr=1.0, momentum=0.9, weight_decay=0.0)
     Muon([dict(keys, params=[fused], parts=3)], torch.float32).step()

@@ -150,7 +150,7 @@ def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_fact
         rows = [
             [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for rows, _ in ranks
         ]
-        in_turn = [row for batches in zip(*rows) for batch in batches for row in batch]
+        in_turn = [row for batches in zip(*rows, strict=True) for batch in batches for row in batch]
         assert in_turn == windows_by_hand(tokens, T, n, steps * world_size * batch_size)
         position, n = ranks[0][1], n + steps * world_size * batch_size
         assert position["sequence"] == n

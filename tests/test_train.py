@@ -186,7 +186,7 @@ def test_every_fast_path_follows_the_plain_one(
     plain = plain_losses(recipe, device)
     other = losses_of(dataset, tmp_path / "run", **RECIPES[recipe] | dict(device=device) | changes)
     assert len(plain) == len(other) == 20 and plain[-1] < plain[0] - 0.5
-    assert max(abs(a - b) for a, b in zip(plain, other)) <= tolerance
+    assert max(abs(a - b) for a, b in zip(plain, other, strict=True)) <= tolerance
 
 
 def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(
@@ -389,9 +389,9 @@ def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
         poisoned, optimizer, hw.grad_scaler(), batches.__next__, 4, 1.0, hw.autocast()
     )
     assert losses.isnan().tolist() == [False, True, False, False] and not norm.isfinite()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     train.train_step(poisoned, optimizer, hw.grad_scaler(), batches.__next__, 4, 1.0, hw.autocast())
-    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     batches.close()
 
 
