@@ -21,7 +21,7 @@ from model import GPTConfig
 from training import hardware
 from training.build import count_flops, count_parameters, model_config, warn_of_epochs
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes
+from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
 from training.metrics import read_records
 
 # What compiled GPT-2 training reaches, as (low, likely, high). GeForce: users' logs of an RTX 4070
@@ -149,6 +149,7 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         flops_per_token=flops,
         flops_formula=formula,
         total_flops=flops * tokens,
+        memory_caveat=memory_caveat(model),
         evaluations=evaluations,
         checkpoints=checkpoints,
         watts=options.watts,
@@ -243,6 +244,7 @@ def plan_lines(p: dict) -> list[str]:
 
 def memory_lines(p: dict) -> list[str]:
     parts = ", ".join(f"{name} {size:.2f}" for name, size in p["vram_parts_gib"].items())
+    parts += p["memory_caveat"]
     line = f"memory   {p['vram_gib']:.1f} GiB modelled for batch_size {p['batch_size']}: {parts}"
     if p["fits"] is None:
         return [line]
@@ -272,7 +274,8 @@ def table_lines(plans: list[dict]) -> list[str]:
             f"{p['batch_size_that_fits'] or 'too small':>10}"
         )
     mfu = f"estimated at {OTHER_MFU[1]:.0%} MFU, GeForce at {GEFORCE_MFU[1]:.0%}"
-    return [*lines, f"{mfu}; batch_size is the largest that fits by the memory model"]
+    fits = f"batch_size is the largest that fits by the memory model{plans[0]['memory_caveat']}"
+    return [*lines, f"{mfu}; {fits}"]
 
 
 # -----------------------------------------------------------------------------

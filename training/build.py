@@ -2,9 +2,12 @@
 Which model and which optimizer a configuration asks for, and the arithmetic of either model.
 """
 
+import ast
 import functools
+import hashlib
 from collections import Counter
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -226,3 +229,35 @@ def count_flops(config: GPTConfig) -> tuple[int, str]:
 
 def flops_per_token(config: GPTConfig) -> int:
     return count_flops(config)[0]
+
+
+# -----------------------------------------------------------------------------
+# The code of the models
+
+ROOT = Path(__file__).parent.parent
+# as this process has imported them: they may be edited while it trains
+SOURCES = {path.name: path.read_text("utf-8") for path in ROOT.glob("model*.py")}
+# code_of() the models that memory.py describes
+SHIPPED_CODE = dict(gpt2="d326a3fb1c6da348", fast="a6563104f7b57f3f")
+
+
+class DropDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+@functools.cache
+def code_of(model: str) -> str:
+    """
+    A fingerprint of the code that computes a model: model.py, and model_fast.py for the fast one.
+    Comments, docstrings and layout do not count. Python 3.11 writes f-strings in another way than
+    later versions, so theirs would differ.
+    """
+    code = "\n".join(SOURCES.get(name, "") for name in ("model.py", f"model_{model}.py"))
+    tree = DropDocstrings().visit(ast.parse(code))
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+def is_stock(config: GPTConfig) -> bool:
+    """Whether the model is computed as shipped."""
+    return code_of(config.model) == SHIPPED_CODE.get(config.model)
