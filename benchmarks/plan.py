@@ -19,9 +19,9 @@ from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from training import hardware
-from training.build import count_parameters, flops_per_token, model_config, warn_of_epochs
+from training.build import count_flops, count_parameters, model_config, warn_of_epochs
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes
+from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
 from training.metrics import read_records
 
 # What compiled GPT-2 training reaches, as (low, likely, high). GeForce: users' logs of an RTX 4070
@@ -71,7 +71,7 @@ def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> d
         return dict(pace=f"unknown peak in {card['dtype']}: {mend}", iter_seconds=None)
     low, likely, high = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}"
-    flops = flops_per_token(model)
+    flops, _ = count_flops(model)
     at_peak = flops * config.iter_tokens / (card["peak_tflops"] * 1e12 * gpus)
     if config.recompute:
         # the blocks' forward pass, a third of their work, runs a second time
@@ -101,10 +101,10 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     if not starts or not seconds:
         raise UserError(f"from_run: {file} holds no iteration; give the out_dir of a run")
     start = starts[-1]
-    theirs, ours = start["flops_per_token"] / 1e6, flops_per_token(model) / 1e6
+    theirs, ours = start["flops_per_token"] / 1e6, count_flops(model)[0] / 1e6
     if theirs != ours:
-        differ = f"trained {theirs:.1f} MFLOP/token, this configuration is {ours:.1f}"
-        raise UserError(f"from_run: {run} {differ}; give the run's own config file")
+        differ = f"trained {theirs:.1f} MFLOP/token, this configuration and code {ours:.1f}"
+        raise UserError(f"from_run: {run} {differ}; give the run's own config file, and its code")
     per_token = statistics.median(seconds) / start["tokens_per_iter"] * start.get("world_size", 1)
     card = card_figures(start["device"], start["dtype"], start["peak_tflops"], None)
     return per_token * config.iter_tokens, card
@@ -132,6 +132,7 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
     """
     tokens = config.iter_tokens * config.max_iters
     params, params_in_products = count_parameters(model)
+    flops, formula = count_flops(model)
     evaluations, checkpoints = count_pauses(config)
     p = dict(
         gpus=options.gpus,
@@ -145,8 +146,10 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         vocab_size=model.vocab_size,
         params=params,
         params_in_products=params_in_products,
-        flops_per_token=flops_per_token(model),
-        total_flops=flops_per_token(model) * tokens,
+        flops_per_token=flops,
+        flops_formula=formula,
+        total_flops=flops * tokens,
+        memory_caveat=memory_caveat(model),
         evaluations=evaluations,
         checkpoints=checkpoints,
         watts=options.watts,
@@ -212,7 +215,7 @@ def plan_lines(p: dict) -> list[str]:
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
     lines = [
         f"model    {p['params'] / 1e6:.2f}M parameters, {p['flops_per_token'] / 1e6:.1f} "
-        f"MFLOP/token (6 N + 12 L H Q T, N = {p['params_in_products'] / 1e6:.2f}M), "
+        f"MFLOP/token ({p['flops_formula']}, N = {p['params_in_products'] / 1e6:.2f}M), "
         f"vocabulary {p['vocab_size']}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}, {epochs}",
@@ -242,6 +245,7 @@ def plan_lines(p: dict) -> list[str]:
 
 def memory_lines(p: dict) -> list[str]:
     parts = ", ".join(f"{name} {size:.2f}" for name, size in p["vram_parts_gib"].items())
+    parts += p["memory_caveat"]
     line = f"memory   {p['vram_gib']:.1f} GiB modelled for batch_size {p['batch_size']}: {parts}"
     if p["fits"] is None:
         return [line]
@@ -271,7 +275,8 @@ def table_lines(plans: list[dict]) -> list[str]:
             f"{p['batch_size_that_fits'] or 'too small':>10}"
         )
     mfu = f"estimated at {OTHER_MFU[1]:.0%} MFU, GeForce at {GEFORCE_MFU[1]:.0%}"
-    return [*lines, f"{mfu}; batch_size is the largest that fits by the memory model"]
+    fits = f"batch_size is the largest that fits by the memory model{plans[0]['memory_caveat']}"
+    return [*lines, f"{mfu}; {fits}"]
 
 
 # -----------------------------------------------------------------------------

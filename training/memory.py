@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from configurator import Config, divisors
 from model import GPTConfig
-from training.build import OPTIMIZERS, build_shapes, count_parameters, optimizer_groups
+from training.build import (
+    OPTIMIZERS,
+    build_shapes,
+    count_parameters,
+    is_stock,
+    optimizer_groups,
+)
 
 # the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95
@@ -126,6 +132,11 @@ def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int)
     return sum(memory_bytes(config, model, dtype, batch_size).values())
 
 
+def memory_caveat(model: GPTConfig) -> str:
+    """What belongs behind a figure of memory where the model's code has changed; else nothing."""
+    return "" if is_stock(model) else " (activations as in the shipped model; this one has changed)"
+
+
 def fitting_batch(
     config: Config, model: GPTConfig, dtype: str, sequences: int, capacity: float
 ) -> int | None:
@@ -155,5 +166,5 @@ def out_of_memory_advice(
     gigabytes = f"{memory_needed(config, model, dtype, batch_size) / 1e9:.1f} GB"
     accumulation = sequences // batch_size * world_size
     pair = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
-    fitting = f"the same tokens per iteration in about {gigabytes}: {pair}"
+    fitting = f"the same tokens per iteration in about {gigabytes}{memory_caveat(model)}: {pair}"
     return f"out of memory with batch_size={config.batch_size}; {fitting}"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, raise_if_any
+from common.console import UserError, raise_if_any, warn
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_shapes
+from training.build import build_shapes, code_of
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
@@ -115,10 +115,11 @@ def describe_source(state: dict, path: Path) -> str:
 def check_state(state: dict, path: Path) -> None:
     """
     Raises UserError unless the weights of a checkpoint's state have the names and shapes that its
-    model_config asks for, and are finite. Raises any other exception if it is no such state.
+    model_config asks for, and are finite. Raises any other exception if it is no such state. Warns
+    where the model's code has changed since a checkpoint was written.
     """
-    weights = state["model"]
-    expected = build_shapes(GPTConfig(**state["model_config"])).state_dict()
+    weights, config = state["model"], GPTConfig(**state["model_config"])
+    expected = build_shapes(config).state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights:
             raise UserError(f"{path}: has no {name}")
@@ -129,6 +130,10 @@ def check_state(state: dict, path: Path) -> None:
             raise UserError(f"{path}: {name} is {found}, its configuration asks for {asked}")
         if not weights[name].isfinite().all():
             raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
+    today = code_of(config.model)
+    if state.get("code", today) != today:  # older checkpoints and other programs' have none
+        since = "has changed since it was written; what it computes now may be another model"
+        warn(f"{path}: the code of model={config.model} {since}")
 
 
 # -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from common.console import count, duration, keep_transcript, say, warn
 from configurator import Config, config_values
 from data.shards import Dataset
 from model import GPTConfig
-from training.build import count_parameters, flops_per_token, warn_of_epochs
+from training.build import count_flops, count_parameters, warn_of_epochs
 from training.hardware import Hardware
 from training.metrics import drop_records, plain
 from training.progress import Progress
@@ -181,14 +181,14 @@ class RunLog:
         """The first lines: what is trained, on what, with what, and for how long."""
         c, hw = self.config, self.hw
         parameters, _ = count_parameters(model)
-        self.flops_per_token = flops_per_token(model)
+        self.flops_per_token, formula = count_flops(model)
         # nobody has counted a stream's tokens
         self.train_tokens = None if data.stream else len(data.train)
         self.bytes_per_token = data.bytes_per_token
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
-        flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
+        flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token ({formula})"
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")

@@ -23,7 +23,7 @@ from configurator import (
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
-from training.build import OPTIMIZERS, build_shapes, optimizer_groups
+from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.hardware import check_device, get_rng_state, set_rng_state
 from training.progress import Progress
@@ -315,6 +315,7 @@ def checkpoint_state(
         progress=progress.state_dict(),
         ledger=dict(log.ledger.seconds),
         model_config=asdict(model.config),
+        code=code_of(model.config.model),
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
