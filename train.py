@@ -3,7 +3,7 @@ Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 `main` at the end is the story of a run, its loop on one screen. One iteration is train_step():
 gradient_accumulation_steps micro-batches forward and backward, then one update.
-Exit codes: 0 done, 1 failed, 2 bad configuration or data, 130/143 stopped by a signal and saved.
+Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it and saved.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ from training.ranks import Interrupted, Ranks, Signals
 from training.runlog import Iteration, RunLog
 from training.skips import Skips
 from training.start import (
+    check_checkpoint,
     check_start,
     checkpoint_state,
     find_start,
@@ -267,7 +268,7 @@ def main(argv: list[str]) -> int:
     began = time.perf_counter()
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
     asked = read_arguments(argv, ranks)
-    checkpoints = Checkpoints(asked, ranks)  # keeps other runs out of out_dir
+    checkpoints = Checkpoints(asked, ranks, check_checkpoint)  # keeps other runs out of out_dir
     start = find_start(asked, ranks)  # loads the checkpoint or the weights that init_from names
     c = check_start(asked, start, ranks)
     if is_finished(c, start):
@@ -311,7 +312,7 @@ def main(argv: list[str]) -> int:
             return
         with log.book("checkpoints"), ranks.together():
             state = checkpoint_state(c, data, raw_model, optimizer, scaler, p, log, ranks)
-            checkpoints.save(state, p, log, last)
+            checkpoints.save(state, p, log, last, signals)
 
     def rewind() -> None:
         """Back to the last whole iteration: drop gradients and random numbers drawn since."""
@@ -342,7 +343,7 @@ def main(argv: list[str]) -> int:
                     if text and p.iter_num > 0 and math.isfinite(val_loss):
                         log.sample(p.iter_num, sample_text(raw_model, text, data.vocab, c, hw))
                 if (is_best or c.always_save_checkpoint) and p.iter_num > 0:
-                    save()
+                    save(last=reason is not None)
 
             # every checkpoint_interval, and at the end: rank 0 saves what is not saved yet
             if reason or (due(p.iter_num, c.checkpoint_interval) and p.iter_num > 0):

@@ -23,7 +23,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
-    temporary = path.with_name(path.name + ".tmp")  # X.tmp may be a file of the user's
+    # its own, as two processes may write one picture; X.tmp may be a file of the user's
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -33,6 +34,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_temporaries(folder: Path, *names: str) -> None:
+    """
+    Delete what killed processes have left of files of these names. Only for who holds the lock of
+    the folder: another process may be writing one.
+    """
+    for name in names:
+        for path in folder.glob(f"{name}*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:

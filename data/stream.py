@@ -124,10 +124,11 @@ class Workers:
         it when a worker dies, and the main thread may be in the middle of anything.
         """
         if self.count and hasattr(signal, "pthread_sigmask"):  # Windows has none
-            # Ctrl-C in a terminal goes to all processes there. What this thread starts from here on
-            # ignores it: the training process saves a checkpoint first, and then kills the workers.
+            # Ctrl-C in a terminal goes to all processes there, as SLURM's warning does. What this
+            # thread starts from here on ignores both: the training process saves a checkpoint
+            # first, and then kills the workers.
             resource_tracker.ensure_running()  # started later, it would undo the next line
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
         loader = DataLoader(
             self.pieces,
             batch_size=None,

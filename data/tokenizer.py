@@ -10,6 +10,7 @@ import hashlib
 import os
 import pickle
 import re
+import signal
 import sys
 from collections.abc import Callable
 from itertools import chain
@@ -217,7 +218,10 @@ def train_bpe(texts: list[str], vocab: int) -> dict:
     from tokenizers import ByteLevelBPETokenizer
 
     bpe, bars = ByteLevelBPETokenizer(), sys.stderr.isatty()
+    # until it is done, the library lets no Python handler run: Ctrl-C ends the process at once
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     bpe.train_from_iterator(texts, vocab, show_progress=bars, special_tokens=[ENDS[0]])
+    signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
         raise UserError(f"bpe:{vocab}: training has text for {ids} ids; a smaller N, or more text")
     return dict(kind="bpe", json=bpe.to_str())

@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, raise_if_any, say
-from common.files import fsync_folder, lack_of_space, replacing, try_lock
+from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import dataset_folder, open_shard, read_manifest, split_of, write_shard
 from data.sources import Batch, Source
 from data.tokenizer import Tokenizer, encode_rows, read_bpe
@@ -323,6 +323,7 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     if not try_lock(lock):
         problem = f"{folder}: another preparation is writing to it"
         raise UserError(f"{problem}; wait for that one, or choose another --out")
+    remove_temporaries(folder, "*.bin", "*.json")
     if plan.tokenizer.kind == "bpe":
         with replacing(own_json) as file:
             file.write(plan.tokenizer.spec["json"].encode())

@@ -36,7 +36,9 @@ def dataset(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def restored_process_state(request):
     """train.main sets signal handlers and torch's global switches; leave none behind."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
     if request.node.get_closest_marker("slow"):
         torch._dynamo.reset()  # after some compiled models it would run the next one uncompiled
     yield

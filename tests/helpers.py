@@ -3,6 +3,7 @@ What the tests share: a tiny dataset, a tiny configuration, and train.py run in 
 its own.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import warm
 
@@ -63,6 +65,20 @@ def write_dataset(
         )
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+@contextlib.contextmanager
+def full_disk_at(name: str):
+    """A preparation finds the disk full when it writes the shard of this name."""
+
+    def write(path, tokens):
+        if path.name == name:
+            raise OSError(28, "No space left on device")
+        return write_shard(path, tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.writer.write_shard", write)
+        yield
 
 
 def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:

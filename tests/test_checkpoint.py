@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from common.console import UserError
-from common.files import replacing
+from common.files import remove_temporaries, replacing
+from configurator import Config
 from training import checkpoint
-from training.checkpoint import find_damage, list_checkpoints, load_newest, mark_best, prune, save
+from training.checkpoint import (
+    Checkpoints,
+    find_damage,
+    list_checkpoints,
+    load_newest,
+    mark_best,
+    prune,
+    save,
+)
+from training.ranks import Ranks
 
 
 def state(value=1.0):
@@ -103,7 +113,7 @@ def test_retention_keeps_the_newest_and_best(tmp_path):
         save(state(n), path(tmp_path, n))
         if n == 2:
             mark_best(path(tmp_path, n))
-        prune(tmp_path, keep=2)
+        prune(tmp_path, 2, path(tmp_path, n))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["ckpt-00000004.pt", "ckpt-00000005.pt"]
     assert checkpoint.load(tmp_path / "best.pt")["progress"]["iter_num"] == 2
 
@@ -117,10 +127,7 @@ def test_a_damaged_newer_checkpoint_does_not_outlive_a_good_one(tmp_path):
 
 
 def test_best_is_copied_where_links_do_not_exist(tmp_path, monkeypatch):
-    def no_link(*_):
-        raise OSError("not supported")
-
-    monkeypatch.setattr(os, "link", no_link)
+    no_links(monkeypatch)
     save(state(1), path(tmp_path, 1))
     mark_best(path(tmp_path, 1))
     assert (tmp_path / "best.pt").read_bytes() == path(tmp_path, 1).read_bytes()
@@ -180,3 +187,109 @@ def test_a_file_of_the_users_beside_the_one_that_is_written_stays(tmp_path):
         ("n.png", b"picture"),
         ("n.tmp", b"mine"),
     ]
+
+
+def test_two_processes_write_one_picture_at_a_time(tmp_path):
+    """As two compares beside a run do."""
+    with replacing(tmp_path / "loss.png") as file:
+        child = os.fork()
+        if child == 0:
+            with replacing(tmp_path / "loss.png") as other:
+                other.write(b"theirs")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (tmp_path / "loss.png").read_bytes() == b"theirs"
+        file.write(b"mine")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("loss.png", b"mine")]
+
+
+def test_what_killed_saves_have_left_goes_and_files_of_others_stay(tmp_path):
+    left = ["ckpt-00000004.pt.tmp", "ckpt-00000004.pt.77.tmp", "best.pt.tmp", "best.pt.77.tmp"]
+    others = ["ckpt-00000004.pt", "best.pt", "loss.png.77.tmp", "notes.tmp"]
+    for name in (*left, *others):
+        (tmp_path / name).write_bytes(b"")
+    remove_temporaries(tmp_path, "ckpt-*.pt", "best.pt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(others)
+
+
+# -----------------------------------------------------------------------------
+# What gives way on a full disk
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Of a run that has saved 2, 4 and 6, the best of them 2, by which best.pt was made."""
+    made = Checkpoints(Config(out_dir=str(tmp_path)), Ranks(), lambda state, path: None)
+    for n in (2, 4, 6):
+        save(dict(model={}, progress=dict(iter_num=n, best_iter=2)), path(tmp_path, n))
+    mark_best(path(tmp_path, 2))
+    made.saved = 6, 6
+    return made
+
+
+def give_way(checkpoints) -> list[str]:
+    """The names of what gives way, in this order, until nothing more does."""
+    names = []
+    while least := checkpoints.find_least_needed():
+        names.append(least.name)
+        least.unlink()
+    return names
+
+
+def no_links(monkeypatch) -> None:
+    def link(*_):
+        raise OSError("not supported")
+
+    monkeypatch.setattr(os, "link", link)
+
+
+def test_older_checkpoints_give_way_and_the_best_and_the_newest_stay(checkpoints, tmp_path):
+    path(tmp_path, 2).unlink()
+    assert give_way(checkpoints) == ["ckpt-00000004.pt"]
+
+
+def test_a_link_that_would_free_nothing_stays(checkpoints):
+    assert give_way(checkpoints) == ["ckpt-00000004.pt"]
+
+
+def test_best_gives_way_only_to_the_newest_with_the_same_weights(
+    checkpoints, tmp_path, monkeypatch
+):
+    no_links(monkeypatch)
+    for best_iter, expected in ((4, []), (6, ["best.pt"])):
+        save(dict(model={}, progress=dict(iter_num=6, best_iter=best_iter)), path(tmp_path, 6))
+        if path(tmp_path, best_iter).exists():
+            mark_best(path(tmp_path, best_iter))
+        older = [p.name for p in list_checkpoints(tmp_path)[:-1]]
+        assert give_way(checkpoints) == [*older, *expected]
+
+
+def test_the_best_checkpoint_stays_until_best_is_made_from_it(checkpoints, tmp_path, monkeypatch):
+    """Killed in between, or without room for the copy: best.pt is still an older one's."""
+    no_links(monkeypatch)
+    mark_best(path(tmp_path, 4))
+    assert give_way(checkpoints) == ["ckpt-00000004.pt", "best.pt"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["ckpt-00000002.pt", "ckpt-00000006.pt"]
+
+
+def test_nothing_gives_way_where_the_newest_is_damaged(checkpoints, tmp_path):
+    content = path(tmp_path, 6).read_bytes()
+    path(tmp_path, 6).write_bytes(content[:-30])
+    assert give_way(checkpoints) == []
+    path(tmp_path, 6).unlink()
+    assert give_way(checkpoints) == []
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(checkpoints, tmp_path, monkeypatch):
+    no_links(monkeypatch)
+
+    def full(source, target):
+        target.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.shutil, "copyfileobj", full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        mark_best(path(tmp_path, 6))
+    assert sorted(tmp_path.iterdir()) == before
+    assert checkpoint.load(tmp_path / "best.pt")["progress"]["iter_num"] == 2

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 from documents import REVISION, Hub, documents, serve_hub, write_jsonl, write_parquet, write_source
-from helpers import ROOT, run_process, start_process
+from helpers import ROOT, full_disk_at, run_process, start_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,10 +116,9 @@ def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
     with pytest.raises(UserError, match="was made from revision"):
         from_text(book, f"--out={out}", "--val_fraction=0.5")
     resumed = tmp_path / "resumed"
-    (resumed / "train_000001.bin.tmp").mkdir(parents=True)  # where it cannot be written
-    with pytest.raises(RunError, match="the same command goes on"):
-        from_text(book, f"--out={resumed}", "--val_fraction=0.25")
-    (resumed / "train_000001.bin.tmp").rmdir()
+    with full_disk_at("train_000001.bin"):
+        with pytest.raises(RunError, match="the same command goes on"):
+            from_text(book, f"--out={resumed}", "--val_fraction=0.25")
     assert from_text(book, f"--out={resumed}", "--val_fraction=0.25") == 0
     assert contents(resumed) == contents(out)
 
@@ -327,16 +326,24 @@ def test_two_preparations_in_one_folder_do_not_touch_each_other(source, straight
 @pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left"
 )
-def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(bytes_for_tokens, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(
+    bytes_for_tokens, tmp_path, monkeypatch
+):
     source = write_parquet(tmp_path / "a.parquet", documents(400))
     flags = [f"--source={source}", "--val_tokens=1k", "--shard_tokens=3k"]
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "train_000002.bin.tmp").symlink_to("/dev/full")
-    with pytest.raises(
-        RunError, match="train_000002.bin: No space left on device; .*the same command goes on"
-    ):
+    original = writer.write_shard
+
+    def full(path, tokens):
+        if path.name == "train_000002.bin":
+            path.with_name(f"{path.name}.{os.getpid()}.tmp").symlink_to("/dev/full")
+        return original(path, tokens)
+
+    monkeypatch.setattr(writer, "write_shard", full)
+    message = "train_000002.bin: No space left on device; .*the same command goes on"
+    with pytest.raises(RunError, match=message):
         fineweb(*flags, f"--out={out}")
+    monkeypatch.setattr(writer, "write_shard", original)
     assert sorted(contents(out)) == ["lock", "manifest.json", "train_000001.bin", "val_000000.bin"]
     assert fineweb(*flags, f"--out={out}") == 0
     assert fineweb(*flags, f"--out={tmp_path / 'straight'}") == 0

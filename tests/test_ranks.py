@@ -678,19 +678,45 @@ def test_a_bad_start_is_one_line_before_the_first_iteration(case, dataset, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_save_that_fails_for_good_ends_all_ranks_with_one_line(dataset, tmp_path):
-    full = """
-def save(state, path):
-    raise OSError(28, "No space left on device")
+# A disk that is full for `tries` saves, and ranks that wait two seconds for each other at most
+FULL = """
+import datetime
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from training import checkpoint
-checkpoint.save = save
+save, tries = checkpoint.save, {tries}
+def full(state, path):
+    global tries
+    tries -= 1
+    if tries >= 0:
+        raise OSError(28, "No space left on device")
+    return save(state, path)
+checkpoint.save, checkpoint.RETRY_SECONDS = full, 1
+original = train.Signals.wait
+def wait(signals, seconds):
+    _set_pg_timeout(datetime.timedelta(seconds=2))
+    return original(signals, seconds)
+train.Signals.wait = wait
 """
-    arguments = flags(dataset, tmp_path / "run", **OPTIONS)
-    codes, _, err = run_ranks(2, *patched(full), *arguments)
-    assert codes == [1, 1]
-    assert error_lines(err) == [
-        "error: checkpoint 25: [Errno 28] No space left on device; and there is no older one"
-    ]
+
+
+def test_ranks_wait_together_for_room_longer_than_for_each_other(dataset, tmp_path):
+    arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=8))
+    codes, _, err = run_ranks(2, *patched(FULL.format(tries=5)), *arguments)
+    assert codes == [0, 0] and not error_lines(err)
+    assert err.count("trying again each minute") == 5
+    assert load(tmp_path / "run", 8)["progress"]["iter_num"] == 8
+
+
+def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_path):
+    arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=8))
+    processes = start_ranks(2, *patched(FULL.format(tries=10**6)), *arguments)
+    for line in processes[0].stderr:
+        if "trying again each minute" in line:
+            break
+    processes[1].send_signal(signal.SIGTERM)
+    codes, err = end_of(processes)
+    message = "error: checkpoint 8: No space left on device; there is no older one"
+    assert codes == [1, 1] and error_lines(err) == [message]
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):

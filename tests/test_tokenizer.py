@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from documents import documents, write_jsonl, write_parquet
 from helpers import flags as all_flags
-from helpers import load, run_here
+from helpers import full_disk_at, load, run_here, start_process
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -176,16 +178,33 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
 
 
+@pytest.mark.slow
+def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
+    """The library would train on for minutes."""
+    letters = np.random.default_rng(0).integers(97, 123, 20_000_000, dtype=np.uint8)
+    letters[::9] = 32
+    (tmp_path / "words.txt").write_bytes(letters.tobytes())
+    out = tmp_path / "out"
+    command = ["data/prepare_text.py", str(tmp_path / "words.txt"), f"--out={out}"]
+    process = start_process(*command, "--tokenizer=bpe:60000")
+    assert process.stdout.readline().startswith("tokenizer: training")
+    time.sleep(4)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and time.monotonic() - began < 2
+    assert not err and not out.exists()
+
+
 def test_an_interrupted_preparation_goes_on_with_the_same_tokenizer(tmp_path, monkeypatch):
     straight, out = tmp_path / "straight", tmp_path / "out"
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     flags = [f"--source={source}", "--val_tokens=100", "--shard_tokens=1k", "--workers=1"]
     flags.append(f"--tokenizer=bpe:{VOCAB}")
     assert prepare_fineweb.main([*flags, f"--out={straight}"]) == 0
-    (out / "train_000003.bin.tmp").mkdir(parents=True)  # where it cannot be written
-    with pytest.raises(RunError, match="the same command goes on"):
-        prepare_fineweb.main([*flags, f"--out={out}"])
-    (out / "train_000003.bin.tmp").rmdir()
+    with full_disk_at("train_000003.bin"):
+        with pytest.raises(RunError, match="the same command goes on"):
+            prepare_fineweb.main([*flags, f"--out={out}"])
     monkeypatch.setattr(tokenizer_module, "train_bpe", None)  # is not needed again
     assert prepare_fineweb.main([*flags, f"--out={out}"]) == 0
     for path in straight.iterdir():

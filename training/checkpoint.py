@@ -8,6 +8,7 @@ they are checked here first.
 """
 
 import contextlib
+import errno
 import math
 import os
 import pickle
@@ -19,13 +20,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import torch.utils.serialization  # torch.save's first call would, from a folder gone by then
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
-from common.files import fsync_folder, lack_of_space, replacing, try_lock
+from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
 from configurator import Config
 from training.progress import Progress
-from training.ranks import Ranks
+from training.ranks import Ranks, Signals
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no space left, or none of this user's
+RETRY_SECONDS = 60  # between two tries of the last save; other ranks wait for each
 
 # -----------------------------------------------------------------------------
 # One run's checkpoints
@@ -37,11 +42,13 @@ class Checkpoints:
     are kept out of the folder as long as this object lives. With eval_only nothing is written.
     """
 
-    def __init__(self, config: Config, ranks: Ranks):
+    def __init__(self, config: Config, ranks: Ranks, check: Callable[[dict, Path], None]):
         """
-        Raises UserError where another run is in the folder. One that is not there yet is made by
-        `claim_folder`: a mistake in the configuration leaves no trace.
+        `check` raises UserError for a state that cannot be resumed, and is asked of the first one
+        saved. Raises UserError where another run is in the folder. One that is not there yet is
+        made by `claim_folder`: a mistake in the configuration leaves no trace.
         """
+        self.check, self.checked = check, False
         self.config, self.ranks, self.out_dir = config, ranks, Path(config.out_dir)
         self.lock = None
         # iteration of the newest checkpoint, and the last evaluation that it knows of
@@ -68,13 +75,14 @@ class Checkpoints:
     def open_folder(self, fresh: bool) -> None:
         if self.lock is None:
             self.lock = lock_folder(self.out_dir)
+        # after a kill while saving, they may fill the place of the next checkpoint
+        remove_temporaries(self.out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl")
         if not fresh:
             return
         if list_checkpoints(self.out_dir):  # of a run that was here since this one began
             raise UserError(in_the_way(self.out_dir))
         for name in ("metrics.jsonl", "log.txt", "loss.png"):
             (self.out_dir / name).unlink(missing_ok=True)
-        prune(self.out_dir, self.config.keep_checkpoints)  # what a killed save has left
 
     def path(self, iter_num: int) -> Path:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
@@ -91,16 +99,21 @@ class Checkpoints:
         """Whether nothing has happened since the last save: no iteration, no evaluation."""
         return self.saved == (progress.iter_num, progress.evaluated_at)
 
-    def save(self, state: dict, progress: Progress, log, last: bool) -> None:
+    def save(self, state: dict, progress: Progress, log, last: bool, signals: Signals) -> None:
         """
         Save `state`, that of `progress`; rank 0 writes, all ranks take part. Where saving fails,
-        an older checkpoint stays and the run goes on, unless there is none or this was the `last`
-        chance: then it raises RunError.
+        the run goes on without. The `last` chance is tried again each minute, until a signal comes:
+        then it raises RunError.
         """
         began = time.perf_counter()
         if progress.evaluated_at == progress.iter_num:
             state["val_loss"] = self.val_loss
-        size = self.ranks.from_main(self.write, state, progress, log, last)
+        while True:
+            final = last and signals.wait(0)
+            size = self.ranks.from_main(self.write, state, progress, log, last, final)
+            if size or not last:
+                break
+            signals.wait(RETRY_SECONDS)  # all ranks together: none waits longer for another
         if size:
             self.saved = progress.iter_num, progress.evaluated_at
             path = self.path(progress.iter_num)
@@ -109,7 +122,7 @@ class Checkpoints:
             # best.pt still holds the one before
             progress.best_val_loss, progress.best_iter = self.best_before
 
-    def write(self, state: dict, progress: Progress, log, last: bool) -> int:
+    def write(self, state: dict, progress: Progress, log, last: bool, final: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""
         it, path = progress.iter_num, self.path(progress.iter_num)
         if not all(weights.isfinite().all() for weights in state["model"].values()):
@@ -118,23 +131,58 @@ class Checkpoints:
             mend = "the checkpoint before stands: --init_from=resume with a lower rate"
             raise RunError(f"{problem}; {mend}")
         try:
-            size = save(state, path)
+            size = self.save_somehow(state, path, log)
         except OSError as error:
-            older = list_checkpoints(self.out_dir)
-            stands = f"{older[-1]} stands" if older else "and there is no older one"
-            problem = f"checkpoint {it}: {error}; {stands}"
-            if last or not older:
+            stands = f"{self.path(self.saved[0])} stands" if self.saved else "there is no older one"
+            problem = f"checkpoint {it}: {error.strerror or error}; {stands}"
+            if final:
                 raise RunError(problem) from None
-            log.warn(it, problem)
+            log.warn(it, f"{problem}; trying again {'each minute' if last else 'at the next save'}")
             return 0
+        if not self.checked:
+            self.check(load(path), path)
+            self.checked = True
         try:
             # older ones go before best.pt is made, which is a copy on a disk without links
-            prune(self.out_dir, self.config.keep_checkpoints, path)
-            if progress.best_iter == it:
-                mark_best(path)
+            best = self.find_unmarked_best(progress.best_iter)
+            prune(self.out_dir, self.config.keep_checkpoints, path, best)
+            if best:
+                mark_best(best)
         except OSError as error:
             log.warn(it, f"{path} is saved, but best.pt or older ones are as they were: {error}")
         return size
+
+    def save_somehow(self, state: dict, path: Path, log) -> int:
+        """As save(). On a full disk, what is needed less gives way, one file after the other."""
+        while True:
+            try:
+                return save(state, path)
+            except OSError as error:
+                if error.errno not in FULL or not (old := self.find_least_needed()):
+                    raise
+                # said first: it might take the last of the room
+                log.warn(state["progress"]["iter_num"], f"{error.strerror}; {old} gives way")
+                old.unlink()
+
+    def find_least_needed(self) -> Path | None:
+        """
+        The oldest checkpoint but the newest valid one; after them best.pt, if that can be made
+        again. None where there is neither, or deleting it would free nothing.
+        """
+        newest = self.saved and self.path(self.saved[0])
+        if not newest or find_damage(newest):
+            return None
+        best_iter = read(newest)["progress"]["best_iter"]
+        unmarked, best = self.find_unmarked_best(best_iter), self.out_dir / "best.pt"
+        found = [path for path in list_checkpoints(self.out_dir) if path not in (newest, unmarked)]
+        if best.exists() and (unmarked or self.path(best_iter) == newest):
+            found.append(best)
+        return next((path for path in found if path.stat().st_nlink == 1), None)
+
+    def find_unmarked_best(self, best_iter: int) -> Path | None:
+        """The checkpoint that best.pt should be and is not yet, if only since a kill in between."""
+        path, best = self.path(best_iter), self.out_dir / "best.pt"
+        return path if checksums(path) not in ([], checksums(best)) else None
 
 
 # -----------------------------------------------------------------------------
@@ -159,11 +207,11 @@ def save(state: dict, path: Path) -> int:
 
 
 def check_space(state: dict, folder: Path) -> None:
-    """Raises OSError where the folder's disk has no room for the state."""
+    """Raises OSError where the folder's disk has no room for the state's tensors."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
-    if lacks := lack_of_space(folder, sum(sizes.values()) + (1 << 20)):
-        raise OSError(lacks)
+    if lacks := lack_of_space(folder, sum(sizes.values())):
+        raise OSError(errno.ENOSPC, lacks)
 
 
 def find_damage(path: Path) -> str:
@@ -171,8 +219,6 @@ def find_damage(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
-    except OSError as error:
-        return error.strerror or str(error)
     except Exception as error:  # a damaged file can raise anything
         return f"cut short or damaged ({error})"
     return f"bytes of its record {record} have changed" if record else ""
@@ -273,30 +319,30 @@ def identify_newest(out_dir: Path, check: Callable) -> tuple[Path | None, list[i
     return path, checksums(path) if path else []
 
 
-def prune(out_dir: Path, keep: int, newest: Path | None = None) -> None:
+def prune(out_dir: Path, keep: int, newest: Path, best: Path | None = None) -> None:
     """
-    Delete all but the newest `keep` checkpoints, counted from `newest` down (those above it were
-    found damaged when the run was resumed), and what killed saves left behind.
+    Delete all checkpoints but `best` and the newest `keep`, counted from `newest` down: those above
+    it were found damaged when the run was resumed.
     """
     paths = list_checkpoints(out_dir)
-    good = paths[: paths.index(newest) + 1] if newest in paths else paths
-    kept = good[-keep:] if keep else []
-    unwanted = [path for path in paths if path not in kept]
-    for path in [*unwanted, *out_dir.glob("ckpt-*.tmp"), out_dir / "best.pt.tmp"]:
-        path.unlink(missing_ok=True)
+    kept = paths[: paths.index(newest) + 1][-keep:]
+    for path in paths:
+        if path not in kept and path != best:
+            path.unlink(missing_ok=True)
 
 
 def mark_best(path: Path) -> None:
     """
     Make best.pt the same file as `path`, atomically. A copy where the file system has no links.
     """
-    best, temporary = path.with_name("best.pt"), path.with_name("best.pt.tmp")
-    temporary.unlink(missing_ok=True)
+    best, link = path.with_name("best.pt"), path.with_name("best.pt.tmp")
+    link.unlink(missing_ok=True)
     try:
-        os.link(path, temporary)
+        os.link(path, link)
+        os.replace(link, best)
     except OSError:
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, best)
+        with replacing(best) as file, open(path, "rb") as content:
+            shutil.copyfileobj(content, file)
 
 
 def lock_folder(out_dir: Path) -> BinaryIO:

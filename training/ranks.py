@@ -247,23 +247,24 @@ class Interrupted(Exception):
 
 class Signals:
     """
-    SIGINT and SIGTERM ask the run to save and stop, all ranks together. A second one ends the
-    process at once.
+    SIGINT, SIGTERM, and the warnings of SLURM, of a CPU limit and of a terminal that closes ask the
+    run to save and stop, all ranks together. A second SIGINT or SIGTERM ends the process at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.received = ranks, 0
         self.number = 0  # of the signal that all ranks have agreed on; 0: none
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
-        # sent when a terminal closes; ignored under nohup
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self.handle)
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has the first two
+            # nohup ignores SIGHUP, which a terminal sends when it closes
+            if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):
+                signal.signal(number, self.handle)
 
     def handle(self, number: int, frame) -> None:
         if self.received:
-            # SLURM, systemd and torchrun between them send one stop twice
-            if time.monotonic() - self.since > 0.5:
+            # SLURM, systemd and torchrun between them send one stop twice, and the kernel sends
+            # SIGXCPU each second
+            if number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() - self.since > 0.5:
                 os._exit(128 + number)
             return
         self.received, self.since = number, time.monotonic()
@@ -281,6 +282,16 @@ class Signals:
             self.number = int(number)
             raise Interrupted
         return not waiting
+
+    def wait(self, seconds: int) -> bool:
+        """
+        Wait so long, or until a signal comes to any rank. Returns whether one has come. All ranks
+        take part.
+        """
+        while not (came := self.ranks.any(self.received)) and seconds > 0:
+            time.sleep(1)
+            seconds -= 1
+        return came
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ from model import HOW_COMPUTED, GPTConfig
 from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.hardware import check_device, get_rng_state, set_rng_state
+from training.pretrained import check_state, load_pretrained
 from training.progress import Progress
 from training.ranks import Ranks
 from training.runlog import RunLog
@@ -100,8 +101,6 @@ def check_checkpoint(state: dict, path: Path) -> None:
     Raises UserError where a whole file cannot be resumed: another version of this program, or
     another program, has made it.
     """
-    from training.pretrained import check_state
-
     try:
         check_state(state, path)
         Progress(**state["progress"])
@@ -110,8 +109,7 @@ def check_checkpoint(state: dict, path: Path) -> None:
         check_optimizer(state)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        made_by = "another version of this program made it"
-        raise UserError(f"{path}: cannot be resumed, {made_by} ({reason})") from None
+        raise UserError(f"{path}: cannot be resumed by this version ({reason})") from None
 
 
 def check_optimizer(state: dict) -> None:
@@ -130,8 +128,6 @@ def check_optimizer(state: dict) -> None:
 
 
 def read_pretrained(config: Config) -> dict:
-    from training.pretrained import load_pretrained  # rarely needed, and it needs safetensors
-
     block_size = config.block_size if "block_size" in config.given else None
     return load_pretrained(config.init_from, block_size)
 

@@ -115,14 +115,39 @@ def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
 
 
-def test_a_real_sigterm_ends_with_143_after_saving(dataset, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGXCPU"])
+def test_a_real_signal_ends_with_128_and_its_number_after_saving(name, dataset, tmp_path):
+    """SLURM warns with SIGUSR1 before it takes the machine away."""
+    number = getattr(signal, name)
     process = train_process(dataset, tmp_path, max_iters=10**6, eval_interval=10**6)
     wait_for(process, "iter 3")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode == 128 + number == dict(SIGTERM=143, SIGUSR1=138, SIGXCPU=152)[name]
     assert "a checkpoint is saved first" in err and "Traceback" not in err
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
+
+
+def test_a_cpu_limit_ends_with_152_after_a_save_that_takes_long(dataset, tmp_path):
+    """Past its limit, the kernel sends SIGXCPU after each second that the process computes."""
+    limited = (
+        "import resource, time, train\n"
+        "from common import console\nfrom training import checkpoint\n"
+        "original = checkpoint.check_space\n"
+        "def slow(*arguments):\n"
+        "    end = time.process_time() + 2.5\n"
+        "    while time.process_time() < end:\n        pass\n"
+        "    original(*arguments)\n"
+        "checkpoint.check_space = slow\n"
+        "limit = int(time.process_time()) + 2\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))\n"
+        "console.run_main(train.main)"
+    )
+    options = flags(dataset, tmp_path, max_iters=10**6, eval_interval=10**6, log_interval=100)
+    process = start_process("-c", limited, *options)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 152 and "Traceback" not in err
+    assert checkpoint.load_newest(tmp_path) is not None
 
 
 def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):

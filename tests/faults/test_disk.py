@@ -1,0 +1,345 @@
+"""
+Disks with no room left: no run ends with weights that are nowhere. The disks are real, a tmpfs of a
+few megabytes for each test.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import flags, load, records, run_here, run_process, start_process
+from test_saving import best_iter, scripted_losses
+
+import train
+from common.console import UserError
+from training import checkpoint
+
+# a checkpoint of 5 MB, beside which logs and the least free space that a save asks for are small
+BIG = dict(n_embd=128, eval_interval=2)
+WORSE = 9.0, 5.0, 6.0, 7.0, 8.0  # losses of evaluations: the best one is the first that is saved
+BETTER = 9.0, 8.0, 7.0, 6.0, 5.0
+
+
+@pytest.fixture(scope="module")
+def size(dataset, tmp_path_factory) -> int:
+    """Of a checkpoint, in bytes."""
+    out_dir = tmp_path_factory.mktemp("size")
+    run_here(dataset, out_dir, **BIG, max_iters=1)
+    return (out_dir / "ckpt-00000001.pt").stat().st_size
+
+
+@pytest.fixture
+def make_disk(size, tmp_path):
+    """A folder on a disk with room for so many checkpoints, and for logs."""
+    mounted = []
+
+    def make(checkpoints: int) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        room = f"size={checkpoints * size + (3 << 19)}"
+        command = ["mount", "-t", "tmpfs", "-o", room, "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("needs to be root, to mount a disk")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file of somebody else's, which takes all that is free."""
+    filler = disk / "filler"
+    with open(filler, "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            return filler
+
+
+def names(out_dir: Path) -> list[str]:
+    return sorted(p.name for p in out_dir.iterdir() if ".pt" in p.name)
+
+
+def numbers(out_dir: Path) -> list[int]:
+    return [int(p.stem[5:]) for p in checkpoint.list_checkpoints(out_dir)]
+
+
+def without_links(monkeypatch) -> None:
+    def link(*_):
+        raise OSError("not supported")
+
+    monkeypatch.setattr(os, "link", link)
+
+
+# Each save writes its temporary file and then waits.
+STOPPED_SAVE = (
+    "import time, torch, train; from common import console\n"
+    "save = torch.save\n"
+    "def slow(state, file):\n"
+    "    save(state, file)\n    print('written', flush=True)\n    time.sleep(60)\n"
+    "torch.save = slow\n"
+    "console.run_main(train.main)"
+)
+
+
+def test_what_a_killed_save_left_does_not_take_the_place_of_the_next(
+    dataset, make_disk, monkeypatch, capsys
+):
+    """Two checkpoints, best.pt and the one being written: there is room for no fifth."""
+    out_dir = make_disk(4) / "run"
+    scripted_losses(monkeypatch, *WORSE)
+    run_here(dataset, out_dir, **BIG, lr_decay_iters=14)
+    assert numbers(out_dir) == [6, 8] and best_iter(out_dir) == 2
+    options = BIG | dict(eval_interval=10**6, checkpoint_interval=2, max_iters=14)
+    resume = flags(dataset, out_dir, **options, init_from="resume")
+    process = start_process("-c", STOPPED_SAVE, *resume)
+    while process.stdout.readline() != "written\n":
+        assert process.poll() is None
+    process.kill()  # -9
+    process.communicate()
+    assert any(name.endswith(".tmp") for name in names(out_dir))
+    capsys.readouterr()
+    scripted_losses(monkeypatch, 9.0)
+    stop_waiting(monkeypatch)
+    assert train.main(resume) == 0
+    assert capsys.readouterr().err == ""
+    assert names(out_dir) == ["best.pt", "ckpt-00000012.pt", "ckpt-00000014.pt"]
+
+
+@pytest.mark.parametrize("losses", [WORSE, BETTER])
+def test_a_disk_without_links_needs_no_more_room(losses, dataset, make_disk, monkeypatch, capsys):
+    out_dir = make_disk(4) / "run"
+    without_links(monkeypatch)
+    scripted_losses(monkeypatch, *losses)
+    stop_waiting(monkeypatch)
+    assert run_here(dataset, out_dir, **BIG) == 0
+    assert capsys.readouterr().err == ""
+    assert names(out_dir) == ["best.pt", "ckpt-00000006.pt", "ckpt-00000008.pt"]
+    assert best_iter(out_dir) == (8 if losses == BETTER else 2)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+@pytest.mark.parametrize("losses", [WORSE, BETTER])
+def test_with_too_little_room_and_no_links_the_newest_and_the_best_are_kept(
+    losses, room, dataset, make_disk, monkeypatch
+):
+    """With room for one file, the first one that was saved stays until there is more."""
+    out_dir = make_disk(room) / "run"
+    without_links(monkeypatch)
+    scripted_losses(monkeypatch, *losses)
+    stop_waiting(monkeypatch)
+    options = BIG | dict(keep_checkpoints=1)
+    if room == 1 or (room, losses) == (2, WORSE):
+        with pytest.raises(UserError, match="checkpoint 8: .* stands"):
+            run_here(dataset, out_dir, **options)
+        assert numbers(out_dir)[0] == 2
+    else:
+        assert run_here(dataset, out_dir, **options) == 0
+        assert numbers(out_dir)[-1] == 8
+    best = 8 if losses == BETTER and room > 1 else 2
+    held = [torch.load(out_dir / name, weights_only=True) for name in names(out_dir)]
+    assert best in [state["progress"]["iter_num"] for state in held]
+    assert not list(out_dir.glob("*.tmp"))
+
+
+def stop_waiting(monkeypatch) -> None:
+    """Send SIGTERM in the first wait for room."""
+    wait = train.Signals.wait
+
+    def hurry(signals, seconds):
+        if seconds:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return wait(signals, seconds)
+
+    monkeypatch.setattr(train.Signals, "wait", hurry)
+
+
+def test_older_checkpoints_give_way_on_a_disk_that_others_have_filled(
+    dataset, make_disk, monkeypatch, capsys
+):
+    disk = make_disk(4)
+    losses = iter(WORSE)
+
+    def estimate_loss(*_):
+        loss = next(losses)
+        if loss == 8.0:  # 2, which is the best, 4 and 6 are saved
+            fill(disk)
+        return 1.0, loss
+
+    monkeypatch.setattr(train, "estimate_loss", estimate_loss)
+    stop_waiting(monkeypatch)
+    assert run_here(dataset, disk / "run", **BIG, keep_checkpoints=3) == 0
+    err = capsys.readouterr().err
+    assert "ckpt-00000002.pt gives way" not in err  # a link to best.pt, which would free nothing
+    assert "ckpt-00000004.pt" in err and "gives way" in err
+    assert numbers(disk / "run") == [2, 6, 8] and best_iter(disk / "run") == 2
+
+
+# The disk is filled after the first checkpoint; the last save then tries again every second.
+FILLED = """
+import sys, train
+from pathlib import Path
+from common import console
+from training import checkpoint
+sys.path.append("tests/faults")
+sys.path.append("tests")
+from test_disk import fill
+checkpoint.RETRY_SECONDS, disk = 1, Path(sys.argv.pop(1))
+original = train.RunLog.checkpoint
+def filling(log, *arguments):
+    original(log, *arguments)
+    if arguments[0] == 2:
+        fill(disk)
+train.RunLog.checkpoint = filling
+console.run_main(train.main)
+"""
+
+
+def start_on_a_disk_that_fills(dataset, disk: Path):
+    """A process that has trained to its end and waits for room."""
+    options = flags(dataset, disk / "run", **BIG, keep_checkpoints=1)
+    process = start_process("-c", FILLED, str(disk), *options)
+    for line in process.stderr:
+        if "trying again each minute" in line:
+            assert line.startswith("warning: iter 8: checkpoint 8: ")
+            assert "ckpt-00000002.pt stands" in line
+            return process
+    raise AssertionError("ended without waiting")
+
+
+def test_the_last_save_waits_for_room(dataset, make_disk, tmp_path):
+    disk = make_disk(3)
+    process = start_on_a_disk_that_fills(dataset, disk)
+    assert "trying again each minute" in process.stderr.readline() + process.stderr.readline()
+    (disk / "filler").unlink()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    run_here(dataset, tmp_path / "straight", **BIG)
+    there, here = load(tmp_path / "straight", 8)["model"], load(disk / "run", 8)["model"]
+    assert all(torch.equal(there[name], here[name]) for name in there)
+    assert names(disk / "run") == ["best.pt", "ckpt-00000008.pt"]
+    assert best_iter(disk / "run") == best_iter(tmp_path / "straight") == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_room_after_one_more_try(number, dataset, make_disk):
+    disk = make_disk(3)
+    process = start_on_a_disk_that_fills(dataset, disk)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    last = err.splitlines()[-1]
+    assert process.returncode == 1 and last.startswith("error: checkpoint 8: "), err
+    assert "ckpt-00000002.pt stands" in last and "Traceback" not in err
+    assert numbers(disk / "run") == [2] and not list((disk / "run").glob("*.tmp"))
+
+
+def test_a_run_that_starts_on_a_full_disk_saves_once_there_is_room(
+    dataset, make_disk, monkeypatch, capsys
+):
+    disk = make_disk(3)
+    filler = fill(disk)
+    with open(filler, "r+b") as file:  # 64 kB for the log
+        file.truncate(filler.stat().st_size - (1 << 16))
+    monkeypatch.setattr(train.Signals, "wait", lambda signals, seconds: freed(filler, seconds))
+    assert run_here(dataset, disk / "run", **BIG) == 0
+    err = capsys.readouterr().err
+    assert "iter 2: checkpoint 2: " in err and "there is no older one; trying again at the" in err
+    assert [r["iter"] for r in records(disk / "run", "checkpoint")] == [8]
+    assert err.count("iter 8: checkpoint 8: ") == 1
+
+
+def freed(filler: Path, seconds: int) -> bool:
+    if seconds:
+        filler.unlink()
+    return False
+
+
+def test_a_limit_that_stays_is_said_and_a_signal_ends_the_wait(dataset, tmp_path):
+    """The kernel refuses to let a file grow past 20 kB: nothing is deleted for that."""
+    run_here(dataset, tmp_path, max_iters=4, keep_checkpoints=9, eval_interval=2)
+    before = names(tmp_path)
+    limited = (
+        "import resource, train; from common import console\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "console.run_main(train.main)"
+    )
+    process = start_process("-c", limited, *flags(dataset, tmp_path, init_from="resume"))
+    for line in process.stderr:
+        if "trying again each minute" in line:
+            break
+    assert "checkpoint 8: File too large" in line
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: checkpoint 8: File too large; ")
+    assert names(tmp_path) == before
+
+
+# -----------------------------------------------------------------------------
+# best.pt, and the first save
+
+
+def test_best_is_put_right_after_a_kill_between_the_save_and_its_mark(
+    dataset, tmp_path, monkeypatch
+):
+    options = dict(eval_interval=2, keep_checkpoints=1)
+    scripted_losses(monkeypatch, *BETTER)
+    run_here(dataset, tmp_path, **options, max_iters=4)
+    older = torch.load(tmp_path / "best.pt", weights_only=True)
+    older["progress"]["iter_num"] = 2
+    (tmp_path / "best.pt").unlink()
+    torch.save(older, tmp_path / "best.pt")
+    scripted_losses(monkeypatch, 8.0, 8.0)
+    run_here(dataset, tmp_path, **options, max_iters=8, init_from="resume")
+    assert best_iter(tmp_path) == 4
+
+
+def test_a_state_that_could_not_be_resumed_ends_the_run_at_its_first_save(
+    dataset, tmp_path, monkeypatch
+):
+    """An optimizer of somebody's own, whose groups a resume would not know."""
+    run_here(dataset, tmp_path, max_iters=4, eval_interval=2)
+    good = names(tmp_path)
+    build = train.build_optimizer
+
+    def own(model, *arguments):
+        optimizer = build(model, *arguments)
+        optimizer.param_groups.append(optimizer.param_groups.pop(0) | dict(params=[]))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        return optimizer
+
+    monkeypatch.setattr(train, "build_optimizer", own)
+    with pytest.raises(UserError, match="ckpt-00000002.pt: cannot be resumed by this version"):
+        run_here(dataset, tmp_path / "own", eval_interval=2)
+    assert [r["iter"] for r in records(tmp_path / "own", "step")] == [0, 1]
+    assert names(tmp_path) == good
+
+
+def test_the_first_save_imports_nothing(dataset, tmp_path):
+    """The folder that it would be imported from may have been upgraded or removed by then."""
+    watched = (
+        "import sys, train\n"
+        "from training.checkpoint import Checkpoints\n"
+        "save = Checkpoints.save\n"
+        "def watch(*arguments):\n"
+        "    before = set(sys.modules)\n"
+        "    save(*arguments)\n"
+        "    print('imported', sorted(set(sys.modules) - before))\n"
+        "Checkpoints.save = watch\n"
+        "train.main(sys.argv[1:])"
+    )
+    options = dict(max_iters=2, eval_interval=100, checkpoint_interval=1, log_interval=100)
+    arguments = flags(dataset, tmp_path, **options)
+    code, out, err = run_process("-c", watched, *arguments, cold=True)
+    assert code == 0 and re.findall(r"^imported (.*)$", out, re.MULTILINE) == ["[]", "[]"], (
+        out + err
+    )
