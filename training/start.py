@@ -303,7 +303,7 @@ def checkpoint_state(
     """Everything that resuming needs, as of the last whole iteration. All ranks take part."""
     # of an optimizer whose state is spread over the ranks, all of it
     optimizer_state = getattr(optimizer, "whole_state_dict", optimizer.state_dict)
-    state = dict(
+    return dict(
         model=model.state_dict(),
         optimizer=optimizer_state(),
         scaler=scaler.state_dict(),
@@ -318,9 +318,6 @@ def checkpoint_state(
         stream=data.stream and data.stream.position(progress.sequences),
         config=config_values(config),
     )
-    if ranks.is_main:
-        check_optimizer(state)  # better now than at the resume
-    return state
 
 
 def restore(
