@@ -210,6 +210,16 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
 
 
+def test_a_resume_with_other_tokens_per_iteration_says_both(dataset, tmp_path, capsys):
+    """It is another run, not one that is rounded differently."""
+    run_here(dataset, tmp_path, max_iters=4)
+    run_here(dataset, tmp_path, max_iters=6, init_from="resume", batch_size=8)
+    out = capsys.readouterr().out
+    # 2 micro-batches of 8 and of 4 sequences of 16
+    both = "resume: tokens per iteration: 256, before 128, for which the learning rate was chosen"
+    assert both in out.splitlines() and "round differently" not in out
+
+
 def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(
     dataset, tmp_path, monkeypatch
 ):
