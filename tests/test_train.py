@@ -2,10 +2,13 @@
 The loop: what it logs, when it evaluates and saves, and that stopping and going on changes nothing.
 """
 
+import contextlib
 import functools
 import json
 import math
+import os
 import re
+import signal
 import time
 from dataclasses import replace
 
@@ -220,12 +223,33 @@ def test_a_resume_with_other_tokens_per_iteration_says_both(dataset, tmp_path, c
     assert both in out.splitlines() and "round differently" not in out
 
 
+@pytest.mark.pictures
+@pytest.mark.parametrize("end", ["SIGTERM", "an error", "max_minutes"])
+def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
+    original = train.train_step
+
+    def step(*args):
+        if step.number == 5:
+            (tmp_path / "loss.png").unlink()  # the first one, drawn at iteration 0
+            if end == "an error":
+                raise ValueError("an error")
+            if end == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                monkeypatch.setattr(train.RunLog, "minutes", lambda log: 1e9)
+        step.number += 1
+        return original(*args)
+
+    step.number = 0
+    monkeypatch.setattr(train, "train_step", step)
+    with contextlib.suppress(ValueError):
+        run_here(dataset, tmp_path, max_minutes=60.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(
     dataset, tmp_path, monkeypatch
 ):
-    import os
-    import signal
-
     original, evaluations = train.estimate_loss, iter(range(10))
 
     def interrupted(*args):

@@ -8,7 +8,6 @@ compilation never enter an iteration's time.
 
 import contextlib
 import hashlib
-import json
 import math
 import shlex
 import sys
@@ -27,7 +26,7 @@ from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_parameters, flops_per_token, warn_of_epochs
 from training.hardware import Hardware
-from training.metrics import drop_records, plain
+from training.metrics import add_record, drop_records, plain
 from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
@@ -102,7 +101,7 @@ class RunLog:
         ranks: Ranks,
         began: float,
         resumed: dict | None = None,
-        draw_run: Callable[[Path], None] = lambda out_dir: None,
+        draw_run: Callable[[], None] = lambda: None,
     ):
         """
         `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state.
@@ -121,12 +120,12 @@ class RunLog:
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
         self.drawn_at = 0.0
-        self.out_dir = Path(config.out_dir)
+        out_dir = Path(config.out_dir)
         if ranks.is_main and not config.eval_only:
-            metrics, log = self.out_dir / "metrics.jsonl", self.out_dir / "log.txt"
+            metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
             if progress:
                 drop_records(metrics, progress.iter_num, progress.evaluated_at)
-            self.file = open(metrics, "ab", buffering=0)
+            self.file = open(metrics, "ab+", buffering=0)
             keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
 
     # -------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class RunLog:
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         if self.file:
             try:
-                self.file.write(json.dumps(record).encode() + b"\n")
+                add_record(self.file, record)
             except OSError as error:  # a full disk: the run is worth more than its record
                 warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
@@ -256,7 +255,7 @@ class RunLog:
         self.mark_spike(last.iter_num, values["loss"])
         self.timed = 0
         self.logged = dict(seconds)
-        self.draw()
+        self.draw(60)
 
     def format_step(self, v: dict) -> str:
         """nanoGPT's grammar first, then everything else."""
@@ -305,7 +304,7 @@ class RunLog:
         say(f"step {iter_num}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
         self.record("eval", iter=iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
-        self.draw(now=True)
+        self.draw(20)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
@@ -316,12 +315,15 @@ class RunLog:
         say(f"sample {iter_num}:", *text.split("\n"), "")
         self.record("sample", iter=iter_num, text=text)
 
-    def draw(self, now: bool = False) -> None:
-        """Draw loss.png, at most once a minute unless it is wanted `now`."""
-        if not self.file or not (now or time.monotonic() - self.drawn_at > 60):
+    def draw(self, seconds: float) -> None:
+        """
+        Draw loss.png again where it is older than so many seconds: drawing takes about half a
+        second, and a small run may be evaluated every second.
+        """
+        if not self.file or time.monotonic() - self.drawn_at < seconds:
             return
         with self.ledger.book("evaluation"):
-            self.draw_run(self.out_dir)
+            self.draw_run()
         self.drawn_at = time.monotonic()
 
     def warn(self, iter_num: int, message: str) -> None:
