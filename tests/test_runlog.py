@@ -7,11 +7,12 @@ import math
 import os
 import re
 import sys
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import records
+from helpers import records, run_here
 
 from common import console
 from common.console import RunError, complain, count, duration, say, warn
@@ -152,7 +153,9 @@ def test_an_evaluation_tells_perplexity_and_bits_per_byte(tmp_path, clock, capsy
     log.evaluation(500, math.log(16), math.log(8))
     said = "step 500: train loss 2.7726, val loss 2.0794, time 0.0s"
     assert capsys.readouterr().out == f"{said}, perplexity 8, 2.0000 bits per byte\n"
-    assert last_record(tmp_path) == dict(
+    record = last_record(tmp_path)
+    del record["time"]
+    assert record == dict(
         kind="eval",
         iter=500,
         train_loss=2.77258872,
@@ -301,6 +304,19 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     drop_records(path, iter_num=4, evaluated_at=2)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2]
+
+
+def test_a_run_says_when_it_began_saved_and_ended(dataset, tmp_path, capsys):
+    began = datetime.now().astimezone() - timedelta(seconds=1)  # records have whole seconds
+    run_here(dataset, tmp_path, max_iters=4)
+    for kind in ("start", "checkpoint", "end"):
+        told = datetime.fromisoformat(records(tmp_path, kind)[-1]["time"])
+        assert began <= told <= datetime.now().astimezone(), kind
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    for beginning in ("start: ", "checkpoint 4: ", "end: max_iters "):
+        (line,) = [line for line in lines if line.startswith(beginning)]
+        told = datetime.strptime(line[-19:], "%Y-%m-%d %H:%M:%S").astimezone()
+        assert began <= told <= datetime.now().astimezone(), line
 
 
 def test_half_a_record_swallows_no_other(tmp_path, clock):

@@ -62,7 +62,7 @@ def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, t
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     assert records(tmp_path, "start")[0]["tokenizer"] == "byte"
     assert re.search(
-        rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds$", out, re.M
+        rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds, 20\d\d-", out, re.M
     )
     assert records(tmp_path, "end")[0]["reason"] == "max_iters"
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -169,6 +170,7 @@ class RunLog:
     def record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, flushed."""
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
+        record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         if self.file:
             try:
                 add_record(self.file, record)
@@ -188,6 +190,7 @@ class RunLog:
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
         flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (6 N + 12 L H Q T)"
+        say(f"start: {date()}")
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
@@ -308,7 +311,7 @@ class RunLog:
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
-        say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s")
+        say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
 
     def sample(self, iter_num: int, text: str) -> None:
@@ -338,7 +341,7 @@ class RunLog:
         spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens")
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         if not self.config.eval_only and iters < self.config.max_iters:
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
@@ -346,6 +349,11 @@ class RunLog:
             say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
         keep_transcript(None)
+
+
+def date() -> str:
+    """Date and time, for people; records have theirs in ISO 8601."""
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def tokenizer_name(spec: dict) -> str:
