@@ -27,7 +27,7 @@ from configurator import FIELDS
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
-from reports.records import RunRecords, percentile, read_metrics
+from reports.records import MetricsFile, RunRecords, percentile
 from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
@@ -240,8 +240,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        read = read_metrics if file.suffix == ".jsonl" else read_nanogpt_log
-        run = read(file)
+        run = MetricsFile(file).read() if file.suffix == ".jsonl" else read_nanogpt_log(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):

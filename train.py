@@ -29,7 +29,7 @@ from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from model import GPTConfig, Sampling, generate
-from reports.picture import draw_run
+from reports.picture import RunPicture
 from training import hardware
 from training.build import build_model, build_optimizer, loss_chunk, model_config
 from training.checkpoint import Checkpoints, list_checkpoints
@@ -290,7 +290,7 @@ def main(argv: list[str]) -> int:
 
     # From here on out_dir is this run's
     checkpoints.claim_folder(p if start.resumed else None)
-    log = RunLog(c, hw, ranks, began, start.resumed, draw_run)
+    log = RunLog(c, hw, ranks, began, start.resumed, RunPicture(c.out_dir).draw)
     say_what_changed(c, start, ranks)
     log.start(data, raw_model.config, p)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
@@ -380,6 +380,7 @@ def main(argv: list[str]) -> int:
         raise
     finally:
         batches.close()
+        log.draw(0)
     log.end(reason, p)
     return ranks.leave(signals.exit_code)
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from common.console import Parser, UserError, raise_if_any, run_main
 from reports.curves import learning_curve, reach
 from reports.picture import COLORS, count4, finish
-from reports.records import read_metrics
+from reports.records import MetricsFile
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
@@ -63,7 +63,7 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
 
 def read_curve(out_dir: Path) -> dict:
     """Tokens and val loss at each evaluation after iteration 0, and the time spent in steps."""
-    run = read_metrics(out_dir / "metrics.jsonl")
+    run = MetricsFile(out_dir / "metrics.jsonl").read()
     tokens, losses = learning_curve(run, "tokens")
     seconds = float(run.step["seconds"].sum())
     return {"tokens": tokens.tolist(), "val_loss": losses.tolist(), "step_seconds": seconds}

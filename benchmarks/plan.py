@@ -22,7 +22,7 @@ from training import hardware
 from training.build import count_flops, count_parameters, model_config, warn_of_epochs
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
-from training.metrics import read_records
+from training.metrics import read_record
 
 # What compiled GPT-2 training reaches, as (low, likely, high). GeForce: users' logs of an RTX 4070
 # have 69 and 82 %. Others: A100 PCIe 32 %, A100 SXM 60 %, H100 40 % (throughput published by llm.c
@@ -94,8 +94,8 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
     file = run / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    records = read_records(text.splitlines())
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    records = [read_record(line) for line in lines]
     starts = [r for r in records if r.get("kind") == "start"]
     seconds = [r["step_ms"] / 1000 for r in records if r.get("kind") == "step"]
     if not starts or not seconds:

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.console import UserError
 from configurator import FIELDS, NANOGPT_FIELDS, parse
-from reports.records import RunRecords, add_totals, known_keys, percentile, tabulate
+from reports.records import Records, RunRecords, add_totals, known_keys, percentile
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 # where nanoGPT's defaults differ from this program's
@@ -42,8 +42,10 @@ def read_nanogpt_log(path: Path) -> RunRecords:
             if match := re.match(pattern, line):
                 it = int(match["iter"])
                 found[kind, it] = match.groupdict() | {"kind": kind, "iter": it}
-    start = {"kind": "start", "iter": 0} | settings(text.splitlines())
-    run = tabulate(path.stem, [start, *found.values()])
+    records = Records()
+    for record in [settings(text.splitlines()), *found.values()]:
+        records.add(record)
+    run = records.tabulate(path.stem)
     if tokens := re.search(r"tokens per iteration will be: ([\d,]+)", text):
         run.tokens_per_iter = float(tokens[1].replace(",", ""))
     else:
@@ -57,8 +59,8 @@ def read_nanogpt_log(path: Path) -> RunRecords:
 
 def settings(lines: list[str]) -> dict:
     """
-    The configuration that the log prints, as config, device and dtype of a start record. Empty if
-    it prints none: then not even the defaults are certain.
+    The configuration that the log prints, as a start record. Empty if it prints none: then not even
+    the defaults are certain.
     """
     printed, known = {}, NANOGPT_FIELDS | FIELDS
     for line in lines:
@@ -78,7 +80,7 @@ def settings(lines: list[str]) -> dict:
         config["dtype"] = "float32"  # nanoGPT uses autocast on CUDA only
     # "cuda" does not tell which card it was
     device = None if on_cuda else config["device"]
-    return {"config": config, "device": device, "dtype": config["dtype"]}
+    return {"kind": "start", "config": config, "device": device, "dtype": config["dtype"]}
 
 
 def separate_evaluations(run: RunRecords) -> None:

@@ -9,26 +9,28 @@ import numpy as np
 from common.console import count, warn
 from common.files import replacing
 from reports.curves import learning_curve
-from reports.records import RunRecords, read_metrics
+from reports.records import MetricsFile, RunRecords
 
 PICTURE_POINTS = 600  # a line has at most this many, so that a long run stays readable
 BLUE, RED = "#4c78a8", "#e4572e"
 COLORS = [BLUE, RED, "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"]
 
 
-def draw_run(out_dir: Path) -> Path:
-    """
-    Draw out_dir/metrics.jsonl as out_dir/loss.png. A run calls this while it trains, so any failure
-    is only a warning.
-    """
-    path = out_dir / "loss.png"
-    try:
-        save_picture([read_metrics(out_dir / "metrics.jsonl", most_steps=6_000)], path)
-    except ImportError:  # matplotlib is not needed to train
-        pass
-    except Exception as error:  # an odd record or a full disk: the run is worth more
-        warn(f"{path}: not drawn ({type(error).__name__}: {error})")
-    return path
+class RunPicture:
+    """out_dir/loss.png, the picture of out_dir/metrics.jsonl, while the run trains."""
+
+    def __init__(self, out_dir: str):
+        self.path = Path(out_dir) / "loss.png"
+        self.metrics = MetricsFile(Path(out_dir) / "metrics.jsonl")
+
+    def draw(self) -> None:
+        """Any failure is only a warning."""
+        try:
+            save_picture([self.metrics.read(most_steps=6_000)], self.path)
+        except ImportError:  # matplotlib is not needed to train
+            pass
+        except Exception as error:  # an odd record or a full disk: the run is worth more
+            warn(f"{self.path}: not drawn ({type(error).__name__}: {error})")
 
 
 def save_picture(runs: list[RunRecords], path: Path) -> None:

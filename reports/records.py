@@ -3,13 +3,21 @@ What a run left behind: metrics.jsonl as columns of numbers.
 """
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from configurator import FIELDS, saved_keys
-from training.metrics import read_records
+from training.metrics import read_record
+
+# The kinds of records that are columns, and those of their values that are kept
+COLUMNS = {
+    "step": ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu"),
+    "eval": ("iter", "train_loss", "val_loss", "bits_per_byte", "seconds"),
+    "checkpoint": ("iter", "seconds"),
+}
 
 
 @dataclass
@@ -43,51 +51,73 @@ class RunRecords:
     warnings: list[str] = field(default_factory=list)
 
 
-STEP_COLUMNS = ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu")
-EVAL_COLUMNS = ("iter", "train_loss", "val_loss", "bits_per_byte", "seconds")
-CHECKPOINT_COLUMNS = ("iter", "seconds")
-STEP_LINE = '{"kind": "step"'  # how a step record begins in metrics.jsonl
+class Records:
+    """The records of one run, taken in as they come. One of a step takes 48 bytes."""
+
+    def __init__(self):
+        self.starts: list[dict] = []
+        self.rows = {kind: array("d") for kind in COLUMNS}  # one after the other
+
+    def add(self, record: dict) -> None:
+        kind = record.get("kind")
+        if kind == "start":
+            self.starts.append(record)
+        elif kind in COLUMNS:
+            self.rows[kind].extend([number(record.get(name)) for name in COLUMNS[kind]])
+
+    def columns(self, kind: str, most: int | None = None) -> dict[str, np.ndarray]:
+        names = COLUMNS[kind]
+        # no copy: what is freed may stay with the process
+        rows = np.frombuffer(self.rows[kind]).reshape(-1, len(names))
+        size = len(rows) // most + 1 if most else 1
+        rows = rows[: len(rows) // size * size].reshape(-1, size, len(names)).mean(axis=1)
+        return dict(zip(names, rows[np.argsort(rows[:, 0], kind="stable")].T))
+
+    def tabulate(self, name: str, most_steps: int | None = None) -> RunRecords:
+        """What has come so far; of steps the means over at most so many groups of neighbours."""
+        # a resume may have changed what the first start said
+        first, last = (self.starts[0], self.starts[-1]) if self.starts else ({}, {})
+        run = RunRecords(
+            name=name,
+            config=known_keys(last.get("config") or {}),
+            device=last.get("device"),
+            dtype=last.get("dtype"),
+            tokenizer=last.get("tokenizer"),
+            parameters=number(last.get("parameters")),
+            tokens_per_iter=number(last.get("tokens_per_iter")),
+            # tok/s are those of all cards together, but MFU is that of one card
+            flops_per_token=number(last.get("flops_per_token")) / last.get("world_size", 1),
+            step=self.columns("step", most_steps),
+            eval=self.columns("eval"),
+            checkpoint=self.columns("checkpoint"),
+        )
+        add_totals(run, first.get("iter", 0))
+        return run
 
 
-def read_metrics(path: Path, most_steps: int | None = None) -> RunRecords:
-    """
-    Read the metrics.jsonl of one run. Lines that are not records are skipped, such as a last line
-    that a killed run left unfinished. With `most_steps`, a longer file is read with about that many
-    step records, evenly spread. Raises OSError.
-    """
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    if most_steps is not None and len(lines) > most_steps:
-        steps = [line for line in lines if line.startswith(STEP_LINE)]
-        others = [line for line in lines if not line.startswith(STEP_LINE)]
-        lines = others + steps[:: len(steps) // most_steps + 1]
-    run = tabulate(path.resolve().parent.name, read_records(lines))
-    if text and not text.endswith("\n"):
-        run.warnings.append(f"{path}: left out the last line, which a killed run left unfinished")
-    return run
+class MetricsFile:
+    """A run's metrics.jsonl. Each reading goes on where the one before has ended."""
 
+    def __init__(self, path: Path):
+        self.path, self.records = path, Records()
+        self.size, self.last_line = 0, b""  # of what was read
 
-def tabulate(name: str, records: list[dict]) -> RunRecords:
-    """Turn records into columns. A record without a whole number `iter` is dropped."""
-    records = [record for record in records if isinstance(record.get("iter"), int)]
-    starts = [record for record in records if record.get("kind") == "start"]
-    last = starts[-1] if starts else {}  # a resume may have changed what the first start said
-    run = RunRecords(
-        name=name,
-        config=known_keys(last.get("config") or {}),
-        device=last.get("device"),
-        dtype=last.get("dtype"),
-        tokenizer=last.get("tokenizer"),
-        parameters=number(last.get("parameters")),
-        tokens_per_iter=number(last.get("tokens_per_iter")),
-        # tok/s are those of all cards together, but MFU is that of one card
-        flops_per_token=number(last.get("flops_per_token")) / last.get("world_size", 1),
-        step=columns(records, "step", STEP_COLUMNS),
-        eval=columns(records, "eval", EVAL_COLUMNS),
-        checkpoint=columns(records, "checkpoint", CHECKPOINT_COLUMNS),
-    )
-    add_totals(run, starts[0]["iter"] if starts else 0)
-    return run
+    def read(self, most_steps: int | None = None) -> RunRecords:
+        """
+        All of the run so far, as tabulate() gives it. Lines that are no records are left out, and
+        so is a last line that is not whole, until it is. Raises OSError.
+        """
+        with open(self.path, "rb") as file:
+            file.seek(self.size - len(self.last_line))
+            # a resume or a person has rewritten the file
+            if file.read(len(self.last_line)) != self.last_line:
+                self.records, self.size, self.last_line = Records(), 0, b""
+                file.seek(0)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.records.add(read_record(line))
+                    self.size, self.last_line = self.size + len(line), line
+        return self.records.tabulate(self.path.resolve().parent.name, most_steps)
 
 
 def known_keys(values: dict) -> dict:
@@ -100,12 +130,6 @@ def known_keys(values: dict) -> dict:
 def number(value: float | None) -> float:
     """A record's value as a float; NaN for null or a value that is missing."""
     return math.nan if value is None else float(value)
-
-
-def columns(records: list[dict], kind: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    rows = [record for record in records if record.get("kind") == kind]
-    rows.sort(key=lambda row: row["iter"])
-    return {name: np.array([number(row.get(name)) for row in rows]) for name in names}
 
 
 def add_totals(run: RunRecords, first_iter: int = 0) -> None:

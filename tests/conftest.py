@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def no_pictures(request):
     """
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("pictures"):
-            patch.setattr(train, "draw_run", lambda out_dir: None)
+            patch.setattr(train, "RunPicture", Mock())
         yield
 
 

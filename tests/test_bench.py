@@ -314,7 +314,6 @@ def paired_step_ms(tmp_path, monkeypatch, iters: int, **shape) -> list[tuple[flo
         return 64.0, 64  # a loss of 1, never better: no checkpoint
 
     monkeypatch.setattr(train, "evaluate", evaluate)
-    monkeypatch.setattr(train, "draw_run", lambda *_: None)
     train.main(argv)
     logged = {r["iter"]: r["step_ms"] for r in records(tmp_path / "run", "step")}
     # two splits are evaluated before each iteration; the second stands right before it

@@ -7,16 +7,19 @@ import math
 import os
 import re
 import sys
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import records, run_here
 
 from common import console
 from common.console import RunError, complain, count, duration, say, warn
 from configurator import Config
-from training import skips
+from training import runlog, skips
 from training.hardware import Hardware
-from training.metrics import drop_records, plain
+from training.metrics import drop_records, plain, read_record
 from training.ranks import Ranks
 from training.runlog import Iteration, Ledger, RunLog, tokenizer_name
 from training.skips import Skips
@@ -150,7 +153,9 @@ def test_an_evaluation_tells_perplexity_and_bits_per_byte(tmp_path, clock, capsy
     log.evaluation(500, math.log(16), math.log(8))
     said = "step 500: train loss 2.7726, val loss 2.0794, time 0.0s"
     assert capsys.readouterr().out == f"{said}, perplexity 8, 2.0000 bits per byte\n"
-    assert last_record(tmp_path) == dict(
+    record = last_record(tmp_path)
+    del record["time"]
+    assert record == dict(
         kind="eval",
         iter=500,
         train_loss=2.77258872,
@@ -299,6 +304,52 @@ def test_a_resumed_log_reads_as_one_run(tmp_path):
     drop_records(path, iter_num=4, evaluated_at=2)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if r["kind"] == "eval"] == [0, 2]
+
+
+def test_a_run_says_when_it_began_saved_and_ended(dataset, tmp_path, capsys):
+    began = datetime.now().astimezone() - timedelta(seconds=1)  # records have whole seconds
+    run_here(dataset, tmp_path, max_iters=4)
+    for kind in ("start", "checkpoint", "end"):
+        told = datetime.fromisoformat(records(tmp_path, kind)[-1]["time"])
+        assert began <= told <= datetime.now().astimezone(), kind
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    for beginning in ("start: ", "checkpoint 4: ", "end: max_iters "):
+        (line,) = [line for line in lines if line.startswith(beginning)]
+        told = datetime.strptime(line[-19:], "%Y-%m-%d %H:%M:%S").astimezone()
+        assert began <= told <= datetime.now().astimezone(), line
+
+
+def test_half_a_record_swallows_no_other(tmp_path, clock):
+    """A kill leaves one for the next start, a full disk for the next record."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step", "it')
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    log.evaluation(1, 1.0, 1.0)
+    log.file.write(b'{"kind": "ev')
+    log.evaluation(2, 1.0, 1.0)
+    found = [read_record(line) for line in path.read_bytes().splitlines()]
+    assert [record.get("iter") for record in found] == [None, 1, None, 2]
+
+
+def test_metrics_emptied_under_the_run_go_on_at_the_beginning(tmp_path, clock):
+    """`> metrics.jsonl` in a shell: no zeros where the old records were."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock))
+    for it in range(2):
+        os.truncate(tmp_path / "metrics.jsonl", 0)
+        log.evaluation(it, 1.0, 1.0)
+    assert [r["iter"] for r in records(tmp_path)] == [1]
+
+
+def test_a_run_that_is_evaluated_each_second_seldom_draws(tmp_path, clock, monkeypatch):
+    """Drawing takes half a second: that would be half of the run."""
+    log, drawn = make_log(tmp_path, clock, Ledger(0.0, clock)), []
+    monkeypatch.setattr(runlog, "time", SimpleNamespace(monotonic=clock))
+    log.draw_run = lambda: drawn.append(clock.now)
+    clock.now = 1000.0
+    for it in range(100):
+        log.evaluation(it, 1.0, 1.0)
+        clock.sleep(1)
+    assert drawn == [1000, 1020, 1040, 1060, 1080]
 
 
 def test_numbers_keep_nine_digits_and_what_json_cannot_say_is_null():

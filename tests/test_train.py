@@ -2,10 +2,13 @@
 The loop: what it logs, when it evaluates and saves, and that stopping and going on changes nothing.
 """
 
+import contextlib
 import functools
 import json
 import math
+import os
 import re
+import signal
 import time
 from dataclasses import replace
 
@@ -59,7 +62,7 @@ def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, t
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     assert records(tmp_path, "start")[0]["tokenizer"] == "byte"
     assert re.search(
-        rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds$", out, re.M
+        rf"^checkpoint 7: {tmp_path}/ckpt-00000007.pt, 0\.\d\dMB, time \d+\.\ds, 20\d\d-", out, re.M
     )
     assert records(tmp_path, "end")[0]["reason"] == "max_iters"
 
@@ -210,12 +213,43 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
 
 
+def test_a_resume_with_other_tokens_per_iteration_says_both(dataset, tmp_path, capsys):
+    """It is another run, not one that is rounded differently."""
+    run_here(dataset, tmp_path, max_iters=4)
+    run_here(dataset, tmp_path, max_iters=6, init_from="resume", batch_size=8)
+    out = capsys.readouterr().out
+    # 2 micro-batches of 8 and of 4 sequences of 16
+    both = "resume: tokens per iteration: 256, before 128, for which the learning rate was chosen"
+    assert both in out.splitlines() and "round differently" not in out
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("end", ["SIGTERM", "an error", "max_minutes"])
+def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
+    original = train.train_step
+
+    def step(*args):
+        if step.number == 5:
+            (tmp_path / "loss.png").unlink()  # the first one, drawn at iteration 0
+            if end == "an error":
+                raise ValueError("an error")
+            if end == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                monkeypatch.setattr(train.RunLog, "minutes", lambda log: 1e9)
+        step.number += 1
+        return original(*args)
+
+    step.number = 0
+    monkeypatch.setattr(train, "train_step", step)
+    with contextlib.suppress(ValueError):
+        run_here(dataset, tmp_path, max_minutes=60.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(
     dataset, tmp_path, monkeypatch
 ):
-    import os
-    import signal
-
     original, evaluations = train.estimate_loss, iter(range(10))
 
     def interrupted(*args):

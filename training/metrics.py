@@ -5,7 +5,9 @@ The records of metrics.jsonl: read, and rewritten where a run resumes. Needs no 
 import contextlib
 import json
 import math
+import os
 from pathlib import Path
+from typing import BinaryIO
 
 from common.console import warn
 from common.files import replacing
@@ -18,13 +20,23 @@ def plain(value):
     return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
-def read_records(lines: list[str]) -> list[dict]:
-    """The records of metrics.jsonl's lines. Lines that are none are left out."""
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+def read_record(line: bytes) -> dict:
+    """The record on a line of metrics.jsonl; empty where the line is none."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def add_record(file: BinaryIO, record: dict) -> None:
+    """Write a record to the end of metrics.jsonl, which is open as "ab+". Raises OSError."""
+    line = json.dumps(record).encode() + b"\n"
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":  # a kill or a full disk has left half a line
+            line = b"\n" + line
+    file.write(line)
 
 
 def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
@@ -36,14 +48,13 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
     # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
     last = {"step": iter_num - 1, "event": iter_num - 1, "checkpoint": iter_num}
     last |= {"eval": evaluated_at, "sample": evaluated_at, "end": -1}
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    kept = []
-    for record in read_records(text.splitlines()):
-        it, kind = record.get("iter"), record.get("kind")
-        if isinstance(it, int) and it <= last.get(kind, math.inf):
-            kept.append(record)
     try:
-        with replacing(path) as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+        path.touch()  # somebody may have deleted it
+        with replacing(path) as file, open(path, "rb") as lines:
+            for line in lines:
+                record = read_record(line)
+                it, kind = record.get("iter"), record.get("kind")
+                if isinstance(it, int) and it <= last.get(kind, math.inf):
+                    file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
         warn(f"{path}: {error.strerror}; what the run says again stays in it twice")

@@ -8,13 +8,13 @@ compilation never enter an iteration's time.
 
 import contextlib
 import hashlib
-import json
 import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_flops, count_parameters, warn_of_epochs
 from training.hardware import Hardware
-from training.metrics import drop_records, plain
+from training.metrics import add_record, drop_records, plain
 from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
@@ -102,7 +102,7 @@ class RunLog:
         ranks: Ranks,
         began: float,
         resumed: dict | None = None,
-        draw_run: Callable[[Path], None] = lambda out_dir: None,
+        draw_run: Callable[[], None] = lambda: None,
     ):
         """
         `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state.
@@ -121,12 +121,12 @@ class RunLog:
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
         self.drawn_at = 0.0
-        self.out_dir = Path(config.out_dir)
+        out_dir = Path(config.out_dir)
         if ranks.is_main and not config.eval_only:
-            metrics, log = self.out_dir / "metrics.jsonl", self.out_dir / "log.txt"
+            metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
             if progress:
                 drop_records(metrics, progress.iter_num, progress.evaluated_at)
-            self.file = open(metrics, "ab", buffering=0)
+            self.file = open(metrics, "ab+", buffering=0)
             keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
 
     # -------------------------------------------------------------------------
@@ -170,9 +170,10 @@ class RunLog:
     def record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, flushed."""
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
+        record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         if self.file:
             try:
-                self.file.write(json.dumps(record).encode() + b"\n")
+                add_record(self.file, record)
             except OSError as error:  # a full disk: the run is worth more than its record
                 warn(f"metrics.jsonl: {error.strerror}; going on")
         self.tracker.log(record)
@@ -189,6 +190,7 @@ class RunLog:
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
         flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token ({formula})"
+        say(f"start: {date()}")
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
@@ -256,7 +258,7 @@ class RunLog:
         self.mark_spike(last.iter_num, values["loss"])
         self.timed = 0
         self.logged = dict(seconds)
-        self.draw()
+        self.draw(60)
 
     def format_step(self, v: dict) -> str:
         """nanoGPT's grammar first, then everything else."""
@@ -305,23 +307,26 @@ class RunLog:
         say(f"step {iter_num}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
         self.record("eval", iter=iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
-        self.draw(now=True)
+        self.draw(20)
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
-        say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s")
+        say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
 
     def sample(self, iter_num: int, text: str) -> None:
         say(f"sample {iter_num}:", *text.split("\n"), "")
         self.record("sample", iter=iter_num, text=text)
 
-    def draw(self, now: bool = False) -> None:
-        """Draw loss.png, at most once a minute unless it is wanted `now`."""
-        if not self.file or not (now or time.monotonic() - self.drawn_at > 60):
+    def draw(self, seconds: float) -> None:
+        """
+        Draw loss.png again where it is older than so many seconds: drawing takes about half a
+        second, and a small run may be evaluated every second.
+        """
+        if not self.file or time.monotonic() - self.drawn_at < seconds:
             return
         with self.ledger.book("evaluation"):
-            self.draw_run(self.out_dir)
+            self.draw_run()
         self.drawn_at = time.monotonic()
 
     def warn(self, iter_num: int, message: str) -> None:
@@ -336,7 +341,7 @@ class RunLog:
         spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens")
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         if not self.config.eval_only and iters < self.config.max_iters:
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
@@ -344,6 +349,11 @@ class RunLog:
             say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
         keep_transcript(None)
+
+
+def date() -> str:
+    """Date and time, for people; records have theirs in ISO 8601."""
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def tokenizer_name(spec: dict) -> str:

@@ -220,7 +220,11 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
         rounding.append("number of processes")
-    if rounding:
+    before = saved_config(start.resumed["config"]).iter_tokens
+    if config.iter_tokens != before:
+        chosen = f"before {before:,}, for which the learning rate was chosen"
+        say(f"resume: tokens per iteration: {config.iter_tokens:,}, {chosen}")
+    elif rounding:
         what = ", ".join(rounding)
         say(f"resume: with another {what} sums round differently: not bit for bit the same run")
 
