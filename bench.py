@@ -19,6 +19,7 @@ Examples:
     python bench.py ladder config/gpt124m_4070.py --png=ladder.png
     python bench.py sweep config/gpt124m_4070.py --write=config/mine.py
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
+    python bench.py plan config/fast124m_4070.py --gpu=4070 --hours=8
     python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT
 """
 

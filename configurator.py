@@ -45,6 +45,7 @@ MODELS = ("gpt2", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
+NEVER = 2**40  # as a number of iterations: the clock decides
 
 
 @dataclass
@@ -93,6 +94,8 @@ class Config:
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
     max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
+    hours: float = key(0.0, "in place of max_iters: the run and its schedule take so long", low=0.0)
+    until: str = key("", "in place of hours: the clock time of the end, as 07:00", free_text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
@@ -108,6 +111,11 @@ class Config:
     peak_tflops: float = key(0.0, "this device's dense peak for MFU; 0: from gpus.csv", low=0.0)
     # Not a key: the names of the keys that a file or flag has set
     given: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether the schedule follows the time and not the iterations."""
+        return bool(self.hours or self.until)
 
     @property
     def iter_sequences(self) -> int:
@@ -182,6 +190,7 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
     if keys is Config:
         known |= NANOGPT_FIELDS
     values: dict[str, Any] = {}  # in the order in which the keys were last set
+    flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
     left = list(argv)
     while left:
@@ -189,6 +198,7 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
         try:
             if argument.startswith("-") or "=" in argument:
                 found = read_flag(argument, known, left)
+                flags |= found.keys()
             else:
                 found = read_file(Path(argument), known, values)
         except UserError as error:
@@ -198,6 +208,10 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
         values = {n: v for n, v in values.items() if n not in found} | found
     if not problems:
         switch_off_tokens_per_iter(values)
+    if values.get("hours") or values.get("until"):
+        # config files have these for runs by iterations
+        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}
+        values.setdefault("eval_interval", NEVER)
     return keys(**values, given=frozenset(values)), problems
 
 
@@ -355,6 +369,9 @@ def resolve(config: Config) -> list[str]:
         highest = min(highest, config.head_lr)  # those of embeddings are far above min_lr
     if highest < config.min_lr and "min_lr" not in config.given:
         config.min_lr = highest / 10  # a rate must not rise to min_lr
+    is_time = re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", config.until)
+    if config.until and (config.hours or not is_time):
+        problems.append(f"until: {config.until!r}; write a clock time, --until=07:00, and no hours")
     if config.tokenizer != "gpt2" and not config.stream:
         problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
     return problems

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
+    STARTED = time.perf_counter()  # importing torch is a part of the run's time
     # Ctrl-C while torch is imported: no traceback. run_main takes over later.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -33,6 +34,7 @@ from reports.picture import RunPicture
 from training import hardware
 from training.build import build_model, build_optimizer, loss_chunk, model_config
 from training.checkpoint import Checkpoints, list_checkpoints
+from training.clock import Clock, now
 from training.hardware import Hardware, OutOfMemory, on_out_of_memory
 from training.memory import out_of_memory_advice
 from training.progress import Progress
@@ -124,20 +126,23 @@ def evaluate(
     return total, sum(counts)
 
 
-def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
+def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     """
     The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at
-    iteration `horizon`.
+    iteration `horizon`. By the clock that is it / share, with `share` of the time gone by.
     """
+    warmup = config.warmup_iters
+    if config.by_clock:
+        warmup = min(warmup, horizon / 10)
     # nanoGPT's warm-up: the first rate is above 0
-    if it < config.warmup_iters:
-        return highest * (it + 1) / (config.warmup_iters + 1)
+    if it < warmup:
+        return highest * (it + 1) / (warmup + 1)
     if config.lr_schedule == "constant":
         return highest
     if it >= horizon:
         return config.min_lr
     # the decay starts after warm-up, with wsd in the last decay_fraction of the schedule
-    start = config.warmup_iters
+    start = warmup
     if config.lr_schedule == "wsd":
         start = max(start, horizon - round(config.decay_fraction * horizon))
     progress = max(0, it - start) / max(1, horizon - start)
@@ -147,7 +152,7 @@ def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
     return config.min_lr + shape * (highest - config.min_lr)
 
 
-def set_lr(optimizer, it: int, config: Config, horizon: int) -> float:
+def set_lr(optimizer, it: int, config: Config, horizon: float) -> float:
     """Set each group's rate for iteration `it`. Returns the first group's, which is logged."""
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, config, horizon, group["initial_lr"])
@@ -158,25 +163,24 @@ def set_lr(optimizer, it: int, config: Config, horizon: int) -> float:
 # Around the iterations
 
 
-def due(it: int, interval: int) -> bool:
-    return interval > 0 and it % interval == 0
-
-
 def reason_to_end(config: Config, iter_num: int, log: RunLog, ranks: Ranks) -> str | None:
     if config.eval_only:
         return "eval_only"
     if iter_num >= config.max_iters:
         return "max_iters"
+    if log.clock.reading.is_up:
+        return "until" if config.until else "hours"
     if config.max_minutes and ranks.any(log.minutes() > config.max_minutes):
         return "max_minutes"
     return None
 
 
-def evaluation_due(config: Config, progress: Progress, reason: str | None) -> bool:
+def evaluation_due(config: Config, progress: Progress, reason: str | None, clock: Clock) -> bool:
     """Every eval_interval and at a complete end, but not what a resumed run has evaluated."""
     if progress.evaluated_at == progress.iter_num and not config.eval_only:
         return False
-    return due(progress.iter_num, config.eval_interval) or reason in ("eval_only", "max_iters")
+    complete = reason in ("eval_only", "max_iters", "hours", "until")
+    return complete or clock.evaluation_due(progress.iter_num)
 
 
 def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) -> str:
@@ -263,9 +267,9 @@ def sample_text(model, text: Tokenizer, vocab: int, config: Config, hw: Hardware
 # The run
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # What is asked for. All that is wrong with it is listed before anything is written.
-    began = time.perf_counter()
+    began = now() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
     asked = read_arguments(argv, ranks)
     checkpoints = Checkpoints(asked, ranks, check_checkpoint)  # keeps other runs out of out_dir
@@ -291,7 +295,8 @@ def main(argv: list[str]) -> int:
     # From here on out_dir is this run's
     checkpoints.claim_folder(p if start.resumed else None)
     log = RunLog(c, hw, ranks, began, start.resumed, RunPicture(c.out_dir).draw)
-    say_what_changed(c, start, ranks)
+    clock = log.clock  # knows when to evaluate and save, and with --hours when to end
+    say_what_changed(c, start, ranks, clock, get_lr)
     log.start(data, raw_model.config, p)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
     skips = Skips(c, hw, ranks, log, batches.windows)
@@ -331,10 +336,11 @@ def main(argv: list[str]) -> int:
 
         while True:
             # is this the end? all ranks decide together
+            clock.look(p.iter_num)
             reason = reason_to_end(c, p.iter_num, log, ranks)
 
             # every eval_interval, and when complete: all ranks evaluate, rank 0 shows and saves
-            if evaluation_due(c, p, reason):
+            if evaluation_due(c, p, reason, clock):
                 with log.book("evaluation"):
                     train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
                     log.evaluation(p.iter_num, train_loss, val_loss)
@@ -346,13 +352,13 @@ def main(argv: list[str]) -> int:
                     save(last=reason is not None)
 
             # every checkpoint_interval, and at the end: rank 0 saves what is not saved yet
-            if reason or (due(p.iter_num, c.checkpoint_interval) and p.iter_num > 0):
+            if reason or clock.save_due(p.iter_num):
                 save(last=reason is not None)
             if reason:
                 break
 
             # one iteration: all ranks, each with its share of the micro-batches
-            lr = set_lr(optimizer, p.iter_num, c, p.lr_horizon)
+            lr = set_lr(optimizer, p.iter_num, c, clock.begin_update(p.iter_num, p.lr_horizon))
             with log.iteration(p.iter_num), ranks.together():
                 losses, grad_norm = train_step(
                     ddp_model, optimizer, scaler, next_batch, accum, c.grad_clip, autocast
@@ -361,7 +367,8 @@ def main(argv: list[str]) -> int:
             p.advance(c.iter_sequences, c.iter_tokens, hardware.get_rng_state(hw.device))
 
             # every log_interval, and the last one: iterations wait for the device only here
-            is_logged = due(it.iter_num, c.log_interval) or p.iter_num == c.max_iters
+            is_last = p.iter_num == c.max_iters or clock.reading.share >= 1
+            is_logged = it.iter_num % c.log_interval == 0 or is_last
             skips.add(it, look=is_logged)
             if is_logged:
                 log.line(it)
@@ -386,4 +393,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED))

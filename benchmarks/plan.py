@@ -9,17 +9,19 @@ estimated from the card's peak at an assumed MFU, with a range. The rest is arit
 import math
 import statistics
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.console import UserError, count, raise_if_any, say
-from configurator import Config
+from configurator import NEVER, Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from training import hardware
 from training.build import count_flops, count_parameters, model_config, warn_of_epochs
+from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
 from training.metrics import read_record
@@ -156,7 +158,30 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
     )
     p = card | p | pace
     p |= memory_figures(config, model, p)
-    return p | time_figures(config, p, options)
+    p |= time_figures(config, p, options)
+    return p | disk_figures(config, p)
+
+
+def with_iterations(
+    config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace
+) -> Config:
+    """
+    For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
+    Start-up and compilation, some minutes, are not counted.
+    """
+    if not config.by_clock:
+        return config
+    if not pace["iter_seconds"]:
+        return replace(config, max_iters=0)
+    seconds = 3600 * config.hours or next_time(config.until, wall()) - wall()
+    most = min(config.max_iters, int(seconds / pace["iter_seconds"]))
+    evals = math.ceil(most / 20) if config.eval_interval == NEVER else config.eval_interval
+    saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / pace["iter_seconds"])
+    config = replace(config, max_iters=most, eval_interval=evals, checkpoint_interval=saves)
+    p = make_plan(config, model, card, pace, options)
+    # evaluations and checkpoints take their share of the hours
+    fit = int(most * min(1.0, seconds / 3600 / p["hours_total"]))
+    return replace(config, max_iters=fit)
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
@@ -199,6 +224,15 @@ def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
     return dict(vram_gib=vram, vram_parts_gib=parts_gib, fits=fits, batch_size_that_fits=best)
 
 
+def disk_figures(config: Config, p: dict) -> dict:
+    """GB of the shards (of the dataset, else of one epoch), of a checkpoint, and of all kept."""
+    shards = 0 if config.stream else 2 * (p["dataset_tokens"] or p["total_tokens"]) / 1e9
+    checkpoint = (4 * p["params"] + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
+    kept = config.keep_checkpoints + 2  # best.pt, and the one being written
+    disk = shards + kept * checkpoint
+    return dict(shards_gb=shards, checkpoint_gb=checkpoint, checkpoints_kept=kept, disk_gb=disk)
+
+
 # -----------------------------------------------------------------------------
 # For people
 
@@ -223,7 +257,7 @@ def plan_lines(p: dict) -> list[str]:
         f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
     ]
     if p["hours"] is None:
-        return [*lines, f"time     n/a, {p['pace']}", *memory_lines(p)]
+        return [*lines, f"time     n/a, {p['pace']}", *memory_lines(p), disk_line(p)]
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
     low, high = p["hours_range"]
     span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
@@ -234,6 +268,7 @@ def plan_lines(p: dict) -> list[str]:
         f"with {p['evaluations']} evaluations of {p['eval_seconds']:.1f} s and "
         f"{p['checkpoints']} checkpoints of {p['checkpoint_seconds']:.1f} s",
         *memory_lines(p),
+        disk_line(p),
     ]
     if p["kwh"] is None:
         return [*lines, "energy   n/a (--watts= the draw of one GPU)"]
@@ -258,6 +293,13 @@ def memory_lines(p: dict) -> list[str]:
         pair = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
         advice = f"; the largest that does: {pair}"
     return [line, f"         {verdict}{advice}"]
+
+
+def disk_line(p: dict) -> str:
+    tokens = count(p["dataset_tokens"] or p["total_tokens"])
+    shards = f"{p['shards_gb']:.3g} GB of shards ({tokens} tokens)"
+    kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
+    return f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}, one more without hard links"
 
 
 def table_lines(plans: list[dict]) -> list[str]:
@@ -299,17 +341,19 @@ def main(config: Config, options: Namespace) -> dict:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
-    warn_of_epochs(config, options.dataset_tokens)
     model = model_config(config, vocab)
     if options.gpu == "all":
         plans = []
         for row in read_gpu_table():
             card = card_of_row(row, config)
             pace = estimated_pace(config, model, card, options.gpus)
-            plans.append(make_plan(config, model, card, pace, options))
+            its = with_iterations(config, model, card, pace, options)
+            plans.append(make_plan(its, model, card, pace, options))
         say(*table_lines(plans))
         return dict(plans=plans)
     card, pace = card_and_pace(config, model, options)
+    config = with_iterations(config, model, card, pace, options)
+    warn_of_epochs(config, options.dataset_tokens)
     plan = make_plan(config, model, card, pace, options)
     say(*plan_lines(plan))
     return plan

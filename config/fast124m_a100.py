@@ -26,7 +26,7 @@ beta1 = 0.8
 beta2 = 0.95
 grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
 
-max_iters = 2475  # 1.30B tokens; --max_iters=1400 is a complete, shorter schedule
+max_iters = 2475  # 1.30B tokens; --max_iters=1400 or --hours is a complete, shorter schedule
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30 %, then down to zero

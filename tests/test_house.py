@@ -15,11 +15,11 @@ from helpers import ROOT, start_process
 
 from configurator import FIELDS
 
-CODE_LINES = 6_024
+CODE_LINES = 6_251
 FILE_LINES = {"train.py": 400, "model.py": 380}
 FUNCTION_LINES = 60
 KEYS = 60
-MAIN_LINES = 120  # train.main tells the story of a run
+MAIN_LINES = 130  # train.main tells the story of a run
 
 
 def tracked_files() -> list[str]:

@@ -11,6 +11,7 @@ import hashlib
 import math
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,55 +23,19 @@ from torch import Tensor
 from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import count, duration, keep_transcript, say, warn
-from configurator import Config, config_values
+from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_flops, count_parameters, warn_of_epochs
+from training.clock import Clock, Ledger
 from training.hardware import Hardware
 from training.metrics import add_record, drop_records, plain
 from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
 
-CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "other")
 SPIKE = 1.25  # a loss this many times its running mean gets a warning
 CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
-
-# -----------------------------------------------------------------------------
-# Where the time goes
-
-
-class Ledger:
-    """
-    Books wall time under exactly one category at a time: "start-up" until the first `switch`, then
-    "other" except inside `book`. Nested bookings take their time out of the outer one. Seconds.
-    """
-
-    def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        self.clock, self.since, self.category = clock, began, "start-up"
-        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-
-    def switch(self, category: str) -> str:
-        """
-        Charge the time since the last switch to the category that ends, and return that category.
-        """
-        now = self.clock()
-        self.seconds[self.category] += now - self.since
-        self.since, ended, self.category = now, self.category, category
-        return ended
-
-    @contextlib.contextmanager
-    def book(self, category: str) -> Iterator[None]:
-        outer = self.switch(category)
-        try:
-            yield
-        finally:
-            self.switch(outer)
-
-    def total(self) -> float:
-        self.switch(self.category)
-        return sum(self.seconds.values())
-
 
 # -----------------------------------------------------------------------------
 # The log of one run
@@ -105,7 +70,7 @@ class RunLog:
         draw_run: Callable[[], None] = lambda: None,
     ):
         """
-        `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state.
+        `began`: clock.now() when the run began. `resumed`: the checkpoint's state.
         `draw_run` draws out_dir/loss.png.
         """
         self.draw_run = draw_run
@@ -114,6 +79,8 @@ class RunLog:
         progress = Progress(**resumed["progress"]) if resumed else None
         for category, seconds in resumed["ledger"].items() if resumed else ():
             self.ledger.seconds[category] += seconds
+        saved = resumed.get("clock") if resumed else None
+        self.clock = Clock(config, self.ledger, saved, ranks.from_main)
         # the evaluation at the resumed iteration stands; what comes after it is written again
         purge_from = progress.iter_num + 1 if progress else 0
         self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
@@ -136,13 +103,16 @@ class RunLog:
     def book(self, category: str) -> Iterator[None]:
         """Book what happens inside. The iterations the device is still busy with end before it."""
         self.wait_for_device()
+        before = self.ledger.seconds[category]
         with self.ledger.book(category):
             yield
+        self.clock.note_price(category, self.ledger.seconds[category] - before)
 
     def wait_for_device(self) -> None:
         """Book the wait as steps: the device is still busy with iterations."""
         with self.ledger.book("steps"):
             self.hw.synchronize()
+        self.clock.device_is_done()
 
     @contextlib.contextmanager
     def iteration(self, iter_num: int) -> Iterator[None]:
@@ -153,8 +123,12 @@ class RunLog:
             yield
         if counters["stats"]["unique_graphs"] == graphs:
             self.timed += 1
+            self.clock.pending += 1
+            if self.hw.device.type == "cpu":  # iterations end when they return
+                self.clock.device_is_done()
             return
-        self.wait_for_device()
+        with self.ledger.book("steps"):
+            self.hw.synchronize()
         seconds = booked["steps"] - booked_before
         booked["steps"] -= seconds
         booked["compile"] += seconds
@@ -199,11 +173,21 @@ class RunLog:
             f"block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}"
         )
-        total = c.iter_tokens * c.max_iters
-        epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
-        say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
+        threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
+        iterations = f"{c.max_iters:,} iterations"
+        if c.by_clock:
+            bound = "in place of max_iters" if c.max_iters == NEVER else f"or {iterations}"
+            end = f"{bound}, in {c.out_dir}; the end is at about {self.clock.end_text()}"
+            say(f"run: hours {self.clock.hours_text()} {end}")
+        else:
+            total = c.iter_tokens * c.max_iters
+            epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
+            say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:
-            warn_of_epochs(c, self.train_tokens)
+            if c.max_iters < NEVER:
+                warn_of_epochs(c, self.train_tokens)
+            if c.warmup_iters > c.max_iters:
+                warn(f"the warm-up, {c.warmup_iters:,} iterations, is longer than the run")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
                 warn("torch sees no GPU here, so this trains on the CPU, very slowly")
         if self.ranks.world_size > 1:
@@ -264,24 +248,26 @@ class RunLog:
         """nanoGPT's grammar first, then everything else."""
         mfu = "n/a" if v["mfu"] is None else f"{v['mfu']:.2%}"
         mem = "n/a" if v["mem_gib"] is None else f"{v['mem_gib']:.1f}GiB"
+        hours = f"hours {self.clock.hours_text()}, " if self.config.by_clock else ""
         epoch = f"{v['tokens'] / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         return (
             f"iter {v['iter']}: loss {v['loss']:.4f}, time {v['step_ms']:.2f}ms, mfu {mfu}, "
             f"tok/s {v['tokens_per_sec']:,.0f}, lr {v['lr']:.2e}, norm {v['grad_norm']:.2f}, "
             f"tokens {count(v['tokens'])}, epoch {epoch}, mem {mem}, "
-            f"eta {duration(self.eta(v['iter'], v['step_ms'] / 1000))}"
+            f"{hours}eta {duration(self.eta(v['iter']))}"
         )
 
-    def eta(self, it: int, step_seconds: float) -> float:
+    def eta(self, it: int) -> float:
         """
-        Seconds to the end: the iterations left, and the evaluations and checkpoints left at their
-        mean price so far.
+        Seconds to the end: the iterations left, at their mean over the last minutes, and the
+        evaluations and checkpoints left at their mean price so far. By the clock, what is left.
         """
         c, seconds = self.config, self.ledger.seconds
         evaluations = it // c.eval_interval + 1
         pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
-        left = c.max_iters // c.eval_interval - it // c.eval_interval
-        return (c.max_iters - it - 1) * step_seconds + left * pause
+        left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
+        eta = (c.max_iters - it - 1) * self.clock.pace() + left * pause
+        return max(0.0, min(eta, self.clock.left())) if c.by_clock else eta
 
     def mark_spike(self, iter_num: int, loss: float) -> None:
         """
@@ -343,11 +329,13 @@ class RunLog:
         iters, tokens = progress.iter_num, progress.tokens
         say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
-        if not self.config.eval_only and iters < self.config.max_iters:
+        complete = iters >= self.config.max_iters or reason in ("hours", "until")
+        if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
+        self.ledger.closed.set()
         keep_transcript(None)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
 from configurator import (
+    NEVER,
     Config,
     config_values,
     print_config,
@@ -25,6 +26,7 @@ from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_deman
 from model import HOW_COMPUTED, GPTConfig
 from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
+from training.clock import Clock
 from training.hardware import check_device, get_rng_state, set_rng_state
 from training.pretrained import check_state, load_pretrained
 from training.progress import Progress
@@ -180,12 +182,16 @@ def is_finished(config: Config, start: Start) -> bool:
     if not start.resumed or config.eval_only:
         return False
     progress = Progress(**start.resumed["progress"])
-    if min(progress.iter_num, progress.evaluated_at) < config.max_iters:
+    changed, end = changed_keys(config, start), config.max_iters
+    if config.by_clock and not {"hours", "until", "max_iters"}.intersection(changed):
+        end = progress.iter_num if start.resumed["clock"]["share"] >= 1 else NEVER
+    if min(progress.iter_num, progress.evaluated_at) < end:
         return False
-    asked = [f"{name} = {getattr(config, name)!r}" for name in changed_keys(config, start)]
+    asked = [f"{name} = {getattr(config, name)!r}" for name in changed]
     another = f"; for a new run with {', '.join(asked)}: another --out_dir" if asked else ""
     done = f"has made its {progress.iter_num:,} iterations"
-    say(f"{config.out_dir} {done}; a larger --max_iters goes on{another}")
+    more = "more --hours" if config.by_clock else "a larger --max_iters"
+    say(f"{config.out_dir} {done}; {more} goes on{another}")
     return True
 
 
@@ -195,19 +201,26 @@ def changed_keys(config: Config, start: Start) -> list[str]:
     return [n for n in values if n in saved and saved[n] != values[n] and n != "init_from"]
 
 
-def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
-    """Print how this start differs from the checkpoint's, and whether the run stays bit for bit."""
+def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, get_lr) -> None:
+    """
+    Print how this start differs from the checkpoint's, and whether the run stays bit for bit.
+    `get_lr`: train.py's.
+    """
     if not start.resumed:
         return
     progress = Progress(**start.resumed["progress"])
     path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"
-    say(f"resume: {path}, iteration {progress.iter_num:,} of {config.max_iters:,}")
+    end = f"of {config.max_iters:,}"
+    if config.by_clock:
+        end = f"after {clock.used() / 3600:.2f} hours; by the clock no run is bit for bit the same"
+    say(f"resume: {path}, iteration {progress.iter_num:,} {end}")
     changed = changed_keys(config, start)
     for name in changed:
-        before = start.resumed["config"][name]
-        say(f"resume: {name} = {getattr(config, name)!r} (the checkpoint had {before!r})")
+        before, value = start.resumed["config"][name], getattr(config, name)
+        if NEVER not in (before, value):
+            say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     horizon = progress.lr_horizon
-    unmoved = horizon != config.max_iters and "lr_decay_iters" not in config.given
+    unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
         ends = "still ends there"
         if horizon <= progress.iter_num:
@@ -217,6 +230,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
             f"{ends}; --lr_decay_iters={config.max_iters} moves that; for a new run: "
             "another --out_dir"
         )
+    if config.by_clock:
+        say_new_rate(config, progress.iter_num, ranks, clock, get_lr)
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
         rounding.append("number of processes")
@@ -227,6 +242,21 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks) -> None:
     elif rounding:
         what = ", ".join(rounding)
         say(f"resume: with another {what} sums round differently: not bit for bit the same run")
+
+
+def say_new_rate(config: Config, it: int, ranks: Ranks, clock: Clock, get_lr) -> None:
+    """How another end moves the schedule and the rate. All ranks take part."""
+    clock.look(it)
+    before, share = clock.share, clock.reading.share
+    if not before or abs(share - before) < 0.01:
+        return
+    old, new = (get_lr(it, config, it / at, config.learning_rate) for at in (before, share))
+    schedule = f"the schedule goes on at {share:.0%}, not at {before:.0%}"
+    change = f"resume: {schedule}, and the rate at {new:.2e}, not at {old:.2e}"
+    if before < 0.1 or old == config.learning_rate:
+        say(change)
+    elif ranks.is_main:
+        warn(f"{change}, though its decay had begun")
 
 
 # -----------------------------------------------------------------------------
@@ -314,6 +344,7 @@ def checkpoint_state(
         rng=ranks.gather(progress.rng),
         progress=progress.state_dict(),
         ledger=dict(log.ledger.seconds),
+        clock=log.clock.state_dict(),
         model_config=asdict(model.config),
         code=code_of(model.config.model),
         vocab=data.vocab,
@@ -346,6 +377,6 @@ def restore(
     if rank < len(state["rng"]):
         set_rng_state(state["rng"][rank], device)
     progress = Progress(**state["progress"], rng=get_rng_state(device))
-    if "lr_decay_iters" in config.given:
+    if "lr_decay_iters" in config.given or progress.lr_horizon == NEVER:
         progress.lr_horizon = horizon
     return progress
