@@ -228,7 +228,7 @@ class FastGPT(nn.Module):
         return (before * spread + idx) % rows
 
     def logits(self, x: Tensor) -> Tensor:
-        return cap_logits(self.lm_head(x).float(), LOGIT_CAP)
+        return cap_logits(self.lm_head(x), LOGIT_CAP)
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """

@@ -12,8 +12,15 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from weights import TRANSPOSED, as_transformers
 
-from model import GPT, GPTConfig, generate, mean_loss, pad_vocab
-from training.build import build_model, count_parameters, decay_groups, flops_per_token
+import model as model_file
+from model import GPT, GPTConfig, cap_logits, generate, mean_loss, pad_vocab
+from training.build import (
+    build_model,
+    compile_model,
+    count_parameters,
+    decay_groups,
+    flops_per_token,
+)
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
@@ -190,7 +197,7 @@ def loss_and_gradients(
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
     targets[0, :22] = -1  # 128 remain: dividing by them rounds nothing
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = (torch.compile(model) if compiled else model)(idx, targets)
+        loss = (compile_model(model) if compiled else model)(idx, targets)
     (scale * loss).backward()
     return loss.detach(), torch.cat([p.grad.flatten() / scale for p in model.parameters()])
 
@@ -244,6 +251,49 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "dtype, backend, tolerance",
+    [
+        (torch.float32, None, 1e-6),
+        (torch.float16, None, 3e-3),
+        (torch.float32, "aot_eager", 1e-6),
+        pytest.param(torch.float16, "aot_eager", 3e-3, marks=pytest.mark.slow),
+        pytest.param(torch.float32, "inductor", 1e-6, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("chunk", [0, 20])
+def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
+    chunk, dtype, backend, tolerance, monkeypatch
+):
+    """Half of the cross-entropy and a z-loss, against their formulas in float64."""
+    stock, cap = model_file.loss_sum, 5.0
+
+    def with_z_loss(logits, targets, cap, **how):
+        z = cap_logits(logits, cap).logsumexp(-1)
+        return stock(logits, targets, cap, **how) / 2 + (z.square() * (targets != -1)).sum()
+
+    monkeypatch.setattr(model_file, "loss_sum", with_z_loss)
+    torch.manual_seed(0)
+    x, head = (torch.randn(*shape, 16, requires_grad=True) for shape in ((5, 10), (37,)))
+    targets = tokens(5, 10, 37)
+    targets[2] = -1
+    ours = compile_model(mean_loss, fullgraph=True, backend=backend) if backend else mean_loss
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = ours(x, head, targets, chunk, cap)
+        with torch.no_grad():
+            evaluated = ours(x, head, targets, chunk, cap)
+
+    logits = x.double() @ head.double().T
+    logits = cap * logits / (logits**2 + cap**2).sqrt()
+    z = logits.exp().sum(-1).log()
+    cross_entropy = z - logits.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    expected = (cross_entropy / 2 + z**2)[targets != -1].mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    assert evaluated.item() == pytest.approx(expected.item(), rel=tolerance)
+    for a, b in zip(*(torch.autograd.grad(v, [x, head]) for v in (loss, expected)), strict=True):
+        assert (a - b).norm() < tolerance * b.norm()
+
+
 def test_gradients_of_logits_far_beyond_their_cap_are_finite():
     """In float32 such a logit rounds to a little more than its cap."""
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
@@ -275,7 +325,7 @@ def test_dynamo_takes_the_model_in_one_piece_and_once(model):
     torch._dynamo.reset()  # another test's sizes would make these dynamic
     model = build_model(GPTConfig(**SMALL, model=model, loss_chunk=32))
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = compile_model(model, fullgraph=True, backend=backend)
     for seed in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             loss = compiled(tokens(3, 50, 211, seed), tokens(3, 50, 211, seed + 1))
