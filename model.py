@@ -39,6 +39,10 @@ class GPTConfig:
     bigram_rows: int = 0
 
 
+# fields that only change how the model is computed; all others are its architecture
+HOW_COMPUTED = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
+
+
 def pad_vocab(vocab_size: int, multiple: int) -> int:
     """The vocabulary size rounded up to a multiple: 50257, 128 -> 50304."""
     return -(-vocab_size // multiple) * multiple
@@ -49,18 +53,13 @@ def pad_vocab(vocab_size: int, multiple: int) -> int:
 
 
 class KVCache:
-    """
-    Keys and values of the tokens that one layer has seen, for generation: room for `capacity`,
-    `length` filled. In model_fast.py a further one holds the tokens themselves.
-    """
+    """Keys and values of one layer's past tokens: room for `capacity`, `length` filled."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Take in k and v of further tokens, (B, nh, T, hs) each; returns those of all tokens so far.
-        """
+        """Take in k and v, (B, nh, T, hs) each, of further tokens; returns those of all so far."""
         if self.length == 0:
             B, nh, _, hs = k.shape
             self.k = k.new_empty(B, nh, self.capacity, hs)
@@ -75,8 +74,7 @@ def plain_attention(
 ) -> Tensor:
     """
     F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs).
-    In bfloat16 on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024
-    (results/cpu/kernels.json).
+    In bfloat16 on a CPU it is faster: 4 times at 64 tokens, 1.2 at 1024 (results/cpu/kernels.json).
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     scores = q * scale @ k.transpose(-2, -1)  # (B, nh, T, T plus cached tokens)
@@ -300,9 +298,14 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
         recompute = self.config.recompute and self.training and not caches
-        for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
+        blocks = self.transformer.h
+        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.transformer.ln_f(x)
+
+    def new_caches(self, room: int) -> list[KVCache]:
+        """Empty caches for `hidden`, one for each block, with room for so many tokens."""
+        return [KVCache(room) for _ in self.transformer.h]
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """
@@ -346,9 +349,7 @@ def generate_tokens(
     caches, new = [], idx
     for _ in range(max_new_tokens):
         if not caches or caches[0].length == window:
-            room = min(T + max_new_tokens, window)
-            # one for each layer, and one for the tokens: model_fast.py looks up pairs of them
-            caches = [KVCache(room) for _ in range(model.config.n_layer + 1)]
+            caches = model.new_caches(min(T + max_new_tokens, window))
             new = idx[:, -window:]
         logits = model.next_logits(new, caches)[:, :vocab].float()
         new = sample_next(logits, sampling, generator)

@@ -4,6 +4,7 @@ switch thrown.
 """
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from weights import TRANSPOSED, as_transformers
 
 import model as model_file
-from model import GPT, GPTConfig, cap_logits, generate, mean_loss, pad_vocab
+from model import GPT, HOW_COMPUTED, GPTConfig, cap_logits, generate, mean_loss, pad_vocab
 from training.build import (
     build_model,
     compile_model,
@@ -369,6 +370,68 @@ def test_blocks_run_twice_in_training_alone(model):
     model.eval()(idx, idx).backward()
     generate(model.train(), idx, 3, SMALL["vocab_size"])
     assert len(runs) == 2 + 1 + 3
+
+
+BASE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=2, n_embd=32)
+# a value to try for each field that is the model's architecture
+ANOTHER = dict(
+    block_size=30,
+    vocab_size=97,
+    n_layer=4,
+    n_head=4,
+    n_embd=48,
+    bias=False,
+    tie_weights=False,
+    model="fast",
+    value_tables=1,
+    bigram_rows=50,
+)
+
+
+def random_model(config: GPTConfig) -> torch.nn.Module:
+    """In eval mode; no weight is zero, so that everything in it has a say."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(GPTConfig) if f.name not in HOW_COMPUTED])
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@torch.no_grad()
+def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
+    """All at once, or one token after another after a first part."""
+    assert field in ANOTHER, f"{field}: give ANOTHER a value, or HOW_COMPUTED its name"
+    assert ANOTHER[field] != (vars(GPTConfig()) | BASE)[field]
+    model = random_model(GPTConfig(**BASE | dict(model=model) | {field: ANOTHER[field]}))
+    idx = tokens(2, 24, 61)
+    expected = model(idx)
+    for first in (1, 7, 24):
+        caches = model.new_caches(24)
+        for start, end in [(0, first), *((n, n + 1) for n in range(first, 24))]:
+            logits = model.next_logits(idx[:, start:end], caches)
+            # float32 sums in another order
+            torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
+
+
+OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
+
+
+@pytest.mark.parametrize("field", sorted(HOW_COMPUTED))
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@torch.no_grad()
+def test_how_a_model_is_computed_is_not_what_it_computes(model, field):
+    """Weights of either load into the other, and evaluated logits are the same."""
+    if (model, field) == ("fast", "dropout"):
+        pytest.skip("the fast model has none")
+    tables = dict(value_tables=1, bigram_rows=50) if model == "fast" else {}
+    config = GPTConfig(**BASE, **tables, model=model)
+    one, other = random_model(config), build_model(replace(config, **{field: OTHERWISE[field]}))
+    other.load_state_dict(one.state_dict())  # strict: names and shapes
+    idx = tokens(2, 24, 61)
+    # float32 sums in another order
+    torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
 
 
 def test_flops_per_token_by_hand():
