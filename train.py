@@ -32,7 +32,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig, Sampling, generate
 from reports.picture import RunPicture
 from training import hardware
-from training.build import build_model, build_optimizer, loss_chunk, model_config
+from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
 from training.checkpoint import Checkpoints, list_checkpoints
 from training.clock import Clock, now
 from training.hardware import Hardware, OutOfMemory, on_out_of_memory
@@ -202,7 +202,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
     # once, before the first iteration: all ranks compile, each for itself
     say("compiling: about a minute without a line")
     began = time.perf_counter()
-    compiled = torch.compile(model)
+    compiled = compile_model(model)
     # made like real batches, with their strides, or it would all compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
     try:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.console import warn
 from configurator import Config
-from model import GPT, GPTConfig, pad_vocab
+from model import GPT, GPTConfig, LossWithGradients, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
@@ -63,6 +63,13 @@ def loss_chunk(config: Config) -> int:
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:
     return FastGPT(config) if config.model == "fast" else GPT(config)
+
+
+def compile_model(model: nn.Module, **options) -> nn.Module:
+    """torch.compile(model, **options): what it takes to have the model in one graph stands here."""
+    # the compiler cannot follow its call of autograd, and need not
+    torch.compiler.allow_in_graph(LossWithGradients)
+    return torch.compile(model, **options)
 
 
 class SkipInit(TorchFunctionMode):
