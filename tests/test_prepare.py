@@ -127,7 +127,7 @@ def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
     "flags, code, message",
     [
         (["a.txt", "b.txt", "--val_fraction=0.9"], 1, "for training; try a smaller --val_fraction"),
-        (["c.docx"], 2, "c.docx: holds no .txt, .md, .py, .jsonl, .parquet files"),
+        (["c.docx"], 2, "c.docx: holds no .txt, .md, .py, .jsonl, .jsonl.gz, "),
         (["nowhere.txt"], 2, "nowhere.txt: no such file"),
         (["a.txt", "--val_fraction=1"], 2, "--val_fraction: 1.0 is not between 0 and 1"),
     ],
@@ -473,7 +473,7 @@ def bad_file(folder: Path, name: str) -> Path:
         ("broken.jsonl", 2, "JSON parse error"),
         ("garbage.parquet", 2, "not a parquet file"),
         ("empty.parquet", 2, "is empty; remove it"),
-        ("notes.docx", 2, "notes.docx: holds no .parquet, .jsonl, .json files"),
+        ("notes.docx", 2, "notes.docx: holds no .parquet, .jsonl, .json, .jsonl.gz, "),
         ("small.parquet", 1, "leaves none for training; try a smaller --val_tokens"),
     ],
 )
