@@ -608,10 +608,6 @@ DAMAGE = {
     "the magic number": (shard_overwritten(0, b"\0"), "begins with"),
     "the count": (shard_overwritten(8, b"\0"), "tokens, not"),
     "cut": (lambda f: os.truncate(f / "train_000001.bin", 2000), "tokens, not"),
-    "another manifest": (
-        lambda f: edit_manifest(f, lambda m: m["shards"][0].update(tokens=5)),
-        "manifest.json says 5",
-    ),
     "no manifest": (
         lambda f: (f / "manifest.json").unlink(),
         "manifest.json: not readable as JSON",
