@@ -129,8 +129,11 @@ def check_logits(state: dict, config: GPTConfig, weights: dict, hf: dict) -> Non
         difference = exported.logits(exported.hidden(idx)) - logits
         problem = "training/modeling_fast.py calls hidden and logits; do there what forward adds"
     else:
-        difference = gpt2_logits(weights, hf, idx) - logits
         problem = f"model.py computes something else than GPT-2; {NO_CLASS}"
+        try:
+            difference = gpt2_logits(weights, hf, idx) - logits
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"{error}: {problem}") from None
     largest = difference.abs().max()
     if not largest <= TOLERANCE * logits.abs().max():
         raise UserError(f"logits differ by {largest:.2g}: {problem}")
@@ -146,25 +149,20 @@ def model_with(weights: dict[str, torch.Tensor], config: GPTConfig) -> torch.nn.
 def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -> torch.Tensor:
     """
     idx (1, T) -> logits (1, T, V), as transformers' GPT2LMHeadModel computes them from an export; T
-    is all its positions. Apart from model.py, so that the two can be compared. Raises UserError for
-    tensors that GPT-2 does not have, or has in another shape.
+    is all its positions. Apart from model.py, so that the two can be compared. Raises KeyError or
+    RuntimeError where tensors are missing or have another shape than in GPT-2.
     """
-    left, T, C = dict(weights), hf["n_positions"], hf["n_embd"]
-
-    def take(name: str, *shape: int) -> torch.Tensor:
-        found = tuple(left[name].shape) if name in left else "missing"
-        if found != shape:
-            raise UserError(f"{name}: is {found}, but {shape} in GPT-2; {NO_CLASS}")
-        return left.pop(name)
+    T, C = hf["n_positions"], hf["n_embd"]
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.layer_norm(x, (C,), take(f"{name}.weight", C), take(f"{name}.bias", C), eps=1e-5)
+        return F.layer_norm(x, (C,), weights[f"{name}.weight"], weights[f"{name}.bias"])
 
     def linear(x: torch.Tensor, name: str, out: int) -> torch.Tensor:
-        return x @ take(f"{name}.weight", x.size(-1), out) + take(f"{name}.bias", out)
+        # view: a matrix of another width would do here, but not in transformers
+        return x @ weights[f"{name}.weight"].view(-1, out) + weights[f"{name}.bias"]
 
-    wte = take("transformer.wte.weight", hf["vocab_size"], C)
-    x = wte[idx] + take("transformer.wpe.weight", T, C)
+    wte = weights["transformer.wte.weight"]
+    x = wte[idx] + weights["transformer.wpe.weight"]
     for layer in range(hf["n_layer"]):
         block = f"transformer.h.{layer}"
         qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn", 3 * C)
@@ -173,11 +171,8 @@ def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -
         x = x + linear(y.transpose(1, 2).reshape(1, T, C), f"{block}.attn.c_proj", C)
         h = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc", 4 * C)
         x = x + linear(F.gelu(h, approximate="tanh"), f"{block}.mlp.c_proj", C)
-    x = norm(x, "transformer.ln_f")
-    head = wte if hf["tie_word_embeddings"] else take("lm_head.weight", hf["vocab_size"], C)
-    if left:
-        raise UserError(f"{min(left)}: GPT-2 has no such tensor; {NO_CLASS}")
-    return x @ head.T
+    head = wte if hf["tie_word_embeddings"] else weights["lm_head.weight"]
+    return norm(x, "transformer.ln_f") @ head.T
 
 
 def hf_config(tokenizer: dict, config: GPTConfig) -> dict:
@@ -253,14 +248,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("source")
     parser.add_argument("out")
     args = parser.parse_args(argv)
-    try:
-        if args.mode == "ckpt-to-hf":
-            ckpt_to_hf(args.source, args.out)
-        else:
-            to_ckpt(args.source, args.out)
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"{args.out}: cannot be written ({why}); choose another place") from None
+    if args.mode == "ckpt-to-hf":
+        ckpt_to_hf(args.source, args.out)
+    else:
+        to_ckpt(args.source, args.out)
     if args.mode == "nanogpt-to-ckpt":
         say("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
 

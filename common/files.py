@@ -86,9 +86,8 @@ def lack_of_space(folder: Path, needed: int) -> str:
     A message where the disk that `folder`, which need not exist yet, is or would be on has less
     than the `needed` bytes free. Empty where it has.
     """
-    existing = folder.absolute()
-    while not existing.is_dir() and existing != existing.parent:
-        existing = existing.parent
+    place = folder.absolute()
+    existing = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     lacks = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB free"
     return lacks if free < needed else ""

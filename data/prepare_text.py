@@ -32,7 +32,7 @@ from data.sources import Batch, Source, files_source, local_files
 from data.tokenizer import TOKENIZERS, pick_tokenizer
 from data.writer import Plan, prepare
 
-ENDINGS = (".txt", ".md", ".py", ".jsonl", ".parquet")
+ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 # The standard library's modules that every CPython from 3.10 on has on every system, as source, at
 # much the same size. Those for validation come first, are of many kinds and, together, about as

@@ -48,11 +48,8 @@ def split_of(name: str) -> str | None:
     return words[-1] if words else None
 
 
-def open_shard(path: Path, listed: dict | None = None) -> Shard:
-    """
-    Read a shard's header, and compare it with the file's size and with what manifest.json lists.
-    Raises UserError.
-    """
+def open_shard(path: Path) -> Shard:
+    """Read a shard's header, and compare it with the file's size. Raises UserError."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
@@ -65,10 +62,8 @@ def open_shard(path: Path, listed: dict | None = None) -> Shard:
         raise UserError(f"{path}: {begins}; prepare it again")
     held = (size - header_bytes) / 2
     if held != tokens:
-        raise UserError(f"{path}: holds {held:,.1f} tokens, not {tokens:,}; prepare it again")
-    if listed and listed["tokens"] != tokens:
-        differs = f"holds {tokens:,} tokens, manifest.json says {listed['tokens']:,}"
-        raise UserError(f"{path}: {differs}; delete {path.parent} and prepare it again")
+        mend = f"delete {path.parent} and prepare it again"
+        raise UserError(f"{path}: holds {held:,.1f} tokens, not {tokens:,}; {mend}")
     return Shard(path, header_bytes, tokens)
 
 
@@ -253,7 +248,7 @@ def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
     for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
         if split := split_of(name):
-            shards[split].append(open_shard(folder / name, listed.get(name)))
+            shards[split].append(open_shard(folder / name))
     for split in shards:
         if not any(shard.tokens for shard in shards[split]):
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"

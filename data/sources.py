@@ -21,8 +21,7 @@ Batch = tuple[int, int, Rows]
 Source = Callable[[int, int], Iterator[Batch]]
 
 COLUMN = "text"
-ROW_FILES = (".parquet", ".jsonl", ".json")  # and .jsonl.gz, .jsonl.zst
-COMPRESSED = (".gz", ".zst")  # the datasets library unpacks these
+ROW_FILES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 ROWS_PER_READ = 256  # of jsonl
 BYTES_PER_READ = 4_000_000  # of parquet, but no more than MAX_ROWS
 MAX_ROWS = 1024
@@ -37,14 +36,6 @@ tqdm.set_lock(threading.RLock())
 # Which files
 
 
-def file_ending(name: str) -> str:
-    """The ending that tells the form of a file: .jsonl for a.jsonl.gz too."""
-    path = Path(name)
-    if path.suffix in COMPRESSED and Path(path.stem).suffix in (".jsonl", ".json"):
-        return Path(path.stem).suffix
-    return path.suffix
-
-
 def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> list[str]:
     """
     The files of some paths, folders and patterns, in the order given, those of one folder or
@@ -57,7 +48,7 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
         paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         for path in map(Path, paths):
             inside = path.rglob("*") if path.is_dir() else [path]
-            found += [str(f) for f in inside if file_ending(f) in endings and f.is_file()]
+            found += [str(f) for f in inside if f.name.endswith(endings) and f.is_file()]
         if not paths:
             problems.append(f"{flag}{name}: no such file")
         elif not found:
@@ -65,7 +56,7 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
             problems.append(f"{flag}{name}: holds no {', '.join(endings)} files{hint}")
         files += sorted(found)
     for file in files:
-        if file_ending(file) in ROW_FILES and not os.path.getsize(file):
+        if file.endswith(ROW_FILES) and not os.path.getsize(file):
             problems.append(f"{file}: is empty; remove it")
     raise_if_any(problems)
     return files
@@ -91,7 +82,7 @@ def hub_files(
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
         raise UserError(f"{dataset}: {reason(error)}; or give local files with {flag}") from None
-    if not files or any(file_ending(file) not in ROW_FILES for file in files):
+    if not files or not all(file.endswith(ROW_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
 
@@ -131,10 +122,9 @@ def read_rows(
     the turn of others have None for texts and are not decoded. A text file is one piece. Raises
     UserError where there is no text, and whatever reading throws.
     """
-    ending = file_ending(name)
-    if ending == ".parquet":
+    if name.endswith(".parquet"):
         return read_parquet(name, row, piece, turn)
-    if ending in ROW_FILES:
+    if name.endswith(ROW_FILES):
         return read_jsonl(name, row, piece, turn)
     return iter([(0, 1, [read_text(name)])])
 

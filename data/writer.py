@@ -332,13 +332,11 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
 
 
 def check_same_preparation(folder: Path, found: dict, wanted: dict) -> None:
-    """Raises UserError where the folder is of another preparation, or its files have changed."""
+    """Raises UserError where the folder is of another preparation."""
     for key in IDENTITY:
         if found.get(key) != wanted.get(key):
             made_from = f"was made from {key} {found.get(key)} (now {wanted.get(key)})"
             raise UserError(f"{folder}: {made_from}; choose another --out, or delete that folder")
-    for shard in found["shards"]:
-        open_shard(folder / shard["name"], shard)
 
 
 # -----------------------------------------------------------------------------
@@ -357,7 +355,7 @@ def check_folder(name: str) -> None:
         for shard in manifest["shards"]:
             path = folder / shard["name"]
             try:
-                open_shard(path, shard)
+                open_shard(path)
                 with open(path, "rb") as file:
                     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 if sha256 != shard["sha256"]:

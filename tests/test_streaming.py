@@ -363,7 +363,7 @@ def broken_source(folder: Path, name: str) -> Path:
         ("small.parquet", "which needs more than block_size 16; choose another --dataset"),
         ("broken.jsonl", "JSON parse error"),
         ("nowhere*.parquet", "no such file"),
-        ("empty", "holds no .parquet, .jsonl, .json files"),
+        ("empty", "holds no .parquet, .jsonl, .json, .jsonl.gz, "),
     ],
 )
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):

@@ -196,8 +196,6 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         # cuBLAS is deterministic only with fixed workspaces
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if dtype == torch.float16 and device.type == "cpu":
-        warn("float16 on the CPU is emulated and very slow; --dtype=float32 or bfloat16")
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
     if device.type == "cuda" and config.compile and TORCH_VERSION == (2, 10):

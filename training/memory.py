@@ -9,13 +9,7 @@ from dataclasses import dataclass
 
 from configurator import Config, divisors
 from model import GPTConfig
-from training.build import (
-    OPTIMIZERS,
-    build_shapes,
-    count_parameters,
-    is_stock,
-    optimizer_groups,
-)
+from training.build import OPTIMIZERS, build_shapes, count_parameters, is_stock, optimizer_groups
 
 # the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95

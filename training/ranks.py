@@ -74,9 +74,7 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size == 1:
             return
-        if "RANK" not in os.environ:
-            raise UserError("RANK: not in the environment; start with torchrun")
-        self.rank = int(os.environ["RANK"])
+        self.rank = int(os.environ.get("RANK", 0))  # meet() raises where it is missing
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
