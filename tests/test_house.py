@@ -13,7 +13,7 @@ import tomllib
 import pytest
 from helpers import ROOT, start_process
 
-CODE_LINES = 5_882
+CODE_LINES = 5_973
 FILE_LINES = {"train.py": 400, "model.py": 380}
 FUNCTION_LINES = 60
 MAIN_LINES = 130  # train.main tells the story of a run
