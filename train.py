@@ -34,7 +34,7 @@ from reports.picture import RunPicture
 from training import hardware
 from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
 from training.checkpoint import Checkpoints, list_checkpoints
-from training.clock import Clock, now
+from training.clock import Clock
 from training.hardware import Hardware, OutOfMemory, on_out_of_memory
 from training.memory import out_of_memory_advice
 from training.progress import Progress
@@ -275,7 +275,7 @@ def sample_text(model, text: Tokenizer, vocab: int, config: Config, hw: Hardware
 
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # What is asked for. All that is wrong with it is listed before anything is written.
-    began = now() - import_seconds
+    began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
     asked = read_arguments(argv, ranks)
     checkpoints = Checkpoints(asked, ranks, check_checkpoint)  # keeps other runs out of out_dir
@@ -364,7 +364,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 break
 
             # one iteration: all ranks, each with its share of the micro-batches
-            lr = set_lr(optimizer, p.iter_num, c, clock.begin_update(p.iter_num, p.lr_horizon))
+            clock.last = clock.reading
+            lr = set_lr(optimizer, p.iter_num, c, clock.horizon(p.iter_num, p.lr_horizon))
             with log.iteration(p.iter_num), ranks.together():
                 losses, grad_norm = train_step(
                     ddp_model, optimizer, scaler, next_batch, accum, c.grad_clip, autocast

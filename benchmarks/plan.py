@@ -162,26 +162,21 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
     return p | disk_figures(config, p)
 
 
-def with_iterations(
-    config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace
-) -> Config:
+def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, options) -> Config:
     """
     For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
-    Start-up and compilation, some minutes, are not counted.
+    Start-up and compilation, some minutes, are not counted. Raises UserError without a pace.
     """
-    if not config.by_clock:
-        return config
     if not pace["iter_seconds"]:
-        return replace(config, max_iters=0)
-    seconds = 3600 * config.hours or next_time(config.until, wall()) - wall()
-    most = min(config.max_iters, int(seconds / pace["iter_seconds"]))
-    evals = math.ceil(most / 20) if config.eval_interval == NEVER else config.eval_interval
+        raise UserError(f"hours: {pace['pace']}")
+    hours = config.hours or (next_time(config.until, wall()) - wall()) / 3600
+    most = min(config.max_iters, int(3600 * hours / pace["iter_seconds"]))
+    evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / pace["iter_seconds"])
     config = replace(config, max_iters=most, eval_interval=evals, checkpoint_interval=saves)
-    p = make_plan(config, model, card, pace, options)
     # evaluations and checkpoints take their share of the hours
-    fit = int(most * min(1.0, seconds / 3600 / p["hours_total"]))
-    return replace(config, max_iters=fit)
+    total = make_plan(config, model, card, pace, options)["hours_total"]
+    return replace(config, max_iters=int(most * min(1.0, hours / total)))
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
@@ -334,7 +329,7 @@ def main(config: Config, options: Namespace) -> dict:
         raise UserError(f"gpus: {found}")
     if options.from_run and options.iter_seconds:
         raise UserError("iter_seconds: from_run measures it; drop one of the two")
-    if options.gpu == "all" and (options.from_run or options.iter_seconds):
+    if options.gpu == "all" and (options.from_run or options.iter_seconds or config.by_clock):
         raise UserError("gpu: one iteration time cannot serve all; name one card")
     vocab = GPT2_VOCAB
     if dataset_folder(config.dataset).is_dir() and not config.stream:
@@ -347,12 +342,12 @@ def main(config: Config, options: Namespace) -> dict:
         for row in read_gpu_table():
             card = card_of_row(row, config)
             pace = estimated_pace(config, model, card, options.gpus)
-            its = with_iterations(config, model, card, pace, options)
-            plans.append(make_plan(its, model, card, pace, options))
+            plans.append(make_plan(config, model, card, pace, options))
         say(*table_lines(plans))
         return dict(plans=plans)
     card, pace = card_and_pace(config, model, options)
-    config = with_iterations(config, model, card, pace, options)
+    if config.by_clock:
+        config = with_iterations(config, model, card, pace, options)
     warn_of_epochs(config, options.dataset_tokens)
     plan = make_plan(config, model, card, pace, options)
     say(*plan_lines(plan))

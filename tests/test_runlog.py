@@ -59,7 +59,7 @@ def make_log(tmp_path, clock, ledger, **changes):
     )
     hw = Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3)
     log = RunLog(config, hw, Ranks(), began=0.0)
-    log.ledger = log.clock.ledger = ledger
+    log.ledger = ledger
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
     log.bytes_per_token = None
     return log
@@ -110,7 +110,6 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
                 clock.sleep(0.34)
             clock.sleep(9)
         log.timed += 1
-        log.clock.pending += 1
     log.line(result(9))
     line = capsys.readouterr().out
     # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their

@@ -70,7 +70,7 @@ class RunLog:
         draw_run: Callable[[], None] = lambda: None,
     ):
         """
-        `began`: clock.now() when the run began. `resumed`: the checkpoint's state.
+        `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state.
         `draw_run` draws out_dir/loss.png.
         """
         self.draw_run = draw_run
@@ -79,7 +79,7 @@ class RunLog:
         progress = Progress(**resumed["progress"]) if resumed else None
         for category, seconds in resumed["ledger"].items() if resumed else ():
             self.ledger.seconds[category] += seconds
-        saved = resumed.get("clock") if resumed else None
+        saved = resumed.get("clock", {}) if resumed else {}
         self.clock = Clock(config, self.ledger, saved, ranks.from_main)
         # the evaluation at the resumed iteration stands; what comes after it is written again
         purge_from = progress.iter_num + 1 if progress else 0
@@ -106,13 +106,12 @@ class RunLog:
         before = self.ledger.seconds[category]
         with self.ledger.book(category):
             yield
-        self.clock.note_price(category, self.ledger.seconds[category] - before)
+        self.clock.prices[category] = self.ledger.seconds[category] - before
 
     def wait_for_device(self) -> None:
         """Book the wait as steps: the device is still busy with iterations."""
         with self.ledger.book("steps"):
             self.hw.synchronize()
-        self.clock.device_is_done()
 
     @contextlib.contextmanager
     def iteration(self, iter_num: int) -> Iterator[None]:
@@ -123,12 +122,8 @@ class RunLog:
             yield
         if counters["stats"]["unique_graphs"] == graphs:
             self.timed += 1
-            self.clock.pending += 1
-            if self.hw.device.type == "cpu":  # iterations end when they return
-                self.clock.device_is_done()
             return
-        with self.ledger.book("steps"):
-            self.hw.synchronize()
+        self.wait_for_device()
         seconds = booked["steps"] - booked_before
         booked["steps"] -= seconds
         booked["compile"] += seconds
@@ -184,8 +179,7 @@ class RunLog:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:
-            if c.max_iters < NEVER:
-                warn_of_epochs(c, self.train_tokens)
+            warn_of_epochs(c, self.train_tokens if c.max_iters < NEVER else None)
             if c.warmup_iters > c.max_iters:
                 warn(f"the warm-up, {c.warmup_iters:,} iterations, is longer than the run")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
@@ -224,6 +218,7 @@ class RunLog:
         elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
         timed = self.timed or 1
         step_seconds = elapsed / timed
+        self.clock.note_iterations(elapsed, timed)
         tokens_per_sec = self.config.iter_tokens / step_seconds
         values = dict(
             iter=last.iter_num,
@@ -266,7 +261,7 @@ class RunLog:
         evaluations = it // c.eval_interval + 1
         pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
         left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        eta = (c.max_iters - it - 1) * self.clock.pace() + left * pause
+        eta = (c.max_iters - it - 1) * self.clock.pace + left * pause
         return max(0.0, min(eta, self.clock.left())) if c.by_clock else eta
 
     def mark_spike(self, iter_num: int, loss: float) -> None:
@@ -335,7 +330,6 @@ class RunLog:
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
-        self.ledger.closed.set()
         keep_transcript(None)
 
 

@@ -190,8 +190,8 @@ def is_finished(config: Config, start: Start) -> bool:
     asked = [f"{name} = {getattr(config, name)!r}" for name in changed]
     another = f"; for a new run with {', '.join(asked)}: another --out_dir" if asked else ""
     done = f"has made its {progress.iter_num:,} iterations"
-    more = "more --hours" if config.by_clock else "a larger --max_iters"
-    say(f"{config.out_dir} {done}; {more} goes on{another}")
+    key = "hours" if config.by_clock else "max_iters"
+    say(f"{config.out_dir} {done}; a larger --{key} goes on{another}")
     return True
 
 
@@ -231,7 +231,7 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
             "another --out_dir"
         )
     if config.by_clock:
-        say_new_rate(config, progress.iter_num, ranks, clock, get_lr)
+        say_new_rate(config, progress, ranks, clock, get_lr)
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
         rounding.append("number of processes")
@@ -244,19 +244,16 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         say(f"resume: with another {what} sums round differently: not bit for bit the same run")
 
 
-def say_new_rate(config: Config, it: int, ranks: Ranks, clock: Clock, get_lr) -> None:
-    """How another end moves the schedule and the rate. All ranks take part."""
+def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr) -> None:
+    """By the clock: how another end moves the rate. All ranks take part."""
+    it, highest = p.iter_num, config.learning_rate
+    old = get_lr(it, config, clock.horizon(it, p.lr_horizon), highest)
+    past_warmup = it > config.warmup_iters or clock.reading.share > 0.1
+    decays = ", though its decay had begun" if past_warmup and old < highest else ""
     clock.look(it)
-    before, share = clock.share, clock.reading.share
-    if not before or abs(share - before) < 0.01:
-        return
-    old, new = (get_lr(it, config, it / at, config.learning_rate) for at in (before, share))
-    schedule = f"the schedule goes on at {share:.0%}, not at {before:.0%}"
-    change = f"resume: {schedule}, and the rate at {new:.2e}, not at {old:.2e}"
-    if before < 0.1 or old == config.learning_rate:
-        say(change)
-    elif ranks.is_main:
-        warn(f"{change}, though its decay had begun")
+    new = get_lr(it, config, clock.horizon(it, NEVER), highest)
+    if abs(new - old) > 0.01 * highest and ranks.is_main:
+        warn(f"the rate goes on at {new:.2e}, not at {old:.2e}{decays}")
 
 
 # -----------------------------------------------------------------------------
@@ -344,7 +341,7 @@ def checkpoint_state(
         rng=ranks.gather(progress.rng),
         progress=progress.state_dict(),
         ledger=dict(log.ledger.seconds),
-        clock=log.clock.state_dict(),
+        clock=dict(share=log.clock.last.share, prices=log.clock.prices),
         model_config=asdict(model.config),
         code=code_of(model.config.model),
         vocab=data.vocab,
