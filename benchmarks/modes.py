@@ -224,8 +224,7 @@ def climb(
     say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
     amp_dtype = "auto" if config.dtype == "float32" else config.dtype
     arguments = dict(trials=trials)
-    rows = []
-    first_rate = last_rate = None
+    rows, rates = [], []
     for name, changes, more_arguments in LADDER:
         if why := missing(name, device, config):
             rows.append(dict(name=name, tokens_per_sec=None, why=why))
@@ -241,10 +240,9 @@ def climb(
         if rate is None:
             say(f"{name:<18}{row['batch_size']:>6} out of memory")
             continue
-        row["gain"] = rate / (last_rate or rate)
-        row["total_gain"] = rate / (first_rate or rate)
-        first_rate = first_rate or rate
-        last_rate = rate
+        row["gain"] = rate / rates[-1] if rates else 1.0
+        rates.append(rate)
+        row["total_gain"] = rate / rates[0]
         gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
         load = f"{row['mem_gib'] or math.nan:>6.1f} {percent(row['mfu']):>6}"
         say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")

@@ -6,7 +6,7 @@ From tokens to the model: the order of the windows, and micro-batches on the dev
     documents      sources.py    rows of parquet and jsonl files; prepare_text.py: text files
     tokens         writer.py     with tokenizer.py, an end-of-text before each document
     shards         writer.py     files of tokens and a manifest, read by shards.py
-    windows        loader.py     block_size + 1 tokens each, in the order of WindowOrder
+    windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
 With --stream=True, stream.py goes from documents to windows while training, without shards.
@@ -34,26 +34,27 @@ MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
-class WindowOrder:
+class ShuffledWindows:
     """
-    Where the n-th training sequence starts. An epoch is every window of the stream once, in a
-    shuffled order; its windows tile the stream from an offset of its own in [0, block_size), so
-    that later epochs see other cuts.
+    The training sequences of a split on the disk. An epoch is every window of the split once, in a
+    shuffled order; its windows tile the split from an offset of its own in [0, block_size), so that
+    later epochs see other cuts.
     """
 
-    def __init__(self, tokens: int, block_size: int, seed: int):
+    def __init__(self, tokens: ShardTokens, block_size: int, seed: int):
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.open_epoch(0, first=0)
 
     def open_epoch(self, epoch: int, first: int) -> None:
         self.epoch, self.first, self.shuffled = epoch, first, None
         self.random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        self.offset = int(self.random.integers(min(self.block_size, self.tokens - self.block_size)))
+        size = len(self.tokens)
+        self.offset = int(self.random.integers(min(self.block_size, size - self.block_size)))
         # - 1: the last target of a window lies one token beyond it
-        self.windows = (self.tokens - 1 - self.offset) // self.block_size
+        self.windows = (size - 1 - self.offset) // self.block_size
 
     def start(self, n: int) -> int:
-        """Position in the stream of the n-th sequence, counted from 0 over all epochs."""
+        """Position in the split of the n-th sequence, counted from 0 over all epochs."""
         if n < self.first:
             self.open_epoch(0, first=0)
         while n >= self.first + self.windows:
@@ -62,27 +63,19 @@ class WindowOrder:
             self.shuffled = self.random.permutation(np.arange(self.windows, dtype=np.int32))
         return self.offset + int(self.shuffled[n - self.first]) * self.block_size
 
-
-class ShuffledWindows:
-    """The windows of a split on the disk, in WindowOrder's order."""
-
-    def __init__(self, tokens: ShardTokens, config: Config):
-        self.tokens = tokens
-        self.order = WindowOrder(len(tokens), config.block_size, config.seed)
-
     def read(self, first: int, count: int) -> np.ndarray:
         """
         The windows of sequences `first` to first + count, (count, block_size + 1) int64. Raises
         RunError.
         """
-        starts = [self.order.start(n) for n in range(first, first + count)]
-        return self.tokens.read_windows(starts, self.order.block_size + 1)
+        starts = [self.start(n) for n in range(first, first + count)]
+        return self.tokens.read_windows(starts, self.block_size + 1)
 
     def locate(self, n: int) -> str:
         """Where the n-th sequence stands, for messages."""
-        # One of its own, because the reading thread uses self.order
-        order = WindowOrder(self.order.tokens, self.order.block_size, self.order.seed)
-        number, offset = self.tokens.locate(order.start(n))
+        # others, because the reading thread is at an epoch of its own
+        others = ShuffledWindows(self.tokens, self.block_size, self.seed)
+        number, offset = self.tokens.locate(others.start(n))
         return f"{self.tokens.shards[number].path} at token {offset:,}"
 
     def close(self) -> None:
@@ -108,7 +101,7 @@ class TrainBatches:
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.windows = data.stream or ShuffledWindows(data.train, config)
+        self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
         self.loaded: queue.SimpleQueue[Tensor | Exception] = queue.SimpleQueue()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import train
 from common.console import RunError, UserError
 from configurator import Config
-from data.loader import TrainBatches, WindowOrder, eval_batches, to_batch
+from data.loader import ShuffledWindows, TrainBatches, eval_batches, to_batch
 from data.shards import HEADER_INTS, ShardTokens, open_dataset, open_shard, split_of
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
@@ -60,7 +60,7 @@ def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
     """nanoGPT #294 draws with replacement: some windows come often, a third of them never."""
     if tokens <= block_size:
         return
-    order = WindowOrder(tokens, block_size, seed)
+    order = ShuffledWindows(range(tokens), block_size, seed)
     n = 0
     for epoch in range(3):
         starts = [order.start(n)]
@@ -109,8 +109,8 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(
 
 
 def test_seeds_and_epochs_give_other_orders(tmp_path):
-    starts = [WindowOrder(10_000, 10, seed=1).start(n) for n in range(3000)]
-    assert starts != [WindowOrder(10_000, 10, seed=2).start(n) for n in range(3000)]
+    starts = [ShuffledWindows(range(10_000), 10, seed=1).start(n) for n in range(3000)]
+    assert starts != [ShuffledWindows(range(10_000), 10, seed=2).start(n) for n in range(3000)]
     first, second = starts[:999], starts[999:1998]
     assert sorted(first) != sorted(second) and first[0] % 10 != second[0] % 10
 

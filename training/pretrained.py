@@ -8,8 +8,6 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
 from common.console import UserError, raise_if_any, warn
 from common.files import read_json
 from data.shards import dataset_folder
@@ -119,15 +117,12 @@ def check_state(state: dict, path: Path) -> None:
     where the model's code has changed since a checkpoint was written.
     """
     weights, config = state["model"], GPTConfig(**state["model_config"])
-    expected = build_shapes(config).state_dict()
-    for name in sorted(expected.keys() | weights.keys()):
-        if name not in weights:
-            raise UserError(f"{path}: has no {name}")
-        if name not in expected:
-            raise UserError(f"{path}: has {name}, which the model does not have")
-        found, asked = tuple(weights[name].shape), tuple(expected[name].shape)
-        if found != asked:
-            raise UserError(f"{path}: {name} is {found}, its configuration asks for {asked}")
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    asked = {name: tuple(t.shape) for name, t in build_shapes(config).state_dict().items()}
+    for name in sorted(found.keys() | asked.keys()):
+        if found.get(name) != asked.get(name):
+            sizes = f"{found.get(name, 'missing')}, in the model {asked.get(name, 'missing')}"
+            raise UserError(f"{path}: {name} is {sizes}")
         if not weights[name].isfinite().all():
             raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
     today = code_of(config.model)
@@ -202,14 +197,9 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """A checkpoint file of this program or of nanoGPT."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # a damaged file may raise anything
-        raise UserError(f"{path}: damaged, or holds more than tensors and plain values") from None
+    """A checkpoint file of this program or of nanoGPT, mapped into memory."""
+    state = checkpoint.load(path)
     if isinstance(state, dict) and "model_config" in state:
-        if damage := checkpoint.find_damage(path):
-            raise UserError(f"{path}: {damage}")
         return state
     if isinstance(state, dict) and {"model", "model_args"} <= state.keys():
         return convert_nanogpt(state)

@@ -18,7 +18,6 @@ class Tracker:
 
     def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
         self.kind = config.tracker if wanted else "none"
-        self.writer = None
         with self.forgiving():
             if self.kind == "wandb":
                 import wandb
@@ -37,10 +36,10 @@ class Tracker:
         except Exception as error:  # whatever a tracker does, the run is worth more
             reason = " ".join(str(error).splitlines())
             warn(f"tracker {self.kind}: {reason}; going on without it")
-            self.writer = None
+            self.kind = "none"
 
     def log(self, record: dict) -> None:
-        if self.writer is None or record["kind"] not in ("step", "eval"):
+        if record["kind"] not in ("step", "eval"):
             return
         with self.forgiving():
             numbers = {}
@@ -49,15 +48,13 @@ class Tracker:
                     numbers[f"{record['kind']}/{name}"] = value
             if self.kind == "wandb":
                 self.writer.log(numbers, step=record["iter"])
-            else:
+            elif self.kind == "tensorboard":
                 for name, value in numbers.items():
                     self.writer.add_scalar(name, value, record["iter"])
 
     def close(self) -> None:
-        if self.writer is None:
-            return
         with self.forgiving():
             if self.kind == "wandb":
                 self.writer.finish()
-            else:
+            elif self.kind == "tensorboard":
                 self.writer.close()
