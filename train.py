@@ -168,7 +168,7 @@ def reason_to_end(config: Config, iter_num: int, log: RunLog, ranks: Ranks) -> s
         return "eval_only"
     if iter_num >= config.max_iters:
         return "max_iters"
-    if log.clock.reading.is_up:
+    if log.clock.is_up():
         return "until" if config.until else "hours"
     if config.max_minutes and ranks.any(log.minutes() > config.max_minutes):
         return "max_minutes"
@@ -325,7 +325,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         hardware.set_rng_state(p.rng, hw.device)
 
     try:
-        with log.book("compile"):
+        with log.ledger.book("compile"):
             model = compile_or_warn(raw_model, c, data.vocab, hw)
             rewind()
         ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
@@ -367,7 +367,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             p.advance(c.iter_sequences, c.iter_tokens, hardware.get_rng_state(hw.device))
 
             # every log_interval, and the last one: iterations wait for the device only here
-            is_last = p.iter_num == c.max_iters or clock.reading.share >= 1
+            is_last = p.iter_num == c.max_iters or clock.next_share >= 1
             is_logged = it.iter_num % c.log_interval == 0 or is_last
             skips.add(it, look=is_logged)
             if is_logged:

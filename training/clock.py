@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from configurator import NEVER, Config
@@ -18,7 +17,6 @@ PAUSE = 60.0  # seconds without a look at the clock: the process was stopped, or
 HEARTBEAT = 10.0  # seconds between looks while the run itself is busy
 HALF_LIFE = 120.0  # seconds of iterations after which one counts half in the mean
 SAVE_EVERY = 600.0  # seconds, where checkpoint_interval is not set
-UNSEEN = 0.01  # share of the run set aside for an evaluation or a save before the first one
 
 
 def now() -> float:
@@ -90,26 +88,14 @@ class Ledger:
 # A run by the clock
 
 
-@dataclass
-class Reading:
-    """What the clock says before an iteration. In a run by iterations it says nothing."""
-
-    share: float = 0.0  # of the schedule: 0 at the first update, 1 at the last
-    is_up: bool = False  # the last update has been made
-    evaluate: bool = False  # a twentieth of the schedule has passed
-    save: bool = False  # SAVE_EVERY has passed
-    spare: bool = True  # there is time for an evaluation and a save before the last ones
-
-
 class Clock:
     """
     How much of its time a run has used, and what the rest is good for. Seconds, on rank 0's clock:
     the others take over what it says. Pauses do not count as used, nor does the time between a stop
     and a resume; `until` passes in both.
 
-    The host runs ahead of a GPU, so its time is too early for the iteration it is about to start.
-    Where it last waited for the device both agree; each iteration since then counts as long as
-    the mean of those before, or as long as the host took, whichever is more.
+    The host runs ahead of a GPU, and its time is early by the launches that wait in the driver's
+    queue: about a thousand kernels, which is less than what the end may be off by.
     """
 
     def __init__(self, config: Config, ledger: Ledger, saved: dict | None, from_main: Callable):
@@ -122,10 +108,12 @@ class Clock:
         self.share: float = state["share"]  # of the schedule, when the last update began
         self.before_updates: float = state["before_updates"]  # used before the first one
         self.prices: dict[str, float] = state["prices"]  # of an evaluation and of a save
-        self.reading, self.saved_at = Reading(), self.used()
-        # of the iterations that the device has done: recent seconds and number, seconds in all
-        self.recent, self.booked = (0.0, 0.0), self.iteration_seconds()
-        self.pending = 0  # iterations since then
+        self.saved_at = self.used()
+        # of the iterations in log lines: recent seconds and number, and seconds of one
+        self.recent, self.pace = (0.0, 0.0), 0.0
+        # what look() finds: the share of the next update, whether an evaluation and a save fit in
+        # before the last ones, whether SAVE_EVERY has passed
+        self.next_share, self.spare, self.save = 0.0, True, False
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, beside the ledger."""
@@ -140,9 +128,7 @@ class Clock:
         return 3600 * self.config.hours - self.used()
 
     def end_text(self) -> str:
-        """When the run will end: 07:00, with the date if that is not today."""
-        end, today = datetime.fromtimestamp(wall() + self.left()), datetime.fromtimestamp(wall())
-        return f"{end:%H:%M}" if end.date() == today.date() else f"{end:%H:%M on %Y-%m-%d}"
+        return f"{datetime.fromtimestamp(wall() + self.left()):%H:%M on %Y-%m-%d}"
 
     def hours_text(self) -> str:
         return f"{self.used() / 3600:.2f} of {(self.used() + self.left()) / 3600:.2f}"
@@ -150,23 +136,11 @@ class Clock:
     # -------------------------------------------------------------------------
     # What things take
 
-    def iteration_seconds(self) -> float:
-        return self.ledger.seconds["steps"] + self.ledger.seconds["data wait"]
-
-    def device_is_done(self) -> None:
-        """The host has waited for the device: it has done all pending iterations."""
-        if not self.pending:
-            return
-        booked = self.iteration_seconds()
-        fade = 0.5 ** ((booked - self.booked) / HALF_LIFE)
-        seconds, number = self.recent
-        self.recent = seconds * fade + booked - self.booked, number * fade + self.pending
-        self.booked, self.pending = booked, 0
-
-    def pace(self) -> float:
-        """Seconds of an iteration, a mean over the last minutes."""
-        seconds, number = self.recent
-        return seconds / number if number else 0.0
+    def note_iterations(self, seconds: float, number: int) -> None:
+        """So many iterations took so long: `pace` is a mean over the last minutes."""
+        fade = 0.5 ** (seconds / HALF_LIFE)
+        self.recent = fade * self.recent[0] + seconds, fade * self.recent[1] + number
+        self.pace = self.recent[0] / self.recent[1]
 
     def note_price(self, category: str, seconds: float) -> None:
         """An evaluation or a save took this long: a running mean, the last one counts half."""
@@ -178,38 +152,34 @@ class Clock:
     # The schedule
 
     def look(self, it: int) -> None:
-        """Before iteration `it`: what the clock says. In a run by the clock all ranks take part."""
+        """Before iteration `it`. In a run by the clock all ranks take part."""
         if self.config.by_clock:
-            self.reading = self.from_main(self.read, it)
+            self.next_share, self.spare, self.save = self.from_main(self.read, it)
+
+    def read(self, it: int) -> tuple[float, bool, bool]:
+        used, after = self.used(), sum(self.prices.values())  # an evaluation and a save come last
+        # seconds until the last update has to begin, and since the first one began
+        room = self.left() - after - self.pace
+        past = used - self.before_updates if it > 0 else 0.0
+        share = past / (past + room) if room > self.pace else 1.0
+        share = max(share, it / max(1, self.config.max_iters - 1))
+        save = not self.config.checkpoint_interval and used - self.saved_at > SAVE_EVERY
+        return share, room > after + 2 * self.pace, save
+
+    def is_up(self) -> bool:
+        """Whether the last update has been made, and no longer time been given since."""
+        return self.share >= 1 and self.next_share >= 1
 
     def evaluation_due(self, it: int) -> bool:
-        at_interval = it % self.config.eval_interval == 0
-        return self.reading.spare and (at_interval or self.reading.evaluate)
+        due = it % self.config.eval_interval == 0
+        if self.config.eval_interval == NEVER:  # each twentieth of the schedule
+            due = due or int(20 * self.next_share) > int(20 * self.share)
+        return self.spare and due
 
     def save_due(self, it: int) -> bool:
         interval = self.config.checkpoint_interval
         at_interval = interval > 0 and it % interval == 0 and it > 0
-        return self.reading.spare and (at_interval or self.reading.save)
-
-    def read(self, it: int) -> Reading:
-        pace, used, left = self.pace(), self.used(), self.left()
-        ahead = max(0.0, self.booked + self.pending * pace - self.iteration_seconds())
-        used, left = used + ahead, left - ahead
-        # an evaluation and a save come last
-        unseen = UNSEEN * (used + left)
-        after = sum(self.prices.get(name, unseen) for name in ("evaluation", "checkpoints"))
-        # seconds until the last update has to begin, and since the first one began
-        room = left - after - pace
-        past = used - self.before_updates if it > 0 else 0.0
-        share = past / (past + room) if room > pace else 1.0
-        share = max(share, it / max(1, self.config.max_iters - 1))
-        return Reading(
-            share=share,
-            is_up=self.share >= 1 and room < 0,
-            evaluate=int(20 * share) > int(20 * self.share) and self.config.eval_interval == NEVER,
-            save=not self.config.checkpoint_interval and used - self.saved_at > SAVE_EVERY,
-            spare=share < 1 and room > after + 2 * pace,
-        )
+        return self.spare and (at_interval or self.save)
 
     def begin_update(self, it: int, horizon: int) -> float:
         """
@@ -219,9 +189,9 @@ class Clock:
         if it == 0:
             self.before_updates = self.used()
         if not self.config.by_clock:
-            self.share = it / horizon if it < horizon else 1.0
+            self.share = min(1.0, it / horizon)
             return horizon
-        self.share = self.reading.share
+        self.share = self.next_share
         return min(horizon, it / self.share) if self.share else horizon
 
 

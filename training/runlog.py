@@ -112,7 +112,6 @@ class RunLog:
         """Book the wait as steps: the device is still busy with iterations."""
         with self.ledger.book("steps"):
             self.hw.synchronize()
-        self.clock.device_is_done()
 
     @contextlib.contextmanager
     def iteration(self, iter_num: int) -> Iterator[None]:
@@ -123,12 +122,8 @@ class RunLog:
             yield
         if counters["stats"]["unique_graphs"] == graphs:
             self.timed += 1
-            self.clock.pending += 1
-            if self.hw.device.type == "cpu":  # iterations end when they return
-                self.clock.device_is_done()
             return
-        with self.ledger.book("steps"):
-            self.hw.synchronize()
+        self.wait_for_device()
         seconds = booked["steps"] - booked_before
         booked["steps"] -= seconds
         booked["compile"] += seconds
@@ -223,6 +218,7 @@ class RunLog:
         # of the slowest rank
         elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
         timed = self.timed or 1
+        self.clock.note_iterations(elapsed, timed)
         step_seconds = elapsed / timed
         tokens_per_sec = self.config.iter_tokens / step_seconds
         values = dict(
@@ -260,13 +256,13 @@ class RunLog:
     def eta(self, it: int) -> float:
         """
         Seconds to the end: the iterations left, at their mean over the last minutes, and the
-        evaluations and checkpoints left at their mean price so far. By the clock, what is left.
+        evaluations left, each with a checkpoint, at what they have taken. By the clock, what is
+        left.
         """
-        c, seconds = self.config, self.ledger.seconds
-        evaluations = it // c.eval_interval + 1
-        pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
-        left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        eta = (c.max_iters - it - 1) * self.clock.pace() + left * pause
+        c = self.config
+        evaluations = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
+        eta = (c.max_iters - it - 1) * self.clock.pace
+        eta += evaluations * sum(self.clock.prices.values())
         return max(0.0, min(eta, self.clock.left())) if c.by_clock else eta
 
     def mark_spike(self, iter_num: int, loss: float) -> None:

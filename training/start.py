@@ -247,7 +247,7 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
 def say_new_rate(config: Config, it: int, ranks: Ranks, clock: Clock, get_lr) -> None:
     """How another end moves the schedule and the rate. All ranks take part."""
     clock.look(it)
-    before, share = clock.share, clock.reading.share
+    before, share = clock.share, clock.next_share
     if not before or abs(share - before) < 0.01:
         return
     old, new = (get_lr(it, config, it / at, config.learning_rate) for at in (before, share))
