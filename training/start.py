@@ -187,11 +187,9 @@ def is_finished(config: Config, start: Start) -> bool:
         end = progress.iter_num if start.resumed["clock"]["share"] >= 1 else NEVER
     if min(progress.iter_num, progress.evaluated_at) < end:
         return False
-    asked = [f"{name} = {getattr(config, name)!r}" for name in changed]
-    another = f"; for a new run with {', '.join(asked)}: another --out_dir" if asked else ""
     done = f"has made its {progress.iter_num:,} iterations"
     more = "more --hours" if config.by_clock else "a larger --max_iters"
-    say(f"{config.out_dir} {done}; {more} goes on{another}")
+    say(f"{config.out_dir} {done}; {more} goes on; for a new run: another --out_dir")
     return True
 
 
@@ -206,7 +204,7 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     Print how this start differs from the checkpoint's, and whether the run stays bit for bit.
     `get_lr`: train.py's.
     """
-    if not start.resumed:
+    if not start.resumed or not ranks.is_main:
         return
     progress = Progress(**start.resumed["progress"])
     path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"
@@ -221,17 +219,12 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
-    if config.lr_schedule != "constant" and unmoved and ranks.is_main:
-        ends = "still ends there"
-        if horizon <= progress.iter_num:
-            ends = f"ended there: this goes on at {config.min_lr:g}"
-        warn(
-            f"{config.out_dir} began as a run of {horizon:,} iterations, and the rate's decay "
-            f"{ends}; --lr_decay_iters={config.max_iters} moves that; for a new run: "
-            "another --out_dir"
-        )
+    if config.lr_schedule != "constant" and unmoved:
+        ends = f"the rate is down to min_lr at iteration {horizon:,}, the end when the run began"
+        mend = f"--lr_decay_iters={config.max_iters} moves that; for a new run: another --out_dir"
+        warn(f"{config.out_dir}: {ends}; {mend}")
     if config.by_clock:
-        say_new_rate(config, progress.iter_num, ranks, clock, get_lr)
+        say_new_rate(config, progress.iter_num, clock, get_lr)
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
         rounding.append("number of processes")
@@ -244,10 +237,9 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         say(f"resume: with another {what} sums round differently: not bit for bit the same run")
 
 
-def say_new_rate(config: Config, it: int, ranks: Ranks, clock: Clock, get_lr) -> None:
-    """How another end moves the schedule and the rate. All ranks take part."""
-    clock.look(it)
-    before, share = clock.share, clock.next_share
+def say_new_rate(config: Config, it: int, clock: Clock, get_lr) -> None:
+    """How another end moves the schedule and the rate."""
+    before, (share, *_) = clock.share, clock.read(it)
     if not before or abs(share - before) < 0.01:
         return
     old, new = (get_lr(it, config, it / at, config.learning_rate) for at in (before, share))
@@ -255,7 +247,7 @@ def say_new_rate(config: Config, it: int, ranks: Ranks, clock: Clock, get_lr) ->
     change = f"resume: {schedule}, and the rate at {new:.2e}, not at {old:.2e}"
     if before < 0.1 or old == config.learning_rate:
         say(change)
-    elif ranks.is_main:
+    else:
         warn(f"{change}, though its decay had begun")
 
 
