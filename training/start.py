@@ -83,7 +83,8 @@ def find_start(config: Config, ranks: Ranks) -> Start:
             if start.resumed:
                 start.resumed["config"] = saved_keys(start.resumed["config"])
         elif config.init_from != "scratch":
-            start.weights = ranks.from_main(read_pretrained, config)
+            block_size = config.block_size if "block_size" in config.given else None
+            start.weights = ranks.from_main(load_pretrained, config.init_from, block_size)
     except UserError as error:
         start.problems += error.problems
         return start
@@ -127,11 +128,6 @@ def check_optimizer(state: dict) -> None:
         # a fused update would write past a smaller one
         if kept and found != expected[number]:
             raise ValueError(f"its {config.optimizer} keeps {found} of {expected[number]}")
-
-
-def read_pretrained(config: Config) -> dict:
-    block_size = config.block_size if "block_size" in config.given else None
-    return load_pretrained(config.init_from, block_size)
 
 
 def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
