@@ -84,7 +84,7 @@ class RunLog:
         # the evaluation at the resumed iteration stands; what comes after it is written again
         purge_from = progress.iter_num + 1 if progress else 0
         self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
-        self.timed = 0  # iterations since the last line, without those compiled in
+        self.timed = 0  # iterations since the last line
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
         self.drawn_at = 0.0
@@ -115,19 +115,13 @@ class RunLog:
 
     @contextlib.contextmanager
     def iteration(self, iter_num: int) -> Iterator[None]:
-        """Book one iteration as steps, or, if torch.compile ran again in it, as compile."""
-        graphs, booked = counters["stats"]["unique_graphs"], self.ledger.seconds
-        booked_before = booked["steps"]
+        """Book one iteration as steps. Warns where torch.compile ran again in it."""
+        graphs = counters["stats"]["unique_graphs"]
         with self.ledger.book("steps"):
             yield
-        if counters["stats"]["unique_graphs"] == graphs:
-            self.timed += 1
-            return
-        self.wait_for_device()
-        seconds = booked["steps"] - booked_before
-        booked["steps"] -= seconds
-        booked["compile"] += seconds
-        self.warn(iter_num, f"compiled again, {seconds:.1f}s booked as compile")
+        self.timed += 1
+        if counters["stats"]["unique_graphs"] > graphs:
+            self.warn(iter_num, "compiled again, and its time counts as this iteration's")
 
     def minutes(self) -> float:
         """Since the run began, this start alone."""
@@ -209,17 +203,13 @@ class RunLog:
         """
         self.wait_for_device()
         seconds, ranks = self.ledger.seconds, self.ranks
-        # all were compiled in: there is no time to tell, and the next line counts them too
-        if not ranks.any(self.timed > 0):
-            return
         waited = seconds["data wait"] - self.logged["data wait"]
         elapsed = seconds["steps"] - self.logged["steps"] + waited
         (loss_sum,) = ranks.reduce([last.losses.mean().item()])
         # of the slowest rank
         elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
-        timed = self.timed or 1
-        self.clock.note_iterations(elapsed, timed)
-        step_seconds = elapsed / timed
+        self.clock.note_iterations(elapsed, self.timed)
+        step_seconds = elapsed / self.timed
         tokens_per_sec = self.config.iter_tokens / step_seconds
         values = dict(
             iter=last.iter_num,
@@ -231,7 +221,7 @@ class RunLog:
             tokens_per_sec=tokens_per_sec,
             mfu=self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size),
             mem_gib=mem or None,
-            data_wait_ms=1000 * waited / timed,
+            data_wait_ms=1000 * waited / self.timed,
         )
         say(self.format_step(values))
         self.record("step", **values)
