@@ -327,8 +327,6 @@ def main(config: Config, options: Namespace) -> dict:
     if accumulation % options.gpus:
         found = f"{options.gpus} do not divide gradient_accumulation_steps {accumulation}"
         raise UserError(f"gpus: {found}")
-    if options.from_run and options.iter_seconds:
-        raise UserError("iter_seconds: from_run measures it; drop one of the two")
     if options.gpu == "all" and (options.from_run or options.iter_seconds):
         raise UserError("gpu: one iteration time cannot serve all; name one card")
     vocab = GPT2_VOCAB
