@@ -12,7 +12,6 @@ wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_d
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
 
-import ast
 import builtins
 import contextlib
 import math
@@ -274,12 +273,10 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     # `variables` will hold only what the file sets: it finds the values so far among the builtins
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
-        exec(compile(tree, str(path), "exec"), variables)
+        exec(compile(path.read_text(encoding="utf-8-sig"), str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
-    imported = {n.asname or n.name for n in ast.walk(tree) if isinstance(n, ast.alias)}
     found, problems = {}, []
     for name, value in variables.items():
         if name in known:
@@ -287,7 +284,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
                 found[name] = fit(value, known[name], name)
             except UserError as error:
                 problems.append(f"{path}: {error}")
-        elif not (name in defaults or name in imported or is_helper(name, value)):
+        elif not (name in defaults or is_helper(name, value)):
             hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
             problems.append(f"{path}: {name}: unknown key{hint}")
     raise_if_any(problems)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
-    # Ctrl-C while torch is imported: no traceback. run_main takes over later.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile: no traceback
 
 import torch
 from torch import Tensor
@@ -195,12 +194,10 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
     """
     The compiled model where compile is on. Compilation is lazy: it happens here, on throw-away
     data, so that no iteration's time holds it; gradients and random states change. Where it does
-    not work: a warning, the model as it is, and `config.compile` is switched off. An error that the
-    model itself makes is raised as it is.
+    not work: a warning, and `config.compile` is switched off. The model's own errors are raised.
     """
     if not config.compile:
         return model
-    # once, before the first iteration: all ranks compile, each for itself
     say("compiling: about a minute without a line")
     began = time.perf_counter()
     compiled = compile_model(model)

@@ -32,9 +32,6 @@ from training.metrics import read_record
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 OTHER_MFU = (0.30, 0.40, 0.60)
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
-# what time_figures() works out
-TIME_FIGURES = ("hours", "hours_range", "hours_total", "eval_seconds", "checkpoint_seconds")
-TIME_FIGURES += ("tokens_per_sec", "mfu", "kwh", "kwh_total", "cost")
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
 
@@ -158,8 +155,8 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
     )
     p = card | p | pace
     p |= memory_figures(config, model, p)
-    p |= time_figures(config, p, options)
-    return p | disk_figures(config, p)
+    p |= disk_figures(config, p)
+    return p | time_figures(config, p, options)
 
 
 def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, options) -> Config:
@@ -180,21 +177,19 @@ def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, op
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
-    """The figures that need the time of an iteration, all None without it."""
-    figures = dict.fromkeys(TIME_FIGURES)
+    """The figures that need the time of an iteration. Without it, hours=None alone."""
     if not p["iter_seconds"]:
-        return figures
+        return dict(hours=None)
     hours = config.max_iters * p["iter_seconds"] / 3600
     spread = [config.max_iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
     rate = config.iter_tokens / p["iter_seconds"]
     # the forward pass alone, a third of training's work per token, on two splits
     eval_seconds = 2 * config.eval_size / rate / 3
-    checkpoint_bytes = 4 * p["params"] + p["vram_parts_gib"]["optimizer"] * GIB
-    checkpoint_seconds = checkpoint_bytes / CHECKPOINT_BYTES_PER_SEC
+    checkpoint_seconds = 1e9 * p["checkpoint_gb"] / CHECKPOINT_BYTES_PER_SEC
     pauses = p["evaluations"] * eval_seconds + p["checkpoints"] * checkpoint_seconds
-    figures |= dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
+    figures = dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
     figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
-    figures["tokens_per_sec"] = rate
+    figures |= dict(tokens_per_sec=rate, mfu=None, kwh=None, cost=None)
     if p["peak_tflops"]:
         figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
     if options.watts:

@@ -99,24 +99,18 @@ class MetricsFile:
     """A run's metrics.jsonl. Each reading goes on where the one before has ended."""
 
     def __init__(self, path: Path):
-        self.path, self.records = path, Records()
-        self.size, self.last_line = 0, b""  # of what was read
+        self.path, self.records, self.end = path, Records(), 0
 
     def read(self, most_steps: int | None = None) -> RunRecords:
         """
-        All of the run so far, as tabulate() gives it. Lines that are no records are left out, and
-        so is a last line that is not whole, until it is. Raises OSError.
+        All of the run so far, as tabulate() gives it. Lines that are no records are left out.
+        Raises OSError.
         """
         with open(self.path, "rb") as file:
-            file.seek(self.size - len(self.last_line))
-            # a resume or a person has rewritten the file
-            if file.read(len(self.last_line)) != self.last_line:
-                self.records, self.size, self.last_line = Records(), 0, b""
-                file.seek(0)
+            file.seek(self.end)
             for line in file:
-                if line.endswith(b"\n"):
-                    self.records.add(read_record(line))
-                    self.size, self.last_line = self.size + len(line), line
+                self.records.add(read_record(line))
+            self.end = file.tell()
         return self.records.tabulate(self.path.resolve().parent.name, most_steps)
 
 

@@ -202,7 +202,7 @@ def test_a_run_killed_and_resumed_goes_on_where_it_was(run, world, tmp_path, cap
     assert "the rate goes on" not in out  # as before
     # complete: the same command has nothing to do
     assert run(hours=1, init_from="auto") == 0
-    assert "a larger --hours goes on" in capsys.readouterr().out
+    assert "more --hours goes on" in capsys.readouterr().out
 
 
 def stop_at(world, step):

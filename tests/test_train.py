@@ -289,11 +289,8 @@ def test_a_finished_run_says_so(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run_here(dataset, tmp_path, init_from="resume") == 0
-    assert capsys.readouterr().out.endswith(
-        "has made its 8 iterations; a larger --max_iters goes on\n"
-    )
-    assert run_here(dataset, tmp_path, init_from="resume", learning_rate=1e-4) == 0
-    assert "for a new run with learning_rate = 0.0001: another" in capsys.readouterr().out
+    done = "has made its 8 iterations; a larger --max_iters goes on; "
+    assert f"{done}for a new run: another --out_dir" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -337,13 +334,11 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
     warning = capsys.readouterr().err
-    assert "a run of 8 iterations, and the rate's decay still ends there" in warning
+    assert "the rate is down to min_lr at iteration 8, the end when the run began" in warning
     assert "--lr_decay_iters=6 moves that; for a new run: another --out_dir" in warning
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))
-    run_here(dataset, tmp_path / "b", init_from="auto", max_iters=9, min_lr=1e-4)
-    assert "decay ended there: this goes on at 0.0001; " in capsys.readouterr().err
 
 
 def test_only_improvements_are_saved_if_asked(dataset, tmp_path):

@@ -270,29 +270,29 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted((p for p in numbers if numbers[p].isdecimal()), key=lambda p: int(numbers[p]))
 
 
-def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path | None, dict | None]:
+def find_newest(out_dir: Path, check=lambda state, path: None) -> Path | None:
     """
-    The newest valid checkpoint and its state; damaged ones, and those for which check(state, path)
-    raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError
-    where there are checkpoints and none is valid: never a silent new start.
+    The newest valid checkpoint; damaged ones, and those for which check(state, path) raises
+    UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError where
+    there are checkpoints and none is valid: never a silent new start.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            state = load(path)
-            check(state, path)
-            return path, state
+            check(load(path), path)
+            return path
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
         problem = f"none of its {len(paths)} checkpoints is valid"
         raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
-    return None, None
+    return None
 
 
 def load_newest(out_dir: Path) -> dict | None:
     """The newest valid checkpoint's state, as find_newest() finds it."""
-    return find_newest(out_dir)[1]
+    path = find_newest(out_dir)
+    return path and read(path)
 
 
 def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
@@ -301,22 +301,16 @@ def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
     others map the same file. Where one does not see it, as with a disk of its own, rank 0 sends all
     of them what it has read.
     """
-    path, theirs = ranks.from_main(identify_newest, out_dir, check)
+    path = ranks.from_main(find_newest, out_dir, check)
     if path is None:
         return None
-    sees_it = checksums(path) == theirs
+    sees_it = checksums(path) == ranks.from_main(checksums, path)
     # on each further machine one rank reads it all, as rank 0 has done
     if sees_it and ranks.local_rank == 0 and not ranks.is_main:
         sees_it = not find_damage(path)
     if all(ranks.gather(sees_it)):
         return read(path)
     return ranks.from_main(read, path)
-
-
-def identify_newest(out_dir: Path, check: Callable) -> tuple[Path | None, list[int]]:
-    """The newest valid checkpoint's path and its checksums."""
-    path, _ = find_newest(out_dir, check)
-    return path, checksums(path) if path else []
 
 
 def prune(out_dir: Path, keep: int, newest: Path, best: Path | None = None) -> None:

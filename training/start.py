@@ -83,7 +83,8 @@ def find_start(config: Config, ranks: Ranks) -> Start:
             if start.resumed:
                 start.resumed["config"] = saved_keys(start.resumed["config"])
         elif config.init_from != "scratch":
-            start.weights = ranks.from_main(read_pretrained, config)
+            block_size = config.block_size if "block_size" in config.given else None
+            start.weights = ranks.from_main(load_pretrained, config.init_from, block_size)
     except UserError as error:
         start.problems += error.problems
         return start
@@ -127,11 +128,6 @@ def check_optimizer(state: dict) -> None:
         # a fused update would write past a smaller one
         if kept and found != expected[number]:
             raise ValueError(f"its {config.optimizer} keeps {found} of {expected[number]}")
-
-
-def read_pretrained(config: Config) -> dict:
-    block_size = config.block_size if "block_size" in config.given else None
-    return load_pretrained(config.init_from, block_size)
 
 
 def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
@@ -187,11 +183,9 @@ def is_finished(config: Config, start: Start) -> bool:
         end = progress.iter_num if start.resumed["clock"]["share"] >= 1 else NEVER
     if min(progress.iter_num, progress.evaluated_at) < end:
         return False
-    asked = [f"{name} = {getattr(config, name)!r}" for name in changed]
-    another = f"; for a new run with {', '.join(asked)}: another --out_dir" if asked else ""
     done = f"has made its {progress.iter_num:,} iterations"
-    key = "hours" if config.by_clock else "max_iters"
-    say(f"{config.out_dir} {done}; a larger --{key} goes on{another}")
+    more = "more --hours" if config.by_clock else "a larger --max_iters"
+    say(f"{config.out_dir} {done}; {more} goes on; for a new run: another --out_dir")
     return True
 
 
@@ -222,14 +216,9 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
-        ends = "still ends there"
-        if horizon <= progress.iter_num:
-            ends = f"ended there: this goes on at {config.min_lr:g}"
-        warn(
-            f"{config.out_dir} began as a run of {horizon:,} iterations, and the rate's decay "
-            f"{ends}; --lr_decay_iters={config.max_iters} moves that; for a new run: "
-            "another --out_dir"
-        )
+        ends = f"the rate is down to min_lr at iteration {horizon:,}, the end when the run began"
+        mend = f"--lr_decay_iters={config.max_iters} moves that; for a new run: another --out_dir"
+        warn(f"{config.out_dir}: {ends}; {mend}")
     if config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
     rounding = [name for name in changed if name in ROUNDING]
