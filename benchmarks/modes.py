@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,8 @@ from tqdm import tqdm
 from benchmarks.measure import Trainee, attempt, time_training
 from common.console import UserError, say
 from configurator import Config, divisors, print_config
-from data.tokenizer import GPT2_VOCAB
 from training import hardware
-from training.build import flops_per_token, model_config
-from training.memory import USABLE_MEMORY, fitting_batch
+from training.build import flops_per_token
 
 # the side of the square matrices whose product step times
 MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
@@ -140,7 +137,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     if options.write:
         write_config(Path(options.write), config, best)
     if options.png:
-        draw(options.png, {"micro-batch x accumulation": rows})
+        draw(options.png, "micro-batch x accumulation", rows)
     return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=largest["batch_size"])
 
 
@@ -189,7 +186,7 @@ LADDER = [
     ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
     ("TF32", dict(tf32=True), {}),
     ("no host sync", {}, dict(host_sync=False)),
-    ("AMP", {}, {}),  # climb() sets the dtype: the config's, or this machine's best
+    ("AMP", {}, {}),  # ladder() sets the dtype: the config's, or this machine's best
     ("compile", dict(compile=True), {}),
     ("flash attention", dict(flash=True), {}),
     ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
@@ -199,31 +196,16 @@ LADDER = [
 
 
 def ladder(config: Config, options: Namespace) -> dict:
-    """All rows at the config's micro-batch; on CUDA once more, each at the largest that fits."""
+    """
+    Measure and print a table in which each row adds one thing to those above it. `gain` is over the
+    row measured before, `total_gain` over the first.
+    """
     device = hardware.set_up(config).device
-    trials = options.trials or 3
     title = f"micro-batch {config.batch_size}"
-    tables = {title: climb(title, config, device, trials, attempt)}
-    if device.type == "cuda":
-        title = "the largest micro-batch that fits"
-        tables[title] = climb(title, config, device, trials, attempt_largest)
-    say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
-    if options.png:
-        draw(options.png, tables)
-    return dict(tables=tables)
-
-
-def climb(
-    title: str, config: Config, device: torch.device, trials: int, run: Callable[..., dict]
-) -> list[dict]:
-    """
-    Measure and print one table, in which each row adds one thing to those above it. `run` is
-    attempt or attempt_largest. `gain` is over the row measured before, `total_gain` over the first.
-    """
     say(title)
     say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
     amp_dtype = "auto" if config.dtype == "float32" else config.dtype
-    arguments = dict(trials=trials)
+    arguments = dict(trials=options.trials or 3)
     rows, rates = [], []
     for name, changes, more_arguments in LADDER:
         if why := missing(name, device, config):
@@ -234,7 +216,7 @@ def climb(
         if name == "AMP":
             config = replace(config, dtype=amp_dtype)
         arguments |= more_arguments
-        row = dict(name=name) | run(config, **arguments)
+        row = dict(name=name) | attempt(config, **arguments)
         rows.append(row)
         rate = row["tokens_per_sec"]
         if rate is None:
@@ -246,7 +228,10 @@ def climb(
         gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
         load = f"{row['mem_gib'] or math.nan:>6.1f} {percent(row['mfu']):>6}"
         say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")
-    return rows
+    say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
+    if options.png:
+        draw(options.png, title, rows)
+    return dict(rows=rows)
 
 
 def missing(name: str, device: torch.device, config: Config) -> str | None:
@@ -261,40 +246,18 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
     return None
 
 
-def attempt_largest(config: Config, **arguments) -> dict:
-    """
-    Measure at the largest micro-batch that fits by the memory model. If it does not fit after all,
-    try the next smaller ones.
-    """
-    device = hardware.choose_device(config)
-    dtype = hardware.name_of(hardware.choose_dtype(config, device))
-    capacity = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
-    model = model_config(config, GPT2_VOCAB)
-    fits = fitting_batch(config, model, dtype, config.iter_sequences, capacity) or 1
-    for size in reversed(divisors(config.iter_sequences)):
-        if size <= fits:
-            result = attempt(with_batch(config, size), **arguments)
-            if result["tokens_per_sec"]:
-                break
-    return result
-
-
 # -----------------------------------------------------------------------------
 # Pictures
 
 
-def draw(path: str, tables: dict[str, list[dict]]) -> None:
-    """For each title horizontal bars of tokens/s, one for each row, the first on top."""
+def draw(path: str, title: str, rows: list[dict]) -> None:
+    """Horizontal bars of tokens/s, one for each row, the first on top."""
     from matplotlib.figure import Figure
 
-    bars = sum(len(rows) for rows in tables.values())
-    figure = Figure(figsize=(9, 0.45 * bars + 1.4), layout="constrained")
-    axes = figure.subplots(len(tables), squeeze=False)[:, 0]
-    for ax, (title, rows) in zip(axes, tables.items(), strict=True):
-        names = [row["name"] for row in rows]
-        drawn = ax.barh(names, [row["tokens_per_sec"] or 0 for row in rows])
-        ax.bar_label(drawn, fmt="{:,.0f}", padding=3)
-        ax.invert_yaxis()
-        ax.margins(x=0.12)
-        ax.set(title=title, xlabel="tokens per second")
+    figure = Figure(figsize=(9, 0.45 * len(rows) + 1.4), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="tokens per second")
+    bars = axes.barh([row["name"] for row in rows], [row["tokens_per_sec"] or 0 for row in rows])
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
     figure.savefig(path, dpi=110)

@@ -10,7 +10,6 @@ import re
 import resource
 import signal
 import statistics
-from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 
@@ -466,7 +465,7 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
     monkeypatch.setattr(modes, "attempt", fake_attempt(rate))
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), f"--png={tmp_path}/ladder.png")
-    rows = {row["name"]: row for row in r["tables"]["micro-batch 4"]}
+    rows = {row["name"]: row for row in r["rows"]}
     tf32 = rows.pop("TF32")
     assert tf32["tokens_per_sec"] is None and "Ampere" in tf32["why"]
     rates = [row["tokens_per_sec"] for row in rows.values()]
@@ -489,25 +488,15 @@ def test_a_ladder_row_out_of_memory_is_marked_and_gains_skip_it(tmp_path, monkey
 
     monkeypatch.setattr(modes, "attempt", attempt)
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
-    rows = run(tmp_path, "ladder", *small(dtype="bfloat16"))["tables"]["micro-batch 4"]
+    rows = run(tmp_path, "ladder", *small(dtype="bfloat16"))["rows"]
     assert "gain" not in rows[0] and rows[-1]["total_gain"] == 1.5
     assert "float32                4 out of memory" in capsys.readouterr().out
-
-
-def test_ladder_goes_down_to_a_micro_batch_that_really_fits(monkeypatch):
-    """8 sequences; the memory model lets all 8 at once into 1 TiB, but 3 are the most that fit."""
-    card = Namespace(total_memory=2**40)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(modes, "attempt", fake_attempt(lambda config: 1, most=3))
-    config = Config(batch_size=4, gradient_accumulation_steps=2, dtype="float32")
-    r = modes.attempt_largest(config, trials=1)
-    assert (r["batch_size"], r["gradient_accumulation_steps"]) == (2, 4)
 
 
 def test_ladder_measures_for_real(tmp_path, monkeypatch, warm_processes):
     monkeypatch.setattr(modes, "LADDER", modes.LADDER[:1])
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), "--trials=1")
-    (row,) = r["tables"]["micro-batch 4"]
+    (row,) = r["rows"]
     assert row["name"] == "float32" and row["machine"]["dtype"] == "float32"
     assert row["tokens_per_sec"] > 0 and row["total_gain"] == 1
 
