@@ -83,9 +83,8 @@ class Hardware:
         faster, so there the configuration's `flash` is not followed.
         """
         longest_plain = PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
-        if self.device.type == "cpu" and config.block_size <= longest_plain:
-            return False
-        return config.flash
+        plain_is_faster = self.device.type == "cpu" and config.block_size <= longest_plain
+        return config.flash and not plain_is_faster
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything it was given."""
