@@ -74,14 +74,10 @@ class Trainee:
 
     def step(self) -> Tensor:
         """One iteration. Returns the losses of its micro-batches, nats per token."""
+        accum, clip = self.config.gradient_accumulation_steps, self.config.grad_clip
+        autocast = self.hw.autocast()
         losses, _ = train.train_step(
-            self.step_model,
-            self.optimizer,
-            self.scaler,
-            self.next_batch,
-            self.config.gradient_accumulation_steps,
-            self.config.grad_clip,
-            self.hw.autocast(),
+            self.step_model, self.optimizer, self.scaler, self.next_batch, accum, clip, autocast
         )
         return losses
 

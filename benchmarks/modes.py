@@ -66,13 +66,10 @@ def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
     are timed in turn, so that other work on the machine slows both.
     """
     flops = flops_per_token(trainee.model.config) * trainee.config.iter_tokens
-    rates, shares = [], []
-    for _ in range(trials):
-        rate = matmul_tflops(trainee.hw)
-        rates.append(rate)
-        shares.append(flops / trainee.timed(1) / 1e12 / rate)
+    pairs = [(matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)]
+    shares = [flops / seconds / 1e12 / rate for rate, seconds in pairs]
     return dict(
-        matmul_tflops=statistics.median(rates),
+        matmul_tflops=statistics.median(rate for rate, _ in pairs),
         mfu_of_matmul=statistics.median(shares),
         mfu_of_matmul_range=[min(shares), max(shares)],
     )

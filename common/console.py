@@ -126,9 +126,6 @@ class UserError(Exception):
         # the messages of other libraries may have several lines
         return [" ".join(problem.splitlines()) for problem in self.args]
 
-    def __str__(self) -> str:
-        return "\n".join(self.args)
-
 
 class RunError(UserError):
     """A UserError found only while running."""

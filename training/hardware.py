@@ -83,9 +83,8 @@ class Hardware:
         faster, so there the configuration's `flash` is not followed.
         """
         longest_plain = PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
-        if self.device.type == "cpu" and config.block_size <= longest_plain:
-            return False
-        return config.flash
+        plain_is_faster = self.device.type == "cpu" and config.block_size <= longest_plain
+        return config.flash and not plain_is_faster
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything it was given."""
@@ -131,12 +130,9 @@ class Hardware:
 def check_device(config: Config) -> list[str]:
     """What is wrong with config.device on this machine, one line per problem."""
     wanted = config.device
-    try:
-        device = torch.device("cpu" if wanted == "auto" else wanted)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "mps", "cpu"):
+    if not re.fullmatch("auto|cpu|(cuda|mps)(:[0-9]{1,2})?", wanted):
         return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
+    device = torch.device("cpu" if wanted == "auto" else wanted)
     if device.type == "cuda" and not torch.cuda.is_available():
         mend = "check the driver with nvidia-smi" if torch.version.cuda else "install a CUDA build"
         here = f"torch {torch.__version__} sees no CUDA GPU"
@@ -155,10 +151,6 @@ def choose_device(config: Config) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    return best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
@@ -188,7 +180,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         forbid_spilling(device)
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    dtype = choose_dtype(config, device)
+    dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matrix products
     # leave the tensor cores idle.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
