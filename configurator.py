@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.console import UserError, complain, did_you_mean, raise_if_any, run_main
+from common.console import UserError, did_you_mean, raise_if_any, run_main
 
 
 def key(
@@ -188,7 +188,7 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
     known = find_keys(keys)
     if keys is Config:
         known |= NANOGPT_FIELDS
-    values: dict[str, Any] = {}  # in the order in which the keys were last set
+    values: dict[str, Any] = {}
     flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
     left = list(argv)
@@ -203,10 +203,9 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
         except UserError as error:
             problems += error.problems
             continue
-        found = translate(found, values)
-        values = {n: v for n, v in values.items() if n not in found} | found
-    if not problems:
-        switch_off_tokens_per_iter(values)
+        values |= translate(found, values)
+        if "gradient_accumulation_steps" in found and "tokens_per_iter" not in found:
+            values["tokens_per_iter"] = 0  # of the two the last one wins
     if values.get("hours") or values.get("until"):
         # config files have these for runs by iterations
         values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}
@@ -226,15 +225,6 @@ def translate(found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     elif "decay_lr" in found and values.get("lr_schedule") == "constant":
         keys.setdefault("lr_schedule", "cosine")
     return keys
-
-
-def switch_off_tokens_per_iter(values: dict[str, Any]) -> None:
-    """If gradient_accumulation_steps was set after tokens_per_iter, it wins. Says so."""
-    order = [name for name in values if name in ("tokens_per_iter", "gradient_accumulation_steps")]
-    if order == ["tokens_per_iter", "gradient_accumulation_steps"] and values["tokens_per_iter"]:
-        values["tokens_per_iter"] = 0
-        steps = values["gradient_accumulation_steps"]
-        complain(f"tokens_per_iter: switched off by the later {order[1]}={steps}")
 
 
 def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[str, Any]:
