@@ -165,11 +165,9 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         if name in config.given and getattr(config, name) != value
     ]
     problems = []
-    if different and start.resumed:
-        holds = f"holds a run with {', '.join(different)}; use its values, or another --out_dir"
-        problems.append(f"out_dir: {source} {holds}")
-    elif different:
-        problems.append(f"init_from: {source} has {', '.join(different)}; use its values")
+    if different:
+        mend = "use its values, or another --out_dir and --init_from"
+        problems.append(f"init_from: {source} has {', '.join(different)}; {mend}")
     return replace(config, **values), problems
 
 
