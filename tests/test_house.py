@@ -15,15 +15,7 @@ from helpers import ROOT, start_process
 
 from configurator import FIELDS
 
-<<<<<<< HEAD
-<<<<<<< HEAD
 CODE_LINES = 6_091
-=======
-CODE_LINES = 6_091
->>>>>>> 9887815 (gradient_accumulation_steps sets tokens_per_iter to 0 where it is read: 7 lines)
-=======
-CODE_LINES = 6_091
->>>>>>> bca8a8c (One line for keys that the checkpoint or the weights have otherwise: 2 lines)
 FILE_LINES = {"train.py": 400, "model.py": 380}
 FUNCTION_LINES = 60
 KEYS = 60
