@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, warn
-from configurator import FIELDS
+from configurator import FIELDS, NEVER
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
@@ -123,6 +123,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
     # the keys in which the runs differ, and the device and dtype that were in use
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
+        values = ["by the clock" if value == NEVER else value for value in values]
         if len(set(values) - {None}) > 1 and key not in TOLD_ELSEWHERE:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):

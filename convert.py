@@ -248,10 +248,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("source")
     parser.add_argument("out")
     args = parser.parse_args(argv)
-    if args.mode == "ckpt-to-hf":
-        ckpt_to_hf(args.source, args.out)
-    else:
-        to_ckpt(args.source, args.out)
+    try:
+        if args.mode == "ckpt-to-hf":
+            ckpt_to_hf(args.source, args.out)
+        else:
+            to_ckpt(args.source, args.out)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"{args.out}: cannot be written ({why}); choose another place") from None
     if args.mode == "nanogpt-to-ckpt":
         say("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
 

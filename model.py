@@ -142,7 +142,7 @@ def loss_sum(logits: Tensor, targets: Tensor, cap: float | None, by_hand: bool =
     against targets (n,), summed over those that are not -1, in nats. The one place for it: a term
     added to `loss` acts everywhere, all logits at once or in chunks, compiled or not.
     """
-    if by_hand:  # the same number; chunks are faster with a slope that is not autograd's
+    if by_hand:  # the same loss, with a slope that is made faster than autograd's
         loss = CrossEntropyByHand.apply(logits, targets, cap)
     else:
         loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
@@ -219,7 +219,7 @@ class LossWithGradients(torch.autograd.Function):
 
 
 class CrossEntropyByHand(torch.autograd.Function):
-    """Cross-entropy as in `loss_sum`. Its slope (n, V) overwrites what is kept, for one use."""
+    """Cross-entropy as in `loss_sum`. Its slope (n, V) can be asked for once."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:

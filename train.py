@@ -210,19 +210,20 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
             loss.backward()
         evaluate(model, [(x, y, 1)], hw.autocast())
 
+    failure = ""
     try:
         throw_away_step(compiled)
     except Exception as error:  # no compiler here: every backend fails in its own way
         if hardware.is_out_of_memory(error):
             raise
-        reason = str(error).strip().partition("\n")[0]
-        config.compile = False
-    if not config.compile:
+        failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if failure:
+        config.compile, compiled = False, model
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
         throw_away_step(model)  # raises where not the compiler is to blame
-        warn(f"torch.compile does not work here ({reason}); going on without")
+        warn(f"torch.compile does not work here ({failure}); going on without")
     say(f"compile: {time.perf_counter() - began:.1f}s")
-    return compiled if config.compile else model
+    return compiled
 
 
 def estimate_loss(
@@ -337,9 +338,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
 
         while True:
-            # is this the end? all ranks decide together
             clock.look(p.iter_num)
-            reason = reason_to_end(c, p.iter_num, log, ranks)
+            reason = reason_to_end(c, p.iter_num, log, ranks)  # all ranks decide together
 
             # every eval_interval, and when complete: all ranks evaluate, rank 0 shows and saves
             if evaluation_due(c, p, reason, clock):
@@ -384,6 +384,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # saving takes all ranks; after skipped or unfinished updates the previous one stays
         all_here = ranks.world_size == 1 or getattr(error, "on_all_ranks", False)
         if p.iter_num > 0 and not skips.in_a_row and all_here:
+            say(f"saving after {type(error).__name__}: {error}")  # it may take long, or fail
             save(last=True)
         if hardware.is_out_of_memory(error):
             raise OutOfMemory(smaller_batch(c, raw_model.config, hw, ranks)) from None

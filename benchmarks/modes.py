@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import Trainee, attempt, time_training
 from common.console import UserError, say
-from configurator import Config, divisors, print_config
+from configurator import FIELDS, Config, divisors
 from training import hardware
 from training.build import flops_per_token
 
@@ -162,12 +162,20 @@ def sweep_sizes(config: Config, given: str | None) -> list[int]:
 
 
 def write_config(path: Path, config: Config, best: dict) -> None:
-    """A config file for train.py: all keys, with the fastest micro-batch."""
+    """A config file for train.py: the keys that the user gave, and the fastest micro-batch."""
+    values = {name: getattr(config, name) for name in FIELDS if name in config.given}
+    values.pop("tokens_per_iter", None)  # batch_size and accumulation below give the same
+    values["batch_size"] = best["batch_size"]
+    values["gradient_accumulation_steps"] = best["gradient_accumulation_steps"]
     # a folder of its own, because the config that was measured may have a run in its own
-    fastest = replace(with_batch(config, best["batch_size"]), out_dir=f"out/{path.stem}")
-    m = best["machine"]
-    measured = f"{speed_text(best)}; {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}"
-    path.write_text(f"# The fastest micro-batch of a sweep: {measured}\n{print_config(fastest)}")
+    values["out_dir"] = f"out/{path.stem}"
+    machine = best["machine"]
+    lines = [
+        f"# The fastest micro-batch of a sweep: {speed_text(best)}",
+        f"# {machine['device']}, {machine['dtype']}, torch {machine['torch']}, {machine['date']}",
+    ]
+    lines += [f"{name} = {value!r}" for name, value in values.items()]
+    path.write_text("\n".join(lines) + "\n")
     say(f"wrote {path}")
 
 

@@ -188,6 +188,9 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
     checkpoint_seconds = 1e9 * p["checkpoint_gb"] / CHECKPOINT_BYTES_PER_SEC
     pauses = p["evaluations"] * eval_seconds + p["checkpoints"] * checkpoint_seconds
     figures = dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
+    if config.by_clock:  # the hours are given: faster or slower means more or fewer tokens
+        figures["hours_range"] = [hours, hours]
+        figures["tokens_range"] = [p["total_tokens"] * hours / h for h in reversed(spread)]
     figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
     figures |= dict(tokens_per_sec=rate, mfu=None, kwh=None, cost=None)
     if p["peak_tflops"]:
@@ -215,7 +218,7 @@ def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
 
 
 def disk_figures(config: Config, p: dict) -> dict:
-    """GB of the shards (of the dataset, else of one epoch), of a checkpoint, and of all kept."""
+    """GB of the shards (the dataset's, else all tokens of the run), of a checkpoint, and of all kept."""
     shards = 0 if config.stream else 2 * (p["dataset_tokens"] or p["total_tokens"]) / 1e9
     checkpoint = (4 * p["params"] + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
     kept = config.keep_checkpoints + 2  # best.pt, and the one being written
@@ -236,6 +239,9 @@ def plan_lines(p: dict) -> list[str]:
     epochs = "epochs n/a (--dataset_tokens=)"
     if p["epochs"]:
         epochs = f"{p['epochs']:.2f} epochs of {count(p['dataset_tokens'])}"
+    low, high = p.get("tokens_range") or (0, 0)
+    if low < high:
+        epochs += f"; {count(low)} to {count(high)} by the range of speeds"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
     lines = [
         f"model    {p['params'] / 1e6:.2f}M parameters, {p['flops_per_token'] / 1e6:.1f} "

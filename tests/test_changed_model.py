@@ -34,7 +34,7 @@ AS_SHIPPED = "(activations as in the shipped model; this one has changed)"
 @pytest.fixture
 def patch(monkeypatch):
     """monkeypatch for the model's code; what was counted and read of it is forgotten."""
-    cached = (build.count_parameters, count_flops, code_of)
+    cached = (build.build_shapes, build.count_parameters, count_flops, code_of)
     for function in cached:
         function.cache_clear()
     yield monkeypatch
@@ -70,7 +70,8 @@ def test_blocks_that_run_twice_count_twice(patch, tie_weights):
     patch.setattr(build, "GPT", MiddleTwice)
     config = GPTConfig(bias=False, tie_weights=tie_weights)
     flops = PRODUCTS + MIDDLE + 22 * ATTENTION
-    assert count_flops(config) == (flops, "counted from the modules that run")
+    words = "counted from the modules that run, attention in 22 calls"
+    assert count_flops(config) == (flops, words)
     assert build.count_parameters(config)[1] == PRODUCTS / 6  # but they are there once
 
 
@@ -83,7 +84,8 @@ def test_a_window_that_cuts_the_keys_counts_less(patch):
 
     patch.setattr(CausalSelfAttention, "forward", in_windows)
     flops = PRODUCTS + 12 * ATTENTION // 4
-    assert count_flops(GPT124M) == (flops, "counted from the modules that run")
+    words = "counted from the modules that run, attention in 12 calls"
+    assert count_flops(GPT124M) == (flops, words)
 
 
 def own_products(layer, x, cache=None):
@@ -95,6 +97,14 @@ def wider_queries(layer, x, cache=None):
     q, k, v = qkv(layer, x)
     q, k = F.pad(q, (0, 64)), F.pad(k, (0, 64))
     return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_attention_of_which_a_part_is_counted_is_told_by_its_calls(patch):
+    whole = CausalSelfAttention.forward
+    half = iter([whole, own_products] * 6)
+    patch.setattr(CausalSelfAttention, "forward", lambda *arguments: next(half)(*arguments))
+    words = "counted from the modules that run, attention in 6 calls"
+    assert count_flops(GPT124M) == (PRODUCTS + 6 * ATTENTION, words)
 
 
 @pytest.mark.parametrize("forward", [own_products, wider_queries])
@@ -251,11 +261,12 @@ def test_an_edited_copy_of_the_program_says_what_it_does_not_know(run, dataset, 
 
     out, err = said("bench.py", "plan", "config/gpt124m_4070.py", "--gpu=4070")
     flops = PRODUCTS + 6 * 12 * (12 * 768**2 + 2 * 768) + 24 * ATTENTION
-    assert f"{flops / 1e6:.1f} MFLOP/token (counted from the modules that run, N = 123.59M)" in out
+    words = "counted from the modules that run, attention in 24 calls"
+    assert f"{flops / 1e6:.1f} MFLOP/token ({words}, N = 123.59M)" in out
     assert out.count(AS_SHIPPED) == 1
     arguments = flags(dataset, tmp_path / "out", init_from="resume", max_iters=5)
     out, err = said("train.py", *arguments)
-    assert err.count(CHANGED) == 1 and "(counted from the modules that run)" in out
+    assert err.count(CHANGED) == 1 and "(counted from the modules that run, attention in 4 calls)" in out
 
 
 @pytest.mark.slow

@@ -212,7 +212,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_a_model(tmp_path, script):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
         code, out, err = script(convert.main, "ckpt-to-hf", path, folder)
-        assert (code, out, err) == (1, "", ["error: File too large"])
+        problem = f"{folder}: cannot be written (File too large); choose another place"
+        assert (code, out, err) == (2, "", [f"error: {problem}"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     export(script, path, folder)  # once more, where there is room

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # torch.save's first call would, from a folder gone by then
+import torch.utils.serialization  # or torch.save would, perhaps from a venv that has gone
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
@@ -76,7 +76,7 @@ class Checkpoints:
         if self.lock is None:
             self.lock = lock_folder(self.out_dir)
         # after a kill while saving, they may fill the place of the next checkpoint
-        remove_temporaries(self.out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl")
+        remove_temporaries(self.out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
         if not fresh:
             return
         if list_checkpoints(self.out_dir):  # of a run that was here since this one began
@@ -160,7 +160,7 @@ class Checkpoints:
             except OSError as error:
                 if error.errno not in FULL or not (old := self.find_least_needed()):
                     raise
-                # said first: it might take the last of the room
+                # said before: its line in the log could take the room that comes free
                 log.warn(state["progress"]["iter_num"], f"{error.strerror}; {old} gives way")
                 old.unlink()
 

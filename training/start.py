@@ -127,7 +127,8 @@ def check_optimizer(state: dict) -> None:
         found = {name: tuple(kept[name].shape) for name in expected[number] if name in kept}
         # a fused update would write past a smaller one
         if kept and found != expected[number]:
-            raise ValueError(f"its {config.optimizer} keeps {found} of {expected[number]}")
+            table = "OPTIMIZERS in training/build.py says"
+            raise ValueError(f"its {config.optimizer} keeps {found}; {table} {expected[number]}")
 
 
 def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
@@ -178,11 +179,13 @@ def is_finished(config: Config, start: Start) -> bool:
     progress = Progress(**start.resumed["progress"])
     changed, end = changed_keys(config, start), config.max_iters
     if config.by_clock and not {"hours", "until", "max_iters"}.intersection(changed):
-        end = progress.iter_num if start.resumed["clock"]["share"] >= 1 else NEVER
+        end = progress.iter_num if start.resumed.get("clock", {}).get("share", 0) >= 1 else NEVER
     if min(progress.iter_num, progress.evaluated_at) < end:
         return False
     done = f"has made its {progress.iter_num:,} iterations"
-    more = "more --hours" if config.by_clock else "a larger --max_iters"
+    more = "a larger --max_iters"
+    if config.by_clock:
+        more = "another --until" if config.until else "more --hours"
     say(f"{config.out_dir} {done}; {more} goes on; for a new run: another --out_dir")
     return True
 

@@ -180,7 +180,7 @@ def test_older_checkpoints_give_way_on_a_disk_that_others_have_filled(
     assert run_here(dataset, disk / "run", **BIG, keep_checkpoints=3) == 0
     err = capsys.readouterr().err
     assert "ckpt-00000002.pt gives way" not in err  # a link to best.pt, which would free nothing
-    assert "ckpt-00000004.pt" in err and "gives way" in err
+    assert "ckpt-00000004.pt gives way" in err
     assert numbers(disk / "run") == [2, 6, 8] and best_iter(disk / "run") == 2
 
 
@@ -307,8 +307,6 @@ def test_a_state_that_could_not_be_resumed_ends_the_run_at_its_first_save(
     dataset, tmp_path, monkeypatch
 ):
     """An optimizer of somebody's own, whose groups a resume would not know."""
-    run_here(dataset, tmp_path, max_iters=4, eval_interval=2)
-    good = names(tmp_path)
     build = train.build_optimizer
 
     def own(model, *arguments):
@@ -319,9 +317,8 @@ def test_a_state_that_could_not_be_resumed_ends_the_run_at_its_first_save(
 
     monkeypatch.setattr(train, "build_optimizer", own)
     with pytest.raises(UserError, match="ckpt-00000002.pt: cannot be resumed by this version"):
-        run_here(dataset, tmp_path / "own", eval_interval=2)
-    assert [r["iter"] for r in records(tmp_path / "own", "step")] == [0, 1]
-    assert names(tmp_path) == good
+        run_here(dataset, tmp_path, eval_interval=2)
+    assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1]
 
 
 def test_the_first_save_imports_nothing(dataset, tmp_path):
