@@ -25,6 +25,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children, parent_process, resource_tracker
 
 import numpy as np
@@ -162,7 +163,7 @@ class Stream:
         self.begins = sequence * block_size - token  # number of the buffer's first token
         # Where in the stream some documents begin: (token number, file, row), in order
         self.anchors = [(self.begins, *workers.pieces.first)]
-        self.from_main: Callable | None = None  # with several processes
+        self.next_piece = workers.next_piece
         self.tokens_of_later_ranks = 0
 
     def join_ranks(self, from_main: Callable, rank: int, world_size: int, batch_size: int) -> None:
@@ -173,13 +174,8 @@ class Stream:
         Process `rank` reads every world_size-th batch. All read as far as the last of them needs,
         so that what fails, fails for all of them in the same micro-step.
         """
-        self.from_main = from_main
+        self.next_piece = partial(from_main, self.workers.next_piece)
         self.tokens_of_later_ranks = (world_size - 1 - rank) * batch_size * self.block_size
-
-    def next_piece(self) -> tuple[int, int, np.ndarray]:
-        if self.from_main:
-            return self.from_main(self.workers.next_piece)
-        return self.workers.next_piece()
 
     def position(self, n: int) -> dict:
         """Where sequence n begins, for a checkpoint: tokens after a document's beginning."""

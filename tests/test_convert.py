@@ -772,7 +772,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("ckpt-to-hf", flipped, "flipped.pt", exported),
         ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", exported),
         ("ckpt-to-hf", tmp_path, "no checkpoint or config.json", exported),
-        ("ckpt-to-hf", taken, "text.pt: Not a directory", tmp_path / "text.pt"),
+        ("ckpt-to-hf", taken, "text.pt: cannot be written", tmp_path / "text.pt"),
     ):
         assert_refused(script, convert.main, mode, source, target, words=(word,))
     assert not out.exists() and not exported.exists()
