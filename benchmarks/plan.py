@@ -218,7 +218,7 @@ def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
 
 
 def disk_figures(config: Config, p: dict) -> dict:
-    """In GB: the shards (the dataset, else all tokens of the run), a checkpoint, and all that stay."""
+    """In GB: the shards (the dataset, else all tokens of the run), a checkpoint, all that stays."""
     shards = 0 if config.stream else 2 * (p["dataset_tokens"] or p["total_tokens"]) / 1e9
     checkpoint = (4 * p["params"] + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
     kept = config.keep_checkpoints + 2  # best.pt, and the one being written
