@@ -11,7 +11,6 @@ import contextlib
 import errno
 import math
 import os
-import pickle
 import shutil
 import time
 import zipfile
@@ -253,10 +252,8 @@ def load(path: Path) -> dict:
     if not damage:
         try:
             return read(path)
-        except pickle.UnpicklingError:
-            damage = "refused: it holds more than tensors and plain values"
-        except Exception as error:  # an archive that torch.save has not written
-            damage = f"not a checkpoint ({type(error).__name__})"
+        except Exception as error:  # another program's, or one that holds code
+            damage = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
     raise UserError(f"{path}: {damage}")
 
 
