@@ -15,11 +15,7 @@ from helpers import ROOT, start_process
 
 from configurator import FIELDS
 
-<<<<<<< HEAD
 CODE_LINES = 6_110
-=======
-CODE_LINES = 6_110
->>>>>>> 566efdc (One line for a file that is no checkpoint, whatever torch.load said: 3 lines)
 FILE_LINES = {"train.py": 400, "model.py": 380}
 FUNCTION_LINES = 60
 KEYS = 60
