@@ -43,6 +43,7 @@ def key(
 
 MODELS = ("gpt2", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 
@@ -84,7 +85,7 @@ class Config:
     value_tables: int = key(0, "tables of value embeddings: memory, no FLOPs", of="fast", low=0)
     bigram_rows: int = key(0, "rows of token pairs; 0: no offset", of="fast", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
-    optimizer: str = key("adamw", "muon: for hidden matrices", ("adamw", "muon"), group="optimizer")
+    optimizer: str = key("adamw", "muon: for hidden matrices", OPTIMIZERS, group="optimizer")
     learning_rate: float = key(6e-4, "highest rate (muon: of hidden matrices; 0.025)", low=0.0)
     head_lr: float = key(0.004, "highest rate of the output head, tied or not", of="muon", low=0.0)
     muon_momentum: float = key(0.95, "momentum", of="muon", low=0.0, high=0.9999999)

@@ -141,10 +141,9 @@ def get_lr(it: int, config: Config, horizon: int, highest: float) -> float:
     if config.lr_schedule == "wsd":
         start = max(start, horizon - round(config.decay_fraction * horizon))
     progress = max(0, it - start) / max(1, horizon - start)
-    shape = 1 - progress
-    if config.lr_schedule == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr + shape * (highest - config.min_lr)
+    shapes = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)))
+    shapes |= dict(linear=1 - progress, wsd=1 - progress)
+    return config.min_lr + shapes[config.lr_schedule] * (highest - config.min_lr)
 
 
 def set_lr(optimizer, it: int, config: Config, horizon: int) -> float:
