@@ -53,18 +53,13 @@ def pad_vocab(vocab_size: int, multiple: int) -> int:
 
 
 class KVCache:
-    """
-    Keys and values of the tokens that one layer has seen, for generation: room for `capacity`,
-    `length` filled. In model_fast.py a further one holds the tokens themselves.
-    """
+    """Keys and values of one layer's past tokens: room for `capacity`, `length` filled."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Take in k and v of further tokens, (B, nh, T, hs) each; returns those of all tokens so far.
-        """
+        """Take in k and v, (B, nh, T, hs) each, of further tokens; returns those of all so far."""
         if self.length == 0:
             B, nh, _, hs = k.shape
             self.k = k.new_empty(B, nh, self.capacity, hs)
@@ -79,8 +74,7 @@ def plain_attention(
 ) -> Tensor:
     """
     F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs).
-    In bfloat16 on a CPU it is the faster one: 4 times at 64 tokens, 1.2 times at 1024
-    (results/cpu/kernels.json).
+    In bfloat16 on a CPU it is faster: 4 times at 64 tokens, 1.2 at 1024 (results/cpu/kernels.json).
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     scores = q * scale @ k.transpose(-2, -1)  # (B, nh, T, T plus cached tokens)
@@ -142,11 +136,24 @@ class Block(nn.Module):
 # The loss
 
 
+def loss_sum(logits: Tensor, targets: Tensor, cap: float | None, by_hand: bool = False) -> Tensor:
+    """
+    What training minimises and evaluation reports: the loss of logits (n, V), not capped yet,
+    against targets (n,), summed over those that are not -1, in nats. The one place for it: a term
+    added to `loss` acts everywhere, all logits at once or in chunks, compiled or not.
+    """
+    if by_hand:  # the same number; chunks are faster with a slope that is not autograd's
+        loss = CrossEntropyByHand.apply(logits, targets, cap)
+    else:
+        loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
+    return loss
+
+
 def mean_loss(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None = None
 ) -> Tensor:
     """
-    Cross-entropy of the head's logits against targets (B, T): the mean in nats over those that are
+    `loss_sum` of the head's logits against targets (B, T), divided by the number of those that are
     not -1. x is (B, T, C), the head's weight (V, C), `cap` as in `cap_logits`.
 
     With a chunk > 0 the logits of only so many tokens exist at once. Their gradient is made along
@@ -154,82 +161,84 @@ def mean_loss(
     in the backward pass, so that pass computes the logits again, for 2 C V more FLOPs a token.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
+    count = (targets != -1).sum()
 
-    def loss(x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        logits = F.linear(x, weight).float()
-        if cap is not None:
-            logits = cap_logits(logits, cap)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        return loss_sum(F.linear(x, weight), targets, cap)
 
     if not 0 < chunk < len(x):
-        return loss(x, targets, "mean")
+        return loss(x, targets) / count
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     if torch.is_grad_enabled() and dtype != torch.float16:
-        return LossWithGradients.apply(x, weight, targets, chunk, cap, dtype)
+        return LossWithGradients.apply(x, weight, targets, count, chunk, cap, dtype)
     sums = []
-    for part in zip(x.split(chunk), targets.split(chunk)):
-        sums.append(checkpoint(loss, *part, "sum", use_reentrant=False, preserve_rng_state=False))
-    return torch.stack(sums).sum() / (targets != -1).sum()
+    for part in zip(x.split(chunk), targets.split(chunk), strict=True):
+        sums.append(checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False))
+    return torch.stack(sums).sum() / count
 
 
-def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """Logits squeezed smoothly into (-cap, cap): cap z / sqrt(z^2 + cap^2)."""
-    return cap * logits * torch.rsqrt(logits.square() + cap**2)
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits in at least float32, squeezed by the cap, if any: cap z / sqrt(z^2 + cap^2)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if cap is None else cap * logits * torch.rsqrt(logits.square() + cap**2)
 
 
 class LossWithGradients(torch.autograd.Function):
     """
-    The loss of `mean_loss` for x (N, C) and targets (N,), with its gradients made in the forward
-    pass, chunk by chunk: no logits are kept or computed twice. Products run in `dtype`; the
-    weight's gradient is summed in at least float32. There is no second derivative.
+    `mean_loss` of x (N, C) and targets (N,) with its gradients, made in the forward pass chunk by
+    chunk. Products run in `dtype`; the weight's gradient is summed in at least float32. There is no
+    second derivative.
     """
 
-    # torch 2.13's F.linear_cross_entropy(options=) works alike, without a cap; 2.9 to 2.12 lack it
-
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk, cap, dtype) -> Tensor:
+    def forward(ctx, x, weight, targets, count, chunk, cap, dtype) -> Tensor:
         head = weight.to(dtype)
-        dx, loss_sum = [], 0.0
+        dx, total = [], 0.0
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
-        for x_part, targets_part in zip(x.to(dtype).split(chunk), targets.split(chunk)):
-            loss_part, dlogits = logit_gradients(x_part @ head.T, targets_part, cap)
-            loss_sum = loss_sum + loss_part
+        for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
+            logits = (x_part @ head.T).requires_grad_()
+            with torch.enable_grad():
+                loss = loss_sum(logits, y_part, cap, by_hand=True)
+            (dlogits,) = torch.autograd.grad(loss, logits)
+            total = total + loss.detach()
+            del loss, logits  # before the products
             dx.append(dlogits @ head)
             dweight += dlogits.T @ x_part
             del dlogits  # before the next chunk's are made
-        count = (targets != -1).sum()
         # without a target to count the loss is NaN and the gradients are 0, as in F.cross_entropy
         ctx.save_for_backward(torch.cat(dx), dweight, count.clamp(min=1))
-        return loss_sum / count
+        return total / count
 
     @staticmethod
     def backward(ctx, dloss: Tensor):
         dx, dweight, count = ctx.saved_tensors
         scale = dloss / count
-        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None
+        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None, None
 
 
-def logit_gradients(logits: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-    """
-    The summed loss of logits (n, V), not capped yet, against targets (n,), in nats, and its
-    gradient with respect to the logits, (n, V).
-    """
-    dtype, sum_dtype = logits.dtype, torch.promote_types(logits.dtype, torch.float32)
-    if cap is not None:
-        logits = cap_logits(logits.to(sum_dtype), cap)
-    counted = (targets != -1)[:, None]  # (n, 1)
-    targets = targets.clamp(min=0)[:, None]
-    logp = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
-    loss_sum = -(logp.gather(1, targets) * counted).sum()
+class CrossEntropyByHand(torch.autograd.Function):
+    """Cross-entropy as in `loss_sum`. Its slope (n, V) overwrites what is kept, for one use."""
 
-    # the softmax, less 1 at the target
-    dlogits = logp.exp_().scatter_add_(1, targets, -torch.ones_like(logp[:, :1])).mul_(counted)
-    if cap is not None:
-        # the slope of cap_logits; rounding may take a logit past its cap
-        dlogits *= (1 - (logits / cap).square()).clamp(min=0) ** 1.5
-    return loss_sum, dlogits.to(dtype)
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+        capped, ctx.cap = cap_logits(logits, cap), cap
+        counted, targets = (targets != -1)[:, None], targets.clamp(min=0)[:, None]  # (n, 1) each
+        logp = F.log_softmax(capped, dim=-1)
+        ctx.save_for_backward(logp, targets, counted, None if cap is None else capped)
+        return -(logp.gather(1, targets) * counted).sum()
+
+    @staticmethod
+    def backward(ctx, dloss: Tensor):
+        logp, targets, counted, capped = ctx.saved_tensors
+        # the softmax, less 1 at the target
+        dlogits = logp.exp_().scatter_add_(1, targets, -torch.ones_like(logp[:, :1]))
+        dlogits *= counted * dloss
+        if capped is not None:
+            # the slope of cap_logits; rounding may take a logit past its cap
+            dlogits *= (1 - capped.div_(ctx.cap).square_()).clamp_(min=0).pow_(1.5)
+        return dlogits, None, None
 
 
 # -----------------------------------------------------------------------------
@@ -289,9 +298,14 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
         recompute = self.config.recompute and self.training and not caches
-        for block, cache in zip(self.transformer.h, caches or [None] * self.config.n_layer):
+        blocks = self.transformer.h
+        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.transformer.ln_f(x)
+
+    def new_caches(self, room: int) -> list[KVCache]:
+        """Empty caches for `hidden`, one for each block, with room for so many tokens."""
+        return [KVCache(room) for _ in self.transformer.h]
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """
@@ -335,9 +349,7 @@ def generate_tokens(
     caches, new = [], idx
     for _ in range(max_new_tokens):
         if not caches or caches[0].length == window:
-            room = min(T + max_new_tokens, window)
-            # one for each layer, and one for the tokens: model_fast.py looks up pairs of them
-            caches = [KVCache(room) for _ in range(model.config.n_layer + 1)]
+            caches = model.new_caches(min(T + max_new_tokens, window))
             new = idx[:, -window:]
         logits = model.next_logits(new, caches)[:, :vocab].float()
         new = sample_next(logits, sampling, generator)

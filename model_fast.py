@@ -191,7 +191,7 @@ class FastGPT(nn.Module):
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
         idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
-        head reads. There is a cache for each layer, and a last one for the tokens.
+        head reads.
         """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
@@ -204,12 +204,14 @@ class FastGPT(nn.Module):
         cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
         recompute = self.config.recompute and self.training and not caches
         values = [table(idx).type_as(x) for table in self.transformer.value_tables]
-        for layer, (block, number) in enumerate(zip(self.transformer.h, self.table_of_layer)):
+        blocks = self.transformer.h
+        of_layers = caches[:-1] if caches else [None] * len(blocks)
+        for block, number, cache in zip(blocks, self.table_of_layer, of_layers, strict=True):
             embedded = None if number is None else values[number]
             if recompute:
                 x = checkpoint(block, x, embedded, cos, sin, use_reentrant=False)
             else:
-                x = block(x, embedded, cos, sin, caches[layer] if caches else None)
+                x = block(x, embedded, cos, sin, cache)
         return norm(x)
 
     def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
@@ -228,7 +230,14 @@ class FastGPT(nn.Module):
         return (before * spread + idx) % rows
 
     def logits(self, x: Tensor) -> Tensor:
-        return cap_logits(self.lm_head(x).float(), LOGIT_CAP)
+        return cap_logits(self.lm_head(x), LOGIT_CAP)
+
+    def new_caches(self, room: int) -> list[KVCache]:
+        """
+        Empty caches for `hidden`, with room for so many tokens: one for each block, and a last one
+        for the tokens, as pairs of them are looked up.
+        """
+        return [KVCache(room) for _ in range(len(self.transformer.h) + 1)]
 
     def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
         """

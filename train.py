@@ -31,7 +31,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig, Sampling, generate
 from reports.picture import RunPicture
 from training import hardware
-from training.build import build_model, build_optimizer, loss_chunk, model_config
+from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
 from training.checkpoint import Checkpoints, list_checkpoints
 from training.hardware import Hardware, OutOfMemory, on_out_of_memory
 from training.memory import out_of_memory_advice
@@ -190,32 +190,38 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
     """
     The compiled model where compile is on. Compilation is lazy: it happens here, on throw-away
     data, so that no iteration's time holds it; gradients and random states change. Where it does
-    not work: a warning, the model as it is, and `config.compile` is switched off.
+    not work: a warning, the model as it is, and `config.compile` is switched off. An error that the
+    model itself makes is raised as it is.
     """
     if not config.compile:
         return model
     # once, before the first iteration: all ranks compile, each for itself
     say("compiling: about a minute without a line")
     began = time.perf_counter()
-    compiled = torch.compile(model)
+    compiled = compile_model(model)
     # made like real batches, with their strides, or it would all compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
-    try:
+
+    def throw_away_step(model) -> None:
         if not config.eval_only:
             with hw.autocast():
-                loss = compiled(x, y)
+                loss = model(x, y)
             loss.backward()
-        evaluate(compiled, [(x, y, 1)], hw.autocast())
+        evaluate(model, [(x, y, 1)], hw.autocast())
+
+    try:
+        throw_away_step(compiled)
     except Exception as error:  # no compiler here: every backend fails in its own way
         if hardware.is_out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0]
-        warn(f"torch.compile does not work here ({reason}); going on without")
-        compiled = model
         config.compile = False
+    if not config.compile:
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
+        throw_away_step(model)  # raises where not the compiler is to blame
+        warn(f"torch.compile does not work here ({reason}); going on without")
     say(f"compile: {time.perf_counter() - began:.1f}s")
-    return compiled
+    return compiled if config.compile else model
 
 
 def estimate_loss(

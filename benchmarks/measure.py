@@ -29,8 +29,7 @@ from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
 from data.stream import set_up_worker
 from data.tokenizer import GPT2_VOCAB
 from data.writer import write_shard
-from training import hardware
-from training.build import build_model, build_optimizer, flops_per_token, model_config
+from training import build, hardware
 from training.gpus import GIB
 from training.memory import memory_needed
 
@@ -62,11 +61,11 @@ class Trainee:
         torch.manual_seed(config.seed)
         self.config = config
         self.hw = hw
-        gpt_config = model_config(config, data.vocab, flash=hw.flash(config))
-        self.model = build_model(gpt_config).to(hw.device)
+        gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
+        self.model = build.build_model(gpt_config).to(hw.device)
         # what train_step calls
-        self.step_model = torch.compile(self.model) if config.compile else self.model
-        self.optimizer = build_optimizer(self.model, config, hw.dtype)
+        self.step_model = build.compile_model(self.model) if config.compile else self.model
+        self.optimizer = build.build_optimizer(self.model, config, hw.dtype)
         self.scaler = hw.grad_scaler()
         self.batches = TrainBatches(data, config, hw.device)
         if not read_ahead:
@@ -164,7 +163,7 @@ def time_training(
         result["step_ms_range"] = [1000 * min(windows), 1000 * max(windows)]
         result["tokens_per_iter"] = config.iter_tokens
         result["tokens_per_sec"] = config.iter_tokens / seconds
-        result["mfu"] = hw.mfu(flops_per_token(model), result["tokens_per_sec"])
+        result["mfu"] = hw.mfu(build.flops_per_token(model), result["tokens_per_sec"])
         # what the whole process has, what training added to it, and what the memory model says
         peak = hw.peak_memory_gib()
         result["mem_gib"] = peak

@@ -71,7 +71,7 @@ class Records:
         rows = np.frombuffer(self.rows[kind]).reshape(-1, len(names))
         size = len(rows) // most + 1 if most else 1
         rows = rows[: len(rows) // size * size].reshape(-1, size, len(names)).mean(axis=1)
-        return dict(zip(names, rows[np.argsort(rows[:, 0], kind="stable")].T))
+        return dict(zip(names, rows[np.argsort(rows[:, 0], kind="stable")].T, strict=True))
 
     def tabulate(self, name: str, most_steps: int | None = None) -> RunRecords:
         """What has come so far; of steps the means over at most so many groups of neighbours."""

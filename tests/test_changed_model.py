@@ -152,7 +152,7 @@ def test_only_what_is_computed_changes_the_fingerprint(patch):
     before = code_of("gpt2"), code_of("fast")
     edit(patch, '"""\nGPT-2, the whole of it.', '"""\nMine.')
     edit(patch, "# 50257 padded to a multiple of 128", "# padded")
-    edit(patch, "tokens so far.\n", "tokens.\n")  # in a method's docstring
+    edit(patch, "returns those of all so far.", "returns all.")  # in a method's docstring
     edit(patch, "        x = x + self.attn(", "\n        x = x + (\n            self.attn)(")
     assert (code_of("gpt2"), code_of("fast")) == before
     edit(patch, "0.02 / math.sqrt(2 *", "0.03 / math.sqrt(2 *")

@@ -18,7 +18,7 @@ from configurator import load_config
 from data.loader import to_batch
 from model import GPTConfig
 from training import hardware
-from training.build import build_model
+from training.build import build_model, compile_model
 from training.memory import WORKSPACE_BYTES
 from training.ranks import Ranks
 
@@ -37,7 +37,7 @@ MODELS = [
 
 def compiled(model: torch.nn.Module, device: str) -> torch.nn.Module:
     """Compiled as train.py does it. On a CPU it is only traced, which takes less time."""
-    return torch.compile(model, backend="aot_eager" if device == "cpu" else "inductor")
+    return compile_model(model, backend="aot_eager" if device == "cpu" else "inductor")
 
 
 def random_batch(device: str, batch_size: int, model: GPTConfig) -> tuple:

@@ -4,6 +4,7 @@ switch thrown.
 """
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,9 +13,16 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from weights import TRANSPOSED, as_transformers
 
+import model as model_file
 from configurator import Config
-from model import GPT, GPTConfig, generate, mean_loss, pad_vocab
-from training.build import adamw_groups, build_model, count_parameters, flops_per_token
+from model import GPT, HOW_COMPUTED, GPTConfig, cap_logits, generate, mean_loss, pad_vocab
+from training.build import (
+    adamw_groups,
+    build_model,
+    compile_model,
+    count_parameters,
+    flops_per_token,
+)
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
@@ -191,7 +199,7 @@ def loss_and_gradients(
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
     targets[0, :22] = -1  # 128 remain: dividing by them rounds nothing
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = (torch.compile(model) if compiled else model)(idx, targets)
+        loss = (compile_model(model) if compiled else model)(idx, targets)
     (scale * loss).backward()
     return loss.detach(), torch.cat([p.grad.flatten() / scale for p in model.parameters()])
 
@@ -246,6 +254,49 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "dtype, backend, tolerance",
+    [
+        (torch.float32, None, 1e-6),
+        (torch.float16, None, 3e-3),
+        (torch.float32, "aot_eager", 1e-6),
+        pytest.param(torch.float16, "aot_eager", 3e-3, marks=pytest.mark.slow),
+        pytest.param(torch.float32, "inductor", 1e-6, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("chunk", [0, 20])
+def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
+    chunk, dtype, backend, tolerance, monkeypatch
+):
+    """Half of the cross-entropy and a z-loss, against their formulas in float64."""
+    stock, cap = model_file.loss_sum, 5.0
+
+    def with_z_loss(logits, targets, cap, **how):
+        z = cap_logits(logits, cap).logsumexp(-1)
+        return stock(logits, targets, cap, **how) / 2 + (z.square() * (targets != -1)).sum()
+
+    monkeypatch.setattr(model_file, "loss_sum", with_z_loss)
+    torch.manual_seed(0)
+    x, head = (torch.randn(*shape, 16, requires_grad=True) for shape in ((5, 10), (37,)))
+    targets = tokens(5, 10, 37)
+    targets[2] = -1
+    ours = compile_model(mean_loss, fullgraph=True, backend=backend) if backend else mean_loss
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = ours(x, head, targets, chunk, cap)
+        with torch.no_grad():
+            evaluated = ours(x, head, targets, chunk, cap)
+
+    logits = x.double() @ head.double().T
+    logits = cap * logits / (logits**2 + cap**2).sqrt()
+    z = logits.exp().sum(-1).log()
+    cross_entropy = z - logits.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    expected = (cross_entropy / 2 + z**2)[targets != -1].mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    assert evaluated.item() == pytest.approx(expected.item(), rel=tolerance)
+    for a, b in zip(*(torch.autograd.grad(v, [x, head]) for v in (loss, expected)), strict=True):
+        assert (a - b).norm() < tolerance * b.norm()
+
+
 def test_gradients_of_logits_far_beyond_their_cap_are_finite():
     """In float32 such a logit rounds to a little more than its cap."""
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
@@ -277,7 +328,7 @@ def test_dynamo_takes_the_model_in_one_piece_and_once(model):
     torch._dynamo.reset()  # another test's sizes would make these dynamic
     model = build_model(GPTConfig(**SMALL, model=model, loss_chunk=32))
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = compile_model(model, fullgraph=True, backend=backend)
     for seed in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             loss = compiled(tokens(3, 50, 211, seed), tokens(3, 50, 211, seed + 1))
@@ -321,6 +372,68 @@ def test_blocks_run_twice_in_training_alone(model):
     model.eval()(idx, idx).backward()
     generate(model.train(), idx, 3, SMALL["vocab_size"])
     assert len(runs) == 2 + 1 + 3
+
+
+BASE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=2, n_embd=32)
+# a value to try for each field that is the model's architecture
+ANOTHER = dict(
+    block_size=30,
+    vocab_size=97,
+    n_layer=4,
+    n_head=4,
+    n_embd=48,
+    bias=False,
+    tie_weights=False,
+    model="fast",
+    value_tables=1,
+    bigram_rows=50,
+)
+
+
+def random_model(config: GPTConfig) -> torch.nn.Module:
+    """In eval mode; no weight is zero, so that everything in it has a say."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(GPTConfig) if f.name not in HOW_COMPUTED])
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@torch.no_grad()
+def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
+    """All at once, or one token after another after a first part."""
+    assert field in ANOTHER, f"{field}: give ANOTHER a value, or HOW_COMPUTED its name"
+    assert ANOTHER[field] != (vars(GPTConfig()) | BASE)[field]
+    model = random_model(GPTConfig(**BASE | dict(model=model) | {field: ANOTHER[field]}))
+    idx = tokens(2, 24, 61)
+    expected = model(idx)
+    for first in (1, 7, 24):
+        caches = model.new_caches(24)
+        for start, end in [(0, first), *((n, n + 1) for n in range(first, 24))]:
+            logits = model.next_logits(idx[:, start:end], caches)
+            # float32 sums in another order
+            torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
+
+
+OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
+
+
+@pytest.mark.parametrize("field", sorted(HOW_COMPUTED))
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@torch.no_grad()
+def test_how_a_model_is_computed_is_not_what_it_computes(model, field):
+    """Weights of either load into the other, and evaluated logits are the same."""
+    if (model, field) == ("fast", "dropout"):
+        pytest.skip("the fast model has none")
+    tables = dict(value_tables=1, bigram_rows=50) if model == "fast" else {}
+    config = GPTConfig(**BASE, **tables, model=model)
+    one, other = random_model(config), build_model(replace(config, **{field: OTHERWISE[field]}))
+    other.load_state_dict(one.state_dict())  # strict: names and shapes
+    idx = tokens(2, 24, 61)
+    # float32 sums in another order
+    torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
 
 
 def test_flops_per_token_by_hand():

@@ -11,7 +11,7 @@ from torch.func import functional_call
 import sample
 import train
 from configurator import UserError
-from model import GPTConfig, KVCache, Sampling, generate
+from model import GPTConfig, Sampling, generate
 from model_fast import FastGPT, rotary_tables, rotate
 from training import checkpoint
 from training.build import count_parameters, flops_per_token
@@ -218,15 +218,6 @@ def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
         new = model(expected[:, -24:])[:, -1, :60].argmax(-1, keepdim=True)
         expected = torch.cat((expected, new), 1)
     assert torch.equal(generate(model, idx, 40, 60, Sampling(temperature=0)), expected)
-
-
-def test_one_token_continues_a_cache():
-    model, idx = perturbed().eval(), tokens(2, 12)
-    caches = [KVCache(24) for _ in range(4)]
-    model.next_logits(idx[:, :11], caches)
-    torch.testing.assert_close(
-        model.next_logits(idx[:, 11:], caches), model(idx)[:, -1], atol=1e-5, rtol=1e-5
-    )
 
 
 def test_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(dataset, tmp_path):

@@ -27,6 +27,7 @@ from helpers import (
     write_dataset,
 )
 
+import model
 import train
 from common.console import UserError
 from configurator import SCHEDULES, Config, load_config
@@ -587,6 +588,30 @@ def test_schedules_by_hand():
     assert train.get_lr(500, constant, 100, 1.0) == 1.0
 
 
+def test_an_optimizer_needs_no_more_than_torchs_interface():
+    class SignDescent(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, dict(lr=0.5))
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p -= 0.5 * p.grad.sign()
+
+    class Bowl(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+
+        def forward(self, x, y):
+            return self.weight.square().sum()
+
+    bowl, scaler = Bowl(), torch.amp.GradScaler("cpu", enabled=False)
+    rest = (lambda: (None, None), 1, 0.0, contextlib.nullcontext())
+    train.train_step(bowl, SignDescent(bowl.parameters()), scaler, *rest)
+    assert bowl.weight.tolist() == [0.5, -1.5]
+
+
 def test_compile_falls_back_with_one_warning_where_no_compiler_works(
     dataset, tmp_path, capsys, monkeypatch
 ):
@@ -606,6 +631,21 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(
         and "no C compiler" in err
         and "long details" not in err
     )
+
+
+def test_an_error_of_the_model_is_its_own_and_not_the_compilers(
+    dataset, tmp_path, capsys, monkeypatch
+):
+    """A new term with a mistake in it, which the compiler meets first."""
+
+    def wrong(logits, targets, cap, **how):
+        return (logits @ logits).sum()
+
+    monkeypatch.setattr(model, "loss_sum", wrong)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        run_here(dataset, tmp_path, compile=True)
+    assert error.traceback[-1].name == "wrong"
+    assert "torch.compile does not work here" not in capsys.readouterr().err
 
 
 def test_the_silence_of_compiling_is_announced_before_it(dataset, tmp_path, capsys, monkeypatch):
@@ -634,10 +674,10 @@ def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
 
     monkeypatch.setattr(torch, "compile", HalfCompiled)
     config = load_config(flags(dataset, tmp_path, compile=True))
-    model = build_model(model_config(config, 64))
-    chosen = train.compile_or_warn(model, config, 64, set_up(config))
+    gpt = build_model(model_config(config, 64))
+    chosen = train.compile_or_warn(gpt, config, 64, set_up(config))
     assert "no kernel for this" in capsys.readouterr().err
-    assert chosen is model and model.training and model.transformer.h[0].training
+    assert chosen is gpt and gpt.training and gpt.transformer.h[0].training
     assert not config.compile
 
 

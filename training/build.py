@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.console import warn
 from configurator import Config
-from model import GPT, GPTConfig, pad_vocab
+from model import GPT, GPTConfig, LossWithGradients, pad_vocab
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
@@ -63,6 +63,13 @@ def loss_chunk(config: Config) -> int:
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:
     return FastGPT(config) if config.model == "fast" else GPT(config)
+
+
+def compile_model(model: nn.Module, **options) -> nn.Module:
+    """torch.compile(model, **options): what it takes to have the model in one graph stands here."""
+    # the compiler cannot follow its call of autograd, and need not
+    torch.compiler.allow_in_graph(LossWithGradients)
+    return torch.compile(model, **options)
 
 
 class SkipInit(TorchFunctionMode):
@@ -273,7 +280,7 @@ ROOT = Path(__file__).parent.parent
 # as this process has imported them: they may be edited while it trains
 SOURCES = {path.name: path.read_text("utf-8") for path in ROOT.glob("model*.py")}
 # code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="d326a3fb1c6da348", fast="a6563104f7b57f3f")
+SHIPPED_CODE = dict(gpt2="df46f81c95712a15", fast="1fc3dcc1c6359b9f")
 
 
 class DropDocstrings(ast.NodeTransformer):

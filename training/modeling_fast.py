@@ -68,9 +68,10 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache()
         caches, parts = None, [input_ids.long()]
         if past_key_values is not None:
-            if len(past_key_values.layers) == self.config.n_layer:
-                past_key_values.layers.append(DynamicLayer())  # for the tokens
-            caches = [LayerCache(past_key_values, n) for n in range(self.config.n_layer + 1)]
+            # transformers counts the layers; the model's tokens have a cache, too
+            while len(past_key_values.layers) < len(self.model.new_caches(0)):
+                past_key_values.layers.append(DynamicLayer())
+            caches = [LayerCache(past_key_values, n) for n in range(len(past_key_values.layers))]
             if caches[0].length > 0:
                 parts = parts[0].split(1, dim=1)  # as FastGPT asks where the caches hold tokens
         x = torch.cat([self.model.hidden(part, caches) for part in parts], dim=1)
