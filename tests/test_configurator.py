@@ -234,7 +234,8 @@ KEYS_OF_A_MODEL = [n for n, f in FIELDS.items() if f.metadata["of"] in MODELS]
 def test_a_key_of_one_model_is_refused_by_the_other(name):
     of = FIELDS[name].metadata["of"]
     (other,) = {*MODELS} - {of}
-    default, value = FIELDS[name].default, 0.5 if FIELDS[name].type is float else 1
+    default, choices = FIELDS[name].default, FIELDS[name].metadata["choices"]
+    value = choices[-1] if choices else 0.5 if FIELDS[name].type is float else 1
     assert load_config([f"--model={of}", f"--{name}={value}"])
     assert load_config([f"--model={other}", f"--{name}={default}"])
     mend = f"--{name}={default}, or --model={of}"
@@ -246,19 +247,19 @@ def test_a_new_key_says_whose_it_is_and_the_other_model_refuses_it(tmp_path):
     """In a copy of this file, as somebody would add one."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
     text, before = (ROOT / "configurator.py").read_text(), "    bias: bool = key("
-    line = '    mlp: str = key("gelu", "activation", ("gelu", "swiglu"), of="gpt2")\n'
+    line = '    act: str = key("gelu", "activation", ("gelu", "relu"), of="gpt2")\n'
     assert text.count(before) == 1
     write(tmp_path, text.replace(before, line + before), "configurator.py")
 
     def run(*arguments):
         return run_process("configurator.py", *arguments, cwd=tmp_path, cold=True)
 
-    assert run("--mlp=swiglu")[0] == 0 and run("--model=fast")[0] == 0
-    code, _, err = run("--model=fast", "--mlp=swiglu")
+    assert run("--act=relu")[0] == 0 and run("--model=fast")[0] == 0
+    code, _, err = run("--model=fast", "--act=relu")
     assert code == 2
-    assert err == "error: mlp: only model=gpt2 has it; --mlp=gelu, or --model=gpt2\n"
+    assert err == "error: act: only model=gpt2 has it; --act=gelu, or --model=gpt2\n"
     helped = run("--help")[1]
-    assert "gpt2: activation (gelu | swiglu)" in helped and "muon: momentum" in helped
+    assert "gpt2: activation (gelu | relu)" in helped and "muon: momentum" in helped
 
 
 def test_a_flag_may_name_another_optimizer_than_the_file_around_it():

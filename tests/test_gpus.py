@@ -112,6 +112,7 @@ def test_divisors_of_a_number_too_large_to_count_to():
     assert [divisors(n) for n in (1, 36)] == [[1], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
 
 
+@pytest.mark.upstream
 def test_out_of_memory_names_the_pair_that_fits():
     def advice(batch_size, accum, capacity=12.2e9, world_size=1):
         config = Config(batch_size=batch_size, gradient_accumulation_steps=accum)
@@ -210,6 +211,7 @@ SLOW_SHAPES = [
 ]
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "changes",
     [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)],

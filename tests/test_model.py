@@ -74,6 +74,7 @@ def test_logits_equal_transformers_gpt2(name, flash):
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.upstream
 def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_split():
     model = perturbed(GPTConfig(**SMALL)).train()
     hf = as_transformers(model)
@@ -231,6 +232,7 @@ def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
     assert (chunked_gradients - gradients).norm() / gradients.norm() < tolerance
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 49])
@@ -254,6 +256,7 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "dtype, backend, tolerance",
     [

@@ -164,6 +164,7 @@ def test_gradients_equal_finite_differences(monkeypatch):
     )
 
 
+@pytest.mark.upstream
 def test_first_loss_is_that_of_a_fair_die():
     torch.manual_seed(0)
     assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(

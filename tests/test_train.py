@@ -438,6 +438,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(
             return model(x, y) * (float("nan") if iteration == 3 and len(read) % 3 == 2 else 1.0)
 
         poisoned.parameters = model.parameters
+        poisoned.named_parameters = model.named_parameters
         return original(poisoned, *arguments)
 
     monkeypatch.setattr(train, "train_step", step)

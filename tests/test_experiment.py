@@ -1,0 +1,244 @@
+"""docs/experiment.md: its diffs fit the code as it is, and what they change is alive."""
+
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, TINY, assert_same_state, flags, load, records, run_here, start_process
+from test_docs import code_blocks
+
+pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it again
+PAGE = ROOT / "docs" / "experiment.md"
+DIFFS = dict(
+    zip(("key", "optimizer", "loss", "figure", "schedule"), code_blocks(PAGE, "diff"), strict=True)
+)
+HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n|\n)+?)(?=@@|---|\Z)", re.MULTILINE)
+LION = dict(optimizer="lion", learning_rate=1e-3)
+SCHEDULE = dict(lr_schedule="wsd_sqrt", decay_fraction=0.5)
+RATES = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two of warm-up, then the highest up to iteration 4
+RATES += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
+
+
+# the z-loss of an untrained model, which has all of 128 ids for about as likely
+AT_FIRST = 1e-4 * math.log(128) ** 2
+
+
+def files_of(diff: str) -> list[str]:
+    return re.findall(r"^--- a/(.*)$", diff, re.MULTILINE)
+
+
+def apply(diff: str, folder: Path, *options: str) -> None:
+    # in a repository above the folder git would look for other paths
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    command = ["git", "apply", *options, "-"]
+    subprocess.run(command, input=diff, text=True, cwd=folder, env=environment, check=True)
+
+
+def copy_program(folder: Path, *names: str) -> Path:
+    """The tracked program, with the named diffs."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs git and a checkout")
+    for name in listed.stdout.splitlines():
+        if not name.startswith(("tests/", "results/", "docs/")):
+            copy = folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((ROOT / name).read_bytes())
+    for name in names:
+        apply(DIFFS[name], folder)
+    return folder
+
+
+def run(folder: Path, *words) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a script of the copy."""
+    process = start_process(*map(str, words), cwd=folder, only_torch=True)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def train(dataset):
+    """train(folder, out, **changes) -> stdout of the copy's train.py, which has succeeded."""
+
+    def train(folder: Path, out: str, **changes) -> str:
+        code, stdout, err = run(folder, "train.py", *flags(dataset, folder / out, **changes))
+        assert code == 0, err
+        return stdout
+
+    return train
+
+
+@pytest.fixture
+def stock(dataset, tmp_path):
+    """stock(**changes) -> the unchanged program's out_dir, trained for as long."""
+
+    def train(**changes) -> Path:
+        out_dir = tmp_path / f"stock{len(list(tmp_path.glob('stock*')))}"
+        assert run_here(dataset, out_dir, **changes) == 0
+        return out_dir
+
+    return train
+
+
+def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> torch.Tensor:
+    return torch.cat([w.flatten() for w in load(out_dir, iter_num)["model"].values()])
+
+
+def first(out_dir: Path, kind: str) -> dict:
+    return records(out_dir, kind)[0]
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+
+@pytest.mark.parametrize("name", DIFFS)
+def test_a_diff_of_the_page_fits_in_one_place_only(name, tmp_path):
+    """Lines may move: git then looks for the nearest place where a hunk fits."""
+    diff = DIFFS[name]
+    for file in files_of(diff):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+        part = diff.partition(f"+++ b/{file}\n")[2].partition("--- a/")[0]
+        hunks = HUNK.findall(part)
+        assert len(hunks) == part.count("@@ -")
+        for hunk in hunks:
+            before = [line[1:] for line in hunk.splitlines() if not line.startswith("+")]
+            place = "\n" + "\n".join(before) + "\n"
+            assert (ROOT / file).read_text().count(place) == 1, f"{file}: {before}"
+    apply(diff, tmp_path)
+    for file in files_of(diff):
+        assert (tmp_path / file).read_text() != (ROOT / file).read_text()
+    apply(diff, tmp_path, "-R")
+    for file in files_of(diff):
+        assert (tmp_path / file).read_text() == (ROOT / file).read_text()
+
+
+def test_the_diffs_of_the_page_go_together(tmp_path):
+    copy_program(tmp_path, *DIFFS)
+
+
+# -----------------------------------------------------------------------------
+# The experiments
+
+
+@pytest.mark.slow
+def test_the_key_changes_the_model_and_nobody_takes_it_for_another(dataset, tmp_path, train, stock):
+    folder = copy_program(tmp_path / "copy", "key")
+    stdout = train(folder, "run", mlp="swiglu")
+    gate = load(folder / "run", 8)["model"]["transformer.h.0.mlp.c_gate.weight"]
+    assert gate.shape == (8 * 32 // 3, 32)
+    parameters = 128 * 32 + 16 * 32 + 2 * (4 * 32**2 + 3 * 85 * 32 + 2 * 32) + 32
+    assert f"model: {parameters / 1e6:.2f}M parameters" in stdout
+    flops = 6 * (parameters - 16 * 32) + 12 * 2 * 32 * 16
+    assert f"{flops / 1e6:.1f} MFLOP/token" in stdout
+    train(folder, "default")
+    assert_same_state(load(folder / "default", 8), load(stock(), 8))
+    train(folder, "run", mlp="swiglu", init_from="resume", max_iters=10)
+    assert run(folder, "sample.py", "--out_dir=run", "--device=cpu", "--num_samples=1")[0] == 0
+
+    refused = {
+        "mlp: only model=gpt2 has it": flags(dataset, folder / "fast", mlp="swiglu", model="fast"),
+        "mlp 'swiglu' (asked for: 'gelu')": flags(
+            dataset, folder / "run", mlp="gelu", init_from="resume"
+        ),
+        "transformers has no class for that": ["ckpt-to-hf", folder / "run", folder / "hf"],
+    }
+    for words, arguments in refused.items():
+        script = "convert.py" if arguments[0] == "ckpt-to-hf" else "train.py"
+        code, _, err = run(folder, script, *arguments)
+        assert code == 2 and words in err, err
+    code, plan, _ = run(folder, "bench.py", "plan", "--gpu=4070", "--mlp=swiglu")
+    assert code == 0 and "as in the shipped model; this one has changed" in plan
+
+
+@pytest.mark.slow
+def test_the_optimizer_moves_by_its_rate_and_resumes_bit_for_bit(tmp_path, train):
+    folder = copy_program(tmp_path / "copy", "optimizer")
+    train(folder, "steps", **LION, weight_decay=0.0, checkpoint_interval=1, keep_checkpoints=9)
+    before, after = weights(folder / "steps", 3), weights(folder / "steps", 4)
+    (lr,) = [record["lr"] for record in records(folder / "steps", "step") if record["iter"] == 3]
+    moved = (after - before).abs()
+    # float32 weights of about 1; padded ids have a gradient, too
+    assert ((moved - lr).abs() < 1e-6).float().mean() > 0.9
+    assert (((moved - lr).abs() < 1e-6) | (moved == 0)).all()
+    losses = [record["val_loss"] for record in records(folder / "steps", "eval")]
+    assert losses[-1] < losses[0] - 0.05
+
+    train(folder, "straight", **LION, dropout=0.1)
+    train(folder, "halves", **LION, dropout=0.1, lr_decay_iters=8, max_iters=4)
+    train(folder, "halves", **LION, dropout=0.1, lr_decay_iters=8, init_from="resume")
+    straight = load(folder / "straight", 8)
+    assert {*straight["optimizer"]["state"][0]} == {"exp_avg"}
+    assert_same_state(straight, load(folder / "halves", 8))
+
+
+@pytest.mark.slow
+def test_the_term_of_the_loss_acts_in_plain_chunked_and_compiled_training(tmp_path, train, stock):
+    folder = copy_program(tmp_path / "copy", "loss")
+    ways = dict(plain=dict(), chunked=dict(loss_chunk=16), compiled=dict(compile=True))
+    without = stock(n_layer=1, loss_chunk="off")
+    trained = {}
+    for way, changes in ways.items():
+        stdout = train(folder, way, n_layer=1, **dict(loss_chunk="off") | changes)
+        assert ("compile: " in stdout) == (way == "compiled")
+        trained[way] = weights(folder / way)
+        added = first(folder / way, "step")["loss"] - first(without, "step")["loss"]
+        assert added == pytest.approx(AT_FIRST, rel=0.02)
+        val_loss = first(folder / way, "eval")["val_loss"]
+        assert val_loss == pytest.approx(first(without, "eval")["val_loss"], rel=1e-6)
+    effect = (trained["plain"] - weights(without)).norm()
+    for way in ways:  # rounding is far less
+        assert (trained[way] - trained["plain"]).norm() < effect / 20, way
+
+
+@pytest.mark.slow
+def test_the_figure_is_on_the_line_and_in_the_records(tmp_path, train, stock, monkeypatch):
+    folder = copy_program(tmp_path / "copy", "figure")
+    stdout = train(folder, "run", log_interval=2)
+    expected = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clip_and_note(parameters, most):
+        parameters = [*parameters]
+        expected.append(parameters[0].grad.norm().item())  # GPT's first one is the embedding
+        return clip(parameters, most)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_note)
+    assert_same_state(load(folder / "run", 8), load(stock(), 8))
+    shown = [record["wte_norm"] for record in records(folder / "run", "step")]
+    assert shown == pytest.approx([expected[it] for it in (0, 2, 4, 6, 7)], rel=1e-6)
+    lines = [line for line in stdout.splitlines() if line.startswith("iter ")]
+    assert [line.partition(", wte_norm ")[2] for line in lines] == [f"{x:.2e}" for x in shown]
+
+
+@pytest.mark.slow
+def test_the_rates_of_the_schedule_are_its_formulas(tmp_path, train):
+    folder = copy_program(tmp_path / "copy", "schedule")
+    train(folder, "run", **SCHEDULE)
+    rates = [record["lr"] for record in records(folder / "run", "step")]
+    assert rates == pytest.approx(RATES)
+
+
+@pytest.mark.slow
+def test_all_experiments_at_once(tmp_path, train):
+    folder = copy_program(tmp_path / "copy", *DIFFS)
+    changes = dict(mlp="swiglu", optimizer="lion", **SCHEDULE)
+    train(folder, "straight", **changes)
+    train(folder, "halves", **changes, lr_decay_iters=8, max_iters=4)
+    train(folder, "halves", **changes, init_from="resume")
+    straight, halves = load(folder / "straight", 8), load(folder / "halves", 8)
+    assert_same_state(straight, halves)
+    assert "transformer.h.1.mlp.c_gate.weight" in straight["model"]
+    assert {*straight["optimizer"]["state"][0]} == {"exp_avg"}
+    steps = records(folder / "halves", "step")
+    assert [record["lr"] for record in steps] == pytest.approx(RATES)
+    assert all(record["wte_norm"] > 0 for record in steps)
+    others = copy_program(tmp_path / "others", *(name for name in DIFFS if name != "loss"))
+    train(others, "run", **changes, max_iters=1)
+    added = steps[0]["loss"] - first(others / "run", "step")["loss"]
+    assert added == pytest.approx(AT_FIRST, rel=0.02)
