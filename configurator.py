@@ -192,6 +192,8 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
     values: dict[str, Any] = {}
     flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
+    for name, f in known.items():
+        fit(f.default, f, f"the default of {name}")
     left = list(argv)
     while left:
         argument = left.pop(0)

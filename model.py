@@ -65,6 +65,8 @@ class KVCache:
             self.k = k.new_empty(B, nh, self.capacity, hs)
             self.v = v.new_empty(B, nh, self.capacity, hs)
         start, self.length = self.length, self.length + k.size(2)
+        if self.length > self.capacity:
+            raise ValueError("a KVCache is full: each block that runs, also twice, needs its own")
         self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
@@ -72,10 +74,8 @@ class KVCache:
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
 ) -> Tensor:
-    """
-    F.scaled_dot_product_attention in plain products: q, k and v (B, nh, T, hs) -> (B, nh, T, hs).
-    In bfloat16 on a CPU it is faster: 4 times at 64 tokens, 1.2 at 1024 (results/cpu/kernels.json).
-    """
+    """F.scaled_dot_product_attention in plain products: q, k, v and result (B, nh, T, hs)."""
+    # on a CPU in bfloat16 it is faster: 4 times at 64 tokens, 1.2 at 1024 (results/LOG.md)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     scores = q * scale @ k.transpose(-2, -1)  # (B, nh, T, T plus cached tokens)
     if is_causal:

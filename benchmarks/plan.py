@@ -295,7 +295,7 @@ def disk_line(p: dict) -> str:
     tokens = count(p["dataset_tokens"] or p["total_tokens"])
     shards = f"{p['shards_gb']:.3g} GB of shards ({tokens} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
-    return f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}, one more without hard links"
+    return f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}"
 
 
 def table_lines(plans: list[dict]) -> list[str]:

@@ -434,7 +434,7 @@ def test_plan_tells_what_the_hours_hold(tmp_path, capsys):
 def test_plan_says_how_much_disk(tmp_path, capsys, dataset):
     """Two checkpoints, best.pt and the one being written, each as large as a real one."""
     p = plan(tmp_path, "config/gpt124m_4070.py", "--iter_seconds=9.34", "--dataset_tokens=10B")
-    line = "disk     26 GB: 20 GB of shards (10B tokens) and 4 checkpoints of 1.5 GB, one more"
+    line = "disk     26 GB: 20 GB of shards (10B tokens) and 4 checkpoints of 1.5 GB\n"
     assert line in capsys.readouterr().out
     assert p["disk_gb"] == pytest.approx(20 + 4 * 1.4924, abs=0.01)
     shape = dict(n_embd=128, n_layer=2, max_iters=1)

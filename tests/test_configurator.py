@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import dataclass
 
 import pytest
 from helpers import ROOT, run_process
@@ -13,6 +14,7 @@ from configurator import (
     FIELDS,
     MODELS,
     Config,
+    key,
     load_config,
     main,
     nearest_divisor,
@@ -454,3 +456,14 @@ def test_a_flag_of_another_trainers_form_is_one_line_that_mends_it(typed, meant)
 
 def test_a_switch_before_a_config_file_takes_no_value(tmp_path):
     assert load_config(["--bias", write(tmp_path, "n_layer = 3"), "--compile"]).n_layer == 3
+
+
+def test_a_default_that_its_own_key_refuses_is_named_at_once():
+    """Not in the morning, when the first checkpoint is read back."""
+
+    @dataclass
+    class Keys:
+        dataset2: str = key("", "a second dataset")
+
+    with pytest.raises(UserError, match="the default of dataset2: must not be empty"):
+        read_config([], Keys)

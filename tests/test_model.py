@@ -51,6 +51,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "name, flash",
     [
@@ -470,3 +471,20 @@ def test_gpu_reduced_precision_follows_float32(dtype):
         with torch.autocast("cuda", dtype=dtype):
             lower = model(block[:, :-1], block[:, 1:])
     assert lower.item() == pytest.approx(exact.item(), abs=0.05)
+
+
+def test_a_cache_that_two_runs_of_a_block_share_is_full_before_it_is_wrong():
+    class Twice(GPT):
+        """Each block runs twice, with the cache of its first run."""
+
+        def hidden(self, idx, caches=None):
+            past = caches[0].length if caches else 0
+            positions = torch.arange(past, past + idx.size(1))
+            x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+            for block, cache in zip(self.transformer.h, caches, strict=True):
+                x = block(block(x, cache), cache)
+            return self.transformer.ln_f(x)
+
+    model = Twice(GPTConfig(**SMALL))
+    with pytest.raises(ValueError, match="a KVCache is full"):
+        generate(model, torch.zeros(1, 1, dtype=torch.long), 20, SMALL["vocab_size"])

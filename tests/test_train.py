@@ -781,3 +781,17 @@ def test_weights_that_know_other_tokens_than_the_dataset_are_refused(dataset, tm
     (other / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2", vocab=50257)))
     with pytest.raises(UserError, match="tokenizer gpt2, the weights .* another one, byte;"):
         run_here(other, tmp_path / "new", init_from=tmp_path / "run")
+
+
+def test_a_resume_names_keys_that_came_or_went_since_the_checkpoint(dataset, tmp_path, capsys):
+    """As on another branch of a fork, whose data or loss knows a key more."""
+    run_here(dataset, tmp_path, max_iters=4)
+    state = load(tmp_path, 4)
+    del state["config"]["grad_clip"]
+    state["config"]["dataset2"] = "other"
+    torch.save(state, tmp_path / "ckpt-00000004.pt")
+    capsys.readouterr()
+    assert run_here(dataset, tmp_path, init_from="resume", grad_clip=0.5) == 0
+    out = capsys.readouterr().out
+    assert "resume: grad_clip = 0.5 (the checkpoint had 1.0)\n" in out
+    assert "resume: no longer a key, so without effect: dataset2\n" in out

@@ -106,8 +106,8 @@ class Clock:
             # the next one since the run began, which is when its ledger did
             self.deadline = next_time(config.until, wall() - (ledger.look() - ledger.since))
         self.prices: dict[str, float] = saved.get("prices", {})  # of an evaluation, of a save
-        # at the last update, and now
-        self.last = self.reading = Reading(saved.get("share", -1.0), self.used())
+        share = saved.get("share", -1.0) if config.by_clock else -1.0
+        self.last = self.reading = Reading(share, self.used())  # at the last update, and now
         # seconds and number of the last minutes' iterations, and seconds of one
         self.recent, self.pace = (0.0, 0.0), 0.0
 
@@ -124,7 +124,8 @@ class Clock:
 
     def end_text(self) -> str:
         """When the run will end: 07:00, with the date if that is not today."""
-        end, today = datetime.fromtimestamp(wall() + self.left()), datetime.fromtimestamp(wall())
+        left = max(0.0, self.left()) + 30  # to the nearest minute
+        end, today = datetime.fromtimestamp(wall() + left), datetime.fromtimestamp(wall())
         return f"{end:%H:%M}" if end.date() == today.date() else f"{end:%H:%M on %Y-%m-%d}"
 
     def note_iterations(self, seconds: float, number: int) -> None:
@@ -144,8 +145,9 @@ class Clock:
         unseen = UNSEEN * (used + left)
         after = sum(self.prices.get(name, unseen) for name in ("evaluation", "checkpoints"))
         # seconds until the last update has to begin, and since the first one could begin
-        room = left - after - pace
-        past = used - self.ledger.seconds["start-up"] - self.ledger.seconds["compile"]
+        room, past = left - after - pace, 0.0
+        if it > 0:
+            past = used - self.ledger.seconds["start-up"] - self.ledger.seconds["compile"]
         share = past / (past + room) if room > pace else 1.0
         share = max(share, it / max(1, self.config.max_iters - 1))
         spare = share < 1 and room > after + 2 * pace

@@ -106,7 +106,9 @@ class RunLog:
         before = self.ledger.seconds[category]
         with self.ledger.book(category):
             yield
-        self.clock.prices[category] = self.ledger.seconds[category] - before
+        price, prices = self.ledger.seconds[category] - before, self.clock.prices
+        # one that hangs must not pass for all to come
+        prices[category] = min(price, 2 * prices.get(category, price))
 
     def wait_for_device(self) -> None:
         """Book the wait as steps: the device is still busy with iterations."""
@@ -262,7 +264,11 @@ class RunLog:
         pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
         left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
         eta = (c.max_iters - it - 1) * self.clock.pace + left * pause
-        return max(0.0, min(eta, self.clock.left())) if c.by_clock else eta
+        if c.by_clock:
+            eta = min(eta, self.clock.left())
+        if c.max_minutes:
+            eta = min(eta, 60 * (c.max_minutes - self.minutes()))
+        return max(0.0, eta)
 
     def mark_spike(self, iter_num: int, loss: float) -> None:
         """

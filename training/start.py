@@ -192,8 +192,13 @@ def is_finished(config: Config, start: Start) -> bool:
 
 def changed_keys(config: Config, start: Start) -> list[str]:
     """Those whose values are not the checkpoint's."""
-    values, saved = config_values(config), start.resumed["config"]
-    return [n for n in values if n in saved and saved[n] != values[n] and n != "init_from"]
+    values, saved = config_values(config), saved_values(start)
+    return [n for n in values if saved[n] != values[n] and n != "init_from"]
+
+
+def saved_values(start: Start) -> dict:
+    """The checkpoint's keys; those that came later have their defaults."""
+    return config_values(Config()) | start.resumed["config"]
 
 
 def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, get_lr) -> None:
@@ -211,16 +216,18 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     say(f"resume: {path}, iteration {progress.iter_num:,} {end}")
     changed = changed_keys(config, start)
     for name in changed:
-        before, value = start.resumed["config"][name], getattr(config, name)
+        before, value = saved_values(start)[name], getattr(config, name)
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+    if unknown := start.resumed["config"].keys() - config_values(config).keys():
+        say(f"resume: no longer a key, so without effect: {', '.join(sorted(unknown))}")
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
         ends = f"the rate is down to min_lr at iteration {horizon:,}, the end when the run began"
         mend = f"--lr_decay_iters={config.max_iters} moves that; for a new run: another --out_dir"
         warn(f"{config.out_dir}: {ends}; {mend}")
-    if config.by_clock:
+    if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
     rounding = [name for name in changed if name in ROUNDING]
     if len(start.resumed["rng"]) != ranks.world_size:
