@@ -277,3 +277,18 @@ def test_two_ranks_announce_it_once(run, dataset, tmp_path):
     arguments = flags(dataset, tmp_path / "run", init_from="resume", max_iters=5)
     codes, _, err = run_ranks(2, "train.py", *arguments)
     assert codes == [0, 0] and err.count(CHANGED) == 1
+
+
+def test_a_resume_says_that_an_optimizer_or_a_schedule_was_changed_in_place(
+    dataset, tmp_path, patch, capsys
+):
+    """Under its old name, as people do it who come from nanoGPT."""
+    said = "resume: train.py, build.py, muon.py or loader.py has changed; today's code goes on"
+    run_here(dataset, tmp_path, max_iters=4)
+    assert run_here(dataset, tmp_path, init_from="resume", max_iters=6) == 0
+    assert said not in capsys.readouterr().out
+    source = build.SOURCES["train.py"]
+    assert source.count("math.cos(") == 1
+    patch.setitem(build.SOURCES, "train.py", source.replace("math.cos(", "math.sin("))
+    assert run_here(dataset, tmp_path, init_from="resume", max_iters=8) == 0
+    assert capsys.readouterr().out.count(said) == 1

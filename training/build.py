@@ -279,11 +279,13 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 # -----------------------------------------------------------------------------
-# The code of the models
+# The code of a run
 
 ROOT = Path(__file__).parent.parent
+# what a resumed run does, beside its model
+TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py")
 # as this process has imported them: they may be edited while it trains
-SOURCES = {path.name: path.read_text("utf-8") for path in ROOT.glob("model*.py")}
+SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
 # code_of() the models that memory.py describes
 SHIPPED_CODE = dict(gpt2="f3eafe6b8210473b", fast="6f8b4894e166e989")
 
@@ -299,7 +301,16 @@ def code_of(model: str) -> str:
     A fingerprint of the code that computes a model and samples from it: model.py, and model_fast.py
     for the fast one. Comments, docstrings and layout do not count.
     """
-    code = "\n".join(SOURCES.get(name, "") for name in ("model.py", f"model_{model}.py"))
+    return fingerprint(SOURCES["model.py"] + SOURCES.get(f"model_{model}.py", ""))
+
+
+def training_code() -> str:
+    """The same of what else decides how a run goes on."""
+    return fingerprint("".join(SOURCES[name] for name in TRAINING))
+
+
+@functools.cache
+def fingerprint(code: str) -> str:
     tree = DropDocstrings().visit(ast.parse(code))
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 

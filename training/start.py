@@ -24,7 +24,13 @@ from configurator import (
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
-from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups
+from training.build import (
+    OPTIMIZERS,
+    build_shapes,
+    code_of,
+    optimizer_groups,
+    training_code,
+)
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.clock import Clock
 from training.hardware import check_device, get_rng_state, set_rng_state
@@ -219,6 +225,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         before, value = saved_values(start)[name], getattr(config, name)
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+    if start.resumed.get("training_code", training_code()) != training_code():
+        say("resume: train.py, build.py, muon.py or loader.py has changed; today's code goes on")
     if unknown := start.resumed["config"].keys() - config_values(config).keys():
         say(f"resume: no longer a key, so without effect: {', '.join(sorted(unknown))}")
     horizon = progress.lr_horizon
@@ -341,6 +349,7 @@ def checkpoint_state(
         clock=dict(share=log.clock.last.share, prices=log.clock.prices),
         model_config=asdict(model.config),
         code=code_of(model.config.model),
+        training_code=training_code(),
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
