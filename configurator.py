@@ -153,6 +153,7 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
 ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
 ALIASES |= dict(muon_lr="learning_rate")  # in earlier versions of this program
+FORMER_KEYS = ("muon_lr", "embed_lr", "muon_weight_decay", "max_skips", "overwrite")
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
@@ -415,7 +416,7 @@ def saved_keys(values: dict[str, Any]) -> dict[str, Any]:
     values = translate(values, {})
     if values.get("optimizer") == "muon" and "muon_lr" in values:  # an older checkpoint's
         values["learning_rate"] = values["muon_lr"]
-    return values
+    return {name: value for name, value in values.items() if name not in FORMER_KEYS}
 
 
 def saved_config(values: dict[str, Any]) -> Config:

@@ -259,9 +259,11 @@ class Signals:
                 signal.signal(number, self.handle)
 
     def handle(self, number: int, frame) -> None:
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            # the kernel sends SIGXCPU each second, while Python shuts down too
+            signal.signal(number, signal.SIG_IGN)
         if self.received:
-            # SLURM, systemd and torchrun between them send one stop twice, and the kernel sends
-            # SIGXCPU each second
+            # SLURM, systemd and torchrun between them send one stop twice
             if number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() - self.since > 0.5:
                 os._exit(128 + number)
             return
