@@ -153,7 +153,7 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
 ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
 ALIASES |= dict(muon_lr="learning_rate")  # in earlier versions of this program
-FORMER_KEYS = ("muon_lr", "embed_lr", "muon_weight_decay", "max_skips", "overwrite")
+FORMER_KEYS = ("embed_lr", "max_skips", "muon_lr", "muon_weight_decay", "overwrite", "vector_lr")
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
