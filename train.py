@@ -328,7 +328,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         hardware.set_rng_state(p.rng, hw.device)
 
     try:
-        with log.book("compile"):
+        with log.ledger.book("compile"):
             model = compile_or_warn(raw_model, c, data.vocab, hw)
             rewind()
         ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks

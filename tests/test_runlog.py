@@ -320,6 +320,17 @@ def test_a_run_says_when_it_began_saved_and_ended(dataset, tmp_path, capsys):
         assert began <= told <= datetime.now().astimezone(), line
 
 
+def test_one_save_that_hangs_is_not_expected_of_all_to_come(tmp_path, clock):
+    """By the clock the next ones would be left out for want of time, and the run end early."""
+    log = make_log(tmp_path, clock, Ledger(0.0, clock=clock))
+    for seconds in (2, 50, 50):
+        with log.book("checkpoints"):
+            clock.now += seconds
+        if seconds == 2:
+            assert log.clock.prices["checkpoints"] == 2
+    assert log.clock.prices["checkpoints"] == 8  # at most twice the last, each time
+
+
 def test_half_a_record_swallows_no_other(tmp_path, clock):
     """A kill leaves one for the next start, a full disk for the next record."""
     path = tmp_path / "metrics.jsonl"

@@ -220,9 +220,9 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     if config.by_clock:
         end = f"after {clock.used() / 3600:.2f} hours; by the clock no run is bit for bit the same"
     say(f"resume: {path}, iteration {progress.iter_num:,} {end}")
-    changed = changed_keys(config, start)
+    changed, saved = changed_keys(config, start), saved_values(start)
     for name in changed:
-        before, value = saved_values(start)[name], getattr(config, name)
+        before, value = saved[name], getattr(config, name)
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     if start.resumed.get("training_code", training_code()) != training_code():
