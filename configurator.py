@@ -101,7 +101,7 @@ class Config:
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
-    min_lr: float = key(6e-5, "final rate; unless given, a tenth of a rate below it", low=0.0)
+    min_lr: float = key(6e-5, "final rate; if unset and above the highest, a tenth of it", low=0.0)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
     dtype: str = key("auto", "auto: bfloat16 where native, or float16 on CUDA, or float32", DTYPES)
     compile: bool = key(True, "compile the model; one warning instead where that fails")

@@ -6,12 +6,14 @@ program still prints.
 import contextlib
 import importlib
 import json
+import math
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, write_dataset
 
 import bench
 from configurator import FIELDS
@@ -93,13 +95,32 @@ def test_readme_installs_the_torch_that_was_tested():
     assert version[1] in (ROOT / "constraints.txt").read_text().splitlines()
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_link_leads_somewhere(page):
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     for target in targets:
-        if target.startswith(("http://", "https://", "#")):
+        if target.startswith(("http://", "https://")):
             continue
-        assert (page.parent / target.partition("#")[0]).exists(), target
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def test_an_anchor_is_written_as_github_writes_it(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `key`: SwiGLU\n```\n# no heading\n```\n## After 0:00, plan's two-hour run\n"
+    )
+    assert anchors(page) == {"a-key-swiglu", "after-000-plans-two-hour-run"}
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
@@ -154,6 +175,33 @@ def test_the_plan_in_readme_is_what_bench_prints(capsys, monkeypatch):
         assert line in printed
 
 
+def test_the_other_figures_in_readmes_log_follow_from_each_other(tmp_path):
+    """
+    The quickstart trains on bytes: a loss in nats per byte is loss / ln 2 in bits per byte and
+    e^loss in perplexity. `tokens` is what came before the update.
+    """
+    text = README.read_text(encoding="utf-8")
+    for line in re.findall(r"^iter .*$", text, re.MULTILINE):
+        iteration = int(re.match(r"iter (\d+):", line)[1])
+        assert rounds_to(iteration * 32 * 64 / 1e6, re.search(r"tokens ([\d.]+)M", line)[1])
+    evaluations = re.findall(r"^step .*$", text, re.MULTILINE)
+    assert evaluations
+    for line in evaluations:
+        loss = float(re.search(r"val loss ([\d.]+)", line)[1])
+        half = 0.5e-4  # of the last decimal that is shown
+        perplexity = float(re.search(r"perplexity ([\d.]+)", line)[1])
+        assert math.log(perplexity) == pytest.approx(loss, abs=half + 0.5e-3 / perplexity)
+        bits = float(re.search(r"([\d.]+) bits per byte", line)[1])
+        assert bits * math.log(2) == pytest.approx(loss, abs=2 * half)
+    bytes_of_python = write_dataset(tmp_path / "bytes", [70_000], vocab=256)
+    path = tmp_path / "plan.json"
+    run = [f"--dataset={bytes_of_python}", "--gpu=4070", f"--json={path}"]
+    assert bench.main(["plan", str(ROOT / "config/quickstart.py"), *run]) == 0
+    modelled_mb = 1000 * json.loads(path.read_text())["checkpoint_gb"]
+    saved = re.findall(r"^checkpoint .*?, ([\d.]+)MB", text, re.MULTILINE)
+    assert saved and all(float(mb) == pytest.approx(modelled_mb, rel=0.01) for mb in saved)
+
+
 def table_of_cards() -> list[tuple[str, str, str, str]]:
     """(card, config, hours, memory) of each run in README's table of cards."""
     runs = []
@@ -186,3 +234,219 @@ def test_the_table_of_cards_is_what_plan_estimates(
 
 def test_the_table_of_cards_is_read():
     assert len(table_of_cards()) >= 6
+
+
+# -----------------------------------------------------------------------------
+# The figures of the other pages
+
+
+def after(page: str, start: str) -> str:
+    """What follows `start` on the one line of a page that begins with it."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    found = [line for line in lines if line.startswith(start)]
+    assert len(found) == 1, f"{page}: {len(found)} lines begin with {start!r}"
+    return found[0].removeprefix(start)
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"(?<![\w./])\d[\d,]*(?:\.\d+)?(?![\d/])", text)
+
+
+def check(page: str, start: str, values: list[float]):
+    """The numbers behind `start`, in their order, are these, rounded as they are shown."""
+    shown = numbers(after(page, start))
+    assert len(shown) == len(values), f"{start!r} shows {shown} for {values}"
+    for value, number in zip(values, shown, strict=True):
+        assert rounds_to(value, number.replace(",", "")), f"{start!r} shows {number} for {value}"
+
+
+def result(name: str) -> dict:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_a_figure_that_is_not_the_measured_one_is_found(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("| run, 4 x 256 | 1,089 | 2.09 (1.76 to 2.93) |\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    check("page.md", "| run, 4 x 256 |", [1089.4, 2.0851, 1.764, 2.93])
+    for wrong in ([1089.4, 2.0851, 1.764], [1089.4, 2.0951, 1.764, 2.93], [1088, 2.09, 1.76, 2.93]):
+        with pytest.raises(AssertionError):
+            check("page.md", "| run, 4 x 256 |", wrong)
+
+
+def peer_figures(name: str) -> list[float]:
+    """A row of benchmarks.md: tok/s of both, the ratio with its range, memory of both, its ratio"""
+    p = result(name)
+    median = {side: statistics.median(times) for side, times in p["seconds_per_iter"].items()}
+    speeds = [p["tokens_per_iter"] / median[side] for side in ("nanoGPT", "ours")]
+    ratio = [p["speed_ratio"], *p["speed_ratio_range"]]
+    gib = [p["memory_gib"]["nanoGPT"], p["memory_gib"]["ours"]]
+    return [*speeds, *ratio, *gib, p["memory_ratio"]]
+
+
+PEERS = {
+    "| 12 x 768, 4 x 256 | compiled |": "cpu/peer_124m",
+    "| 12 x 768, 32 x 256 | compiled |": "cpu/peer_124m_B32",
+    "| 12 x 768, 2 x 1024 | eager |": "cpu/peer_124m_T1024",
+    "| 4 x 256, 8 x 1024 | eager |": "cpu/peer_T1024",
+}
+
+
+@pytest.mark.parametrize("start, name", PEERS.items(), ids=PEERS.values())
+def test_the_table_against_nanogpt_is_what_was_measured(start, name):
+    check("benchmarks.md", start, peer_figures(name))
+
+
+def test_the_ladder_is_what_was_measured():
+    rows = [row for row in result("cpu_amx/ladder")["rows"] if row["why"] is None]
+    assert len(rows) > 5
+    for row in rows:
+        first = row["first"]
+        gains = [first["gain"], first["total_gain"]]
+        shown = re.sub(r"(?<=\d)x", "", after("benchmarks.md", f"{row['name']}  "))
+        batch, speed, *shown_gains, gib = numbers(shown)
+        assert int(batch) == first["batch_size"]
+        assert rounds_to(first["tokens_per_sec"], speed.replace(",", ""))
+        assert all(rounds_to(*pair) for pair in zip(gains, shown_gains, strict=True))
+        assert rounds_to(first["mem_gib"], gib)
+
+
+STUDIES = [
+    ("fast_bytes", 0, "| Python's sources in bytes, classic, 4 layers of 128 |"),
+    ("fast_bytes", 1, "| Python's sources in bytes, fast, 1/8 of the tokens |"),
+    ("fast_prose", 0, "| English prose in bytes, classic, 5 layers of 128 |"),
+    ("fast_prose", 1, "| English prose in bytes, fast, 1/7 |"),
+    ("fast_bpe", 0, "| English prose in BPE, classic, 8 layers of 128 |"),
+    ("fast_bpe", 1, "| English prose in BPE, fast, 1/6: not reached |"),
+]
+
+
+@pytest.mark.parametrize("name, variant, start", STUDIES, ids=lambda cell: str(cell))
+def test_the_recipes_table_is_what_was_measured(name, variant, start, tmp_path, monkeypatch):
+    """Parameters are those that plan counts for the study's own command."""
+    monkeypatch.chdir(ROOT)
+    v = result(f"cpu/{name}")["variants"][variant]
+    data = write_dataset(tmp_path / "data", [5_000], vocab=4096 if name == "fast_bpe" else 256)
+    path = tmp_path / "plan.json"
+    flags = [*v["arguments"].split(), f"--dataset={data}", "--gpu=4070", f"--json={path}"]
+    assert bench.main(["plan", *flags]) == 0
+    layers = int(re.search(r"n_layer=(\d+)", " ".join(flags) + " --n_layer=4")[1])
+    matrices = 12 * layers * 128**2
+    sizes = [json.loads(path.read_text())["params"] / 1e6, matrices / 1e6]
+    tokens = [v["tokens"] / 1e6, v["tokens"] / matrices]
+    check("fast_recipe.md", start, [*sizes, *tokens, v["val_loss"], v["spread"], v["step_seconds"]])
+
+
+def test_the_recipes_ratios_are_what_was_measured():
+    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+    studies = {name: result(f"cpu/{name}")["variants"] for name, _, _ in STUDIES}
+    for name, (classic, fast) in studies.items():
+        start = next(row for study, i, row in STUDIES if study == name and i)
+        part = int(re.search(r"1/(\d)", start)[1])
+        assert classic["tokens"] / fast["tokens"] == pytest.approx(part, rel=0.01)
+        reached = fast["val_loss"] <= classic["val_loss"]
+        assert reached != start.endswith("not reached |")
+    ratios = [
+        studies[name][0]["step_seconds"] / studies[name][1]["step_seconds"]
+        for name in ("fast_bytes", "fast_bpe")
+    ]
+    shown = re.search(r"In time that is ([\d.]+) and ([\d.]+) times", text).groups()
+    assert all(rounds_to(*pair) for pair in zip(ratios, shown, strict=True))
+
+
+def plan_rows() -> list[tuple[str, str]]:
+    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+    return re.findall(r"^(\| [^`|]*`(config/\w+\.py[^`]*)` \|)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("start, command", plan_rows(), ids=lambda cell: cell[-40:])
+def test_the_sizes_of_both_recipes_are_what_plan_counts(start, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no dataset: GPT-2's vocabulary
+    path = tmp_path / "plan.json"
+    config, *changes = command.split()
+    card = re.search(r"_(\w+)\.py", config)[1]
+    flags = [str(ROOT / config), *changes, f"--gpu={card}", f"--json={path}"]
+    assert bench.main(["plan", *flags]) == 0
+    p = json.loads(path.read_text())
+    parameters = [p["params"] / 1e6, p["params_in_products"] / 1e6]
+    check("fast_recipe.md", start, [*parameters, p["vram_gib"], p["checkpoint_gb"]])
+
+
+def test_the_sizes_of_both_recipes_are_read():
+    assert len(plan_rows()) >= 6
+
+
+def test_the_pieces_of_the_recipe_are_in_the_log():
+    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+    table = text.partition("What the pieces bring")[2].partition("\n\n")[2].partition("\n\n")[0]
+    log = (ROOT / "results" / "LOG.md").read_text(encoding="utf-8")
+    losses = re.findall(r"\b4\.\d{3}\b", table)
+    assert len(losses) == 5
+    for loss in losses:
+        assert loss in log, loss
+
+
+def test_the_chain_to_the_target_multiplies():
+    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+    table = text.partition("| step of the chain |")[2].partition("\n\n")[0]
+    tokens = 3250 * 524_288 / 1e9
+    rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]
+    assert len(rows) == 5
+    for name, factor, shown, source in rows:
+        if factor.strip():
+            before, after_it = map(int, re.search(r"(\d{4}) to (\d{4}) steps", source).groups())
+            taken_out = re.search(r"of which (\d+) are taken out", source)
+            saved = before - after_it - (int(taken_out[1]) if taken_out else 0)
+            assert rounds_to((before - saved) / before, factor.strip()), name
+            tokens *= (before - saved) / before
+        assert rounds_to(tokens, shown.strip().removesuffix("B")), name
+
+
+LINKS = [  # GB/s; peak in TFLOP/s and the share of it that is assumed
+    ("| A100, NVLink, gpt124m_a100 |", "gpt124m_a100", 312, 0.40, 230),
+    ("| H200, NVLink, gpt124m_h200 |", "gpt124m_h200", 989.4, 0.40, 370),
+    ("| H200, NVLink, fast124m_h200 |", "fast124m_h200", 989.4, 0.40, 370),
+    ("| RTX 4090, PCIe, gpt124m_4090 |", "gpt124m_4090", 165.2, 0.65, 12),
+    ("| A100, machines on 100 Gbit/s |", "gpt124m_a100", 312, 0.40, 10),
+    ("| RTX 4090, machines on 10 Gbit/s |", "gpt124m_4090", 165.2, 0.65, 1.1),
+]
+
+
+@pytest.mark.parametrize("start, config, tflops, mfu, link", LINKS, ids=lambda cell: str(cell))
+def test_what_a_further_gpu_brings_is_the_roofline_that_the_page_describes(
+    start, config, tflops, mfu, link, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.json"
+    bench.main(["plan", str(ROOT / f"config/{config}.py"), "--gpu=4070", f"--json={path}"])
+    p = json.loads(path.read_text())
+    seconds = p["flops_per_token"] * p["tokens_per_iter"] / (tflops * 1e12 * mfu)
+    muon = 2 * 12 * 12 * 768**2 if config.startswith("fast") else 0  # its directions, bytes
+    shown = numbers(after("several_gpus.md", start))
+    ratios = []
+    for n in (2, 4, 8, 16)[: len(shown) - 1]:
+        exchange = (n - 1) / n * (2 * 4 * p["params"] + muon)
+        ratios.append(seconds / (seconds / n + exchange / (link * 1e9)))
+    check("several_gpus.md", start, [seconds, *ratios])
+
+
+def test_the_speed_of_a_stream_is_what_was_measured():
+    rounds = result("cpu/loader")["stream"]["rounds"]
+    speeds = [r["per_cpu_second"] / 1e6 for r in rounds if r["route"] == "stream"]
+    text = (ROOT / "docs" / "several_gpus.md").read_text(encoding="utf-8")
+    shown = re.search(r"a stream made ([\d.]+)M to ([\d.]+)M tokens", text).groups()
+    assert rounds_to(min(speeds), shown[0]) and rounds_to(max(speeds), shown[1])
+
+
+def prose_lines(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [line for line in text.splitlines() if not line.startswith("|")]
+
+
+# the other pages join when their lines are short
+@pytest.mark.parametrize(
+    "name", ["experiment", "export", "fast_recipe", "on_track", "several_gpus"]
+)
+def test_no_line_of_prose_is_longer_than_160_characters(name):
+    long = [line for line in prose_lines(ROOT / "docs" / f"{name}.md") if len(line) > 160]
+    assert long == []
