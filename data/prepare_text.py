@@ -51,7 +51,6 @@ CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and pa
 MOST_CONTROLS = 0.001  # of the characters of a text
 
 SEED = 1337
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, lie evenly, however many they are
 PIECES = 16  # of large documents make up validation: more than one subject, or language
 MOST_NAMES = 20  # printed
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
@@ -181,18 +180,17 @@ class OwnText:
 
     def draw_validation(self, fraction: float) -> None:
         """
-        Set `shares`: documents at places spread evenly over the text, from a fixed seed on. One
-        larger than a piece gives that much of its end each time; so of a single document, or of a
-        few, validation is the end, as in nanoGPT.
+        Set `shares`: the documents at random places of the text, by a fixed seed. One larger than
+        a piece gives that much of its end each time; so of a single document, or of a few,
+        validation is the end, as in nanoGPT.
         """
         ends, taken = list(accumulate(self.sizes)), Counter()
         wanted = fraction * ends[-1]
-        place = random.Random(SEED).random()
+        draw = random.Random(SEED)
         while taken.total() < wanted:
-            document = bisect.bisect(ends, place * ends[-1])
+            document = bisect.bisect(ends, draw.random() * ends[-1])
             taken[document] += math.ceil(wanted / PIECES)
             taken[document] = min(taken[document], self.sizes[document])
-            place = (place + GOLDEN_RATIO) % 1
         self.shares = {n: taken[n] / self.sizes[n] for n in sorted(taken)}
         self.sha256.update(repr(self.shares).encode())
 
