@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from common.console import Parser, UserError, parse_count, run_main
 from data import sources
 from data.tokenizer import TOKENIZERS, pick_tokenizer
-from data.writer import MAX_SHARD_TOKENS, Plan, check_folder, prepare, read_preparation
+from data.writer import Plan, check_folder, prepare, read_preparation
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -39,10 +39,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=out, help="the folder to fill (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
     add("--check", metavar="DIR", help="verify a data folder, and print what it holds")
-    arguments = parser.parse_args(argv)
-    if arguments.shard_tokens > MAX_SHARD_TOKENS:
-        parser.error(f"--shard_tokens: at most {MAX_SHARD_TOKENS:,}, which the format can count")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int | None:

@@ -7,17 +7,24 @@ Make a dataset from your own text, or, with no argument, from the Python standar
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: column `text`
     python data/prepare_text.py book.txt --tokenizer=bpe:4096     a tokenizer made for this text
 
-A text file is one document, and so is a row. Validation is the first documents, as many as make up
---val_fraction of the text; a single document is cut in two at a paragraph.
+A text file is one document, and so is a row. Text is UTF-8, UTF-16 with its mark, or else in
+--encoding. Validation is --val_fraction of the text: documents, or ends of large ones, from all
+over it by a fixed seed; of a single document its end.
 """
 
 import argparse
+import bisect
+import codecs
 import csv
 import hashlib
+import math
 import os
 import platform
+import random
+import re
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -26,9 +33,9 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, UserError, parse_count, run_main
+from common.console import Parser, UserError, parse_count, raise_if_any, run_main
 from data.shards import PREPARED_ON_DEMAND
-from data.sources import Batch, Source, files_source, local_files
+from data.sources import ROW_FILES, Batch, Rows, files_source, local_files
 from data.tokenizer import TOKENIZERS, pick_tokenizer
 from data.writer import Plan, prepare
 
@@ -38,7 +45,15 @@ ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"
 # much the same size. Those for validation come first, are of many kinds and, together, about as
 # predictable from the others as a module is on average.
 MODULES = Path(__file__).with_name("python_stdlib.csv")
-LEAST_FOUND = 0.9  # of the modules: with fewer it would be another dataset
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
+MOST_CONTROLS = 0.001  # of the characters of a text
+
+SEED = 1337
+PIECES = 16  # of large documents make up validation: more than one subject, or language
+MOST_NAMES = 20  # printed
+LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 
 # -----------------------------------------------------------------------------
 # Which text
@@ -47,58 +62,155 @@ LEAST_FOUND = 0.9  # of the modules: with fewer it would be another dataset
 def stdlib_source() -> tuple[str, list[str], int]:
     """
     Title, files, and how many of the first ones are for validation; a missing module is left out.
-    Raises UserError.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    with open(MODULES, newline="") as file:
-        rows = list(csv.DictReader(file))
     found = {"val": [], "train": []}
-    for row in rows:
-        place = library.joinpath(*row["module"].split("."))
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.is_file():
-                found[row["split"]].append(str(path))
+    with open(MODULES, newline="") as file:
+        for row in csv.DictReader(file):
+            place = library.joinpath(*row["module"].split("."))
+            for path in (place.with_suffix(".py"), place / "__init__.py"):
+                if path.is_file():
+                    found[row["split"]].append(str(path))
     files = found["val"] + found["train"]
-    if len(files) < LEAST_FOUND * len(rows):
-        raise UserError(f"{library}: holds too few modules as source; name files of your own")
     return f"Python {platform.python_version()} standard library", files, len(found["val"])
 
 
 # -----------------------------------------------------------------------------
-# Where validation ends
+# Encodings
 
 
-def sizes_and_sha256(source: Source) -> tuple[list[int], str]:
+def encoding_of(path: str, given: str | None) -> str:
     """
-    Read everything once: the size of each document in bytes, and a hash of the whole. Raises
-    UserError.
+    The encoding of a text file: UTF-16 where it begins with its mark, UTF-8 where it is that, or
+    else the one given. Raises UserError, which says what the file looks like.
     """
-    sizes, sha256 = [], hashlib.sha256()
-    for _, _, rows in source(0, 0):
-        for text in filter(None, rows):
-            content = text.encode(errors="replace")
-            sizes.append(len(content))
-            sha256.update(content + b"\0")
-    return sizes, sha256.hexdigest()
+    content = Path(path).read_bytes()
+    own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    if is_read_by(own, content):
+        return own
+    utf8 = content.decode(errors="replace")
+    broken = utf8.count("\ufffd")
+    # most letters are UTF-8: another encoding might read the file, and get all of them wrong
+    damaged = broken and sum(char > "\x7f" for char in utf8) > 2 * broken
+    if given and not damaged and is_read_by(given, content):
+        return given
+    controls, nuls = count_controls(utf8), utf8.count("\0")
+    if controls and (nuls or not broken):
+        looks = "converted wrongly: give the original"
+        if nuls:
+            looks = "binary: leave it out; if it is UTF-16 without its mark, --encoding=utf-16-le"
+        counts = f"{controls:,} NULs and control characters in {len(utf8):,}"
+        raise UserError(f"{path}: {counts}; looks {looks}")
+    at = len(utf8[: utf8.index("\ufffd")].encode())
+    sample = " ".join(content[max(at - 20, 0) : at + 20].decode("cp1252", "replace").split())
+    looks = f"as cp1252 it reads {sample!r}: if that is right, --encoding=cp1252, else its own"
+    if damaged:
+        looks = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
+    line = 1 + content.count(b"\n", 0, at)
+    name = given if given and not damaged else "UTF-8"
+    raise UserError(f"{path}: line {line:,}: byte {content[at]:#x} is not {name}; {looks}")
 
 
-def cut_in_two(source: Source, fraction: float) -> Source:
+def is_read_by(encoding: str, content: bytes) -> bool:
+    try:
+        return not count_controls(content.decode(encoding))
+    except UnicodeDecodeError:
+        return False
+
+
+def count_controls(text: str) -> int:
+    """The NULs and other control characters of a text that is full of them, or else 0."""
+    controls = len(CONTROLS.findall(text))
+    return controls if controls > 5 + MOST_CONTROLS * len(text) else 0
+
+
+# -----------------------------------------------------------------------------
+# Documents
+
+
+class OwnText:
     """
-    A source of one document as one of two, cut after that share of it, where a paragraph ends, or
-    else a line.
+    The documents of some files, numbered from 0. `shares` says which part of a document is for
+    validation: the end of it, or with 1 all of it.
+
+    Called as a data.sources.Source, it goes through the files twice: first come the documents for
+    validation, then, with file numbers from len(files) on, those for training.
     """
-    text = next(text for _, _, rows in source(0, 0) for text in rows if text)
-    wanted = max(int(len(text) * fraction), 1)
-    at = wanted
-    for mark in ("\n", "\n\n"):  # a paragraph's end is better than a line's
-        found = text.find(mark, wanted)
-        if found >= 0 and found + len(mark) < len(text):
-            at = found + len(mark)
 
-    def source_of_two(file: int, row: int) -> Iterator[Batch]:
-        yield 0, row, [text[:at], text[at:]][row:]
+    def __init__(self, files: list[str], given: str | None = None):
+        """Reads everything once. Raises UserError with a line for each file that it cannot read."""
+        self.files, self.shares = files, {}
+        self.encodings = {}  # of the text files
+        self.starts, self.sizes = [], []  # first document of each file; bytes of each document
+        self.sha256, problems = hashlib.sha256(), []
+        for index, name in enumerate(files):
+            self.starts.append(len(self.sizes))
+            try:
+                if not name.lower().endswith(ROW_FILES):
+                    self.encodings[name] = encoding_of(name, given)
+                for _, texts in self.read_file(index, 0):
+                    contents = [(text or "").encode(errors="replace") for text in texts]
+                    self.sizes += map(len, contents)
+                    for content in filter(None, contents):
+                        self.sha256.update(content + b"\0")
+            except UserError as error:
+                problems += error.problems
+            except OSError as error:
+                problems.append(f"{name}: {error.strerror}")
+        raise_if_any(problems)
 
-    return source_of_two
+    def read_file(self, index: int, row: int) -> Iterator[tuple[int, Rows]]:
+        """Batches of a file from a row on: row of the first document, and the documents' texts."""
+        name = self.files[index]
+        if encoding := self.encodings.get(name):
+            # any line ends become \n, so that every system makes the same tokens
+            yield 0, [Path(name).read_text(encoding=encoding).removeprefix("\ufeff")]
+        else:
+            for _, first, texts in files_source([name])(0, row):
+                yield first, texts
+
+    def __call__(self, file: int, row: int) -> Iterator[Batch]:
+        for number in range(file, 2 * len(self.files)):
+            split, index = divmod(number, len(self.files))
+            for first, texts in self.read_file(index, row):
+                numbered = enumerate(texts, self.starts[index] + first)
+                parts = [cut(text or "", self.shares.get(n, 0))[split] for n, text in numbered]
+                yield number, first, parts
+            row = 0
+
+    def draw_validation(self, fraction: float) -> None:
+        """
+        Set `shares`: the documents at random places of the text, by a fixed seed. One larger than
+        a piece gives that much of its end each time; so of a single document, or of a few,
+        validation is the end, as in nanoGPT.
+        """
+        ends, taken = list(accumulate(self.sizes)), Counter()
+        wanted = fraction * ends[-1]
+        draw = random.Random(SEED)
+        while taken.total() < wanted:
+            document = bisect.bisect(ends, draw.random() * ends[-1])
+            taken[document] += math.ceil(wanted / PIECES)
+            taken[document] = min(taken[document], self.sizes[document])
+        self.shares = {n: taken[n] / self.sizes[n] for n in sorted(taken)}
+        self.sha256.update(repr(self.shares).encode())
+
+    def name(self, document: int) -> str:
+        file = self.files[bisect.bisect(self.starts, document) - 1]
+        return file if self.shares[document] == 1 else f"the end of {file}"
+
+
+def cut(text: str, share: float) -> tuple[str, str]:
+    """
+    A document's end, that share of it or up to half as much again, and what comes before it. The
+    cut is where a paragraph begins, or else a line, a word.
+    """
+    at = int(len(text) * (1 - share))
+    early = max(at - (len(text) - at) // 2, 0)
+    for mark in ("\n\n", "\n", " "):
+        if mark in text[early:at]:
+            at = text.rindex(mark, early, at) + len(mark)
+            break
+    return text[at:], text[:at]
 
 
 # -----------------------------------------------------------------------------
@@ -112,10 +224,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="the folder to make (default: data/ and the first file's name)")
     add("--val_fraction", type=float, default=0.05, help="validation's share (default: 0.05)")
+    add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction < 1:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 1")
+    try:
+        codecs.lookup(arguments.encoding or "utf-8")
+    except LookupError as error:
+        parser.error(f"--encoding: {error}")
     return arguments
 
 
@@ -126,30 +243,48 @@ def default_out(names: list[str], files: list[str]) -> Path:
     return Path("data", first.resolve().stem if first.exists() else Path(files[0]).stem)
 
 
+def describe(text: OwnText, names: list[str]) -> list[str]:
+    """How the files were read, what was left out, and what is for validation, a line each."""
+    others = set(local_files(names, ("",))) - set(text.files)
+    left_out = Counter(Path(name).suffix or "without ending" for name in others)
+    left_out += Counter(empty=text.sizes.count(0))
+    drawn = Counter(map(text.name, text.shares)).items()
+    drawn = [f"{name} ({count:,} rows)" if count > 1 else name for name, count in drawn]
+    if len(drawn) > MOST_NAMES:
+        drawn[MOST_NAMES:] = [f"and {len(drawn) - MOST_NAMES:,} more"]
+    lines = {"read": tally(Counter(text.encodings.values())), "left out": tally(left_out)}
+    lines["validation"] = ", ".join(drawn)
+    return [f"{key}: {line}" for key, line in lines.items() if line]
+
+
+def tally(counts: Counter) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in counts.most_common())
+
+
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
-    if arguments.files:
-        title = " ".join(arguments.files)[:200]
-        files = local_files(arguments.files, ENDINGS)
+    names, notes = arguments.files, []
+    if names:
+        title, files = " ".join(names)[:200], local_files(names, ENDINGS)
     else:
         title, files, val_documents = stdlib_source()
-    source = files_source(files)
-    sizes, sha256 = sizes_and_sha256(source)
-    if not sizes:
+    text = OwnText(files, arguments.encoding)
+    total = sum(text.sizes)
+    if not total:
         raise UserError(f"{title}: holds no text")
-    if len(sizes) == 1:
-        source, val_documents = cut_in_two(source, arguments.val_fraction), 1
-        sizes, sha256 = sizes_and_sha256(source)
-    elif arguments.files:
-        enough = arguments.val_fraction * sum(sizes)
-        val_documents = 1 + sum(total < enough for total in accumulate(sizes))
-    out = arguments.out or default_out(arguments.files, files)
-    val_bytes = sum(sizes[:val_documents])
-    tokenizer = pick_tokenizer(arguments.tokenizer, out, source, val_bytes, sum(sizes))
+    if names:
+        text.draw_validation(arguments.val_fraction)
+        notes = describe(text, names)
+    else:
+        text.shares = dict.fromkeys(range(val_documents), 1)
+    out = arguments.out or default_out(names, files)
+    # a tokenizer is not trained on validation's text
+    tokenizer = pick_tokenizer(arguments.tokenizer, out, lambda *_: text(len(files), 0), 0, total)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
-    expected_tokens = sum(sizes) // bytes_per_token + len(sizes)
-    plan = Plan(out, title, sha256, tokenizer, expected_tokens, val_documents=val_documents)
-    return prepare(plan, source, arguments.workers)
+    expected_tokens = total // bytes_per_token + len(text.sizes)
+    plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
+    plan.val_documents, plan.least_tokens, plan.notes = len(text.shares), LEAST_TOKENS, notes
+    return prepare(plan, text, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
         paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         for path in map(Path, paths):
             inside = path.rglob("*") if path.is_dir() else [path]
-            found += [str(f) for f in inside if f.name.endswith(endings) and f.is_file()]
+            found += [str(f) for f in inside if f.name.lower().endswith(endings) and f.is_file()]
         if not paths:
             problems.append(f"{flag}{name}: no such file")
         elif not found:
@@ -109,8 +109,7 @@ Turn = tuple[int, int]
 
 
 def has_turn(piece: int, turn: Turn) -> bool:
-    number, workers = turn
-    return piece % workers == number
+    return piece % turn[1] == turn[0]
 
 
 def read_rows(
@@ -119,14 +118,11 @@ def read_rows(
     """
     The texts of a file, a path or an hf:// address, from `row` on in pieces: the piece's first row,
     the row after its last, and its texts. The first piece has the number `piece`; pieces that are
-    the turn of others have None for texts and are not decoded. A text file is one piece. Raises
-    UserError where there is no text, and whatever reading throws.
+    the turn of others have None for texts and are not decoded. Raises UserError where there is no
+    text, and whatever reading throws.
     """
-    if name.endswith(".parquet"):
-        return read_parquet(name, row, piece, turn)
-    if name.endswith(ROW_FILES):
-        return read_jsonl(name, row, piece, turn)
-    return iter([(0, 1, [read_text(name)])])
+    read = read_parquet if name.lower().endswith(".parquet") else read_jsonl
+    return read(name, row, piece, turn)
 
 
 def read_parquet(name: str, row: int, piece: int, turn: Turn):
@@ -192,15 +188,6 @@ def read_jsonl(name: str, row: int, piece: int, turn: Turn):
         begin = end
 
 
-def read_text(path: str) -> str:
-    """A text file. Any line ends become \\n, so that every system makes the same tokens."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        mend = f"convert it: iconv -f latin1 -t utf-8 {path}"
-        raise UserError(f"{path}: byte {error.start:,} is not UTF-8; {mend}") from None
-
-
 def check_column(name: str, schema) -> None:
     if COLUMN not in schema.names:
         raise UserError(f"{name}: has no column {COLUMN}; its columns: {', '.join(schema.names)}")
@@ -245,7 +232,8 @@ def files_source(
             except Exception as error:  # whatever a network or a damaged file throws
                 if failures == len(backoff):
                     raise UserError(f"{files[file]}: {reason(error)}") from None
-                warn_and_wait(files[file], error, backoff[failures])
+                warn(f"{files[file]}: {reason(error)}; again in {backoff[failures]} s")
+                time.sleep(backoff[failures])
                 failures += 1
                 continue
             file, row = file + 1, 0
@@ -253,12 +241,6 @@ def files_source(
                 file, row = again_from
 
     return source
-
-
-def warn_and_wait(file: str, error: Exception, seconds: float) -> None:
-    with tqdm.external_write_mode():  # above the progress bar
-        warn(f"{file}: {reason(error)}; again in {seconds} s")
-    time.sleep(seconds)
 
 
 def reason(error: Exception) -> str:

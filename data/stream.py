@@ -216,20 +216,6 @@ class Stream:
 # Opening a source
 
 
-def is_on_hub(name: str) -> bool:
-    return bool(re.fullmatch(HUB_NAME, name)) and not glob.glob(name)
-
-
-def check_source(config: Config) -> list[str]:
-    """What is wrong with the source, one line each, as far as it shows without the network."""
-    try:
-        if not is_on_hub(config.dataset):
-            sources.local_files([config.dataset], sources.ROW_FILES, flag="--dataset=")
-    except UserError as error:
-        return error.problems
-    return []
-
-
 def open_stream(config: Config, position: dict | None = None) -> Dataset:
     """
     Open the source that config.dataset names (files, a folder, a pattern, or ORG/NAME[:CONFIG] on
@@ -237,7 +223,7 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     Raises UserError.
     """
     position, name = position or {}, config.dataset
-    if is_on_hub(name):
+    if re.fullmatch(HUB_NAME, name) and not glob.glob(name):
         dataset, _, builder = name.partition(":")
         begun = position.get("revision")
         files, revision = sources.hub_files(dataset, builder or None, begun, flag="--dataset")

@@ -14,7 +14,7 @@ import json
 import math
 import shlex
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, raise_if_any, say
 from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
-from data.shards import dataset_folder, open_shard, read_manifest, split_of, write_shard
+from data.shards import dataset_folder, read_manifest, split_of, write_shard
 from data.sources import Batch, Source
 from data.tokenizer import Tokenizer, encode_rows, read_bpe
 
@@ -34,7 +34,6 @@ FORMAT = "uint16 shards, llm.c header"
 # What must be the same for a preparation to go on
 IDENTITY = ("format", "tokenizer", "vocab", "tokenizer_sha256", "source", "revision", "settings")
 
-MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SPARE_BYTES = 50_000_000  # left free on the disk
 READ_AHEAD = 2  # batches of documents for each thread that tokenises
 SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
@@ -58,6 +57,8 @@ class Plan:
     val_tokens: int = 0
     val_documents: int = 1
     shard_tokens: int = 100_000_000
+    least_tokens: int = 1  # of each split
+    notes: Sequence[str] = ()  # lines to print at the end
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
@@ -87,6 +88,7 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         except KeyboardInterrupt:
             complain(f"stopped: {GO_ON}")
             return 130
+    say(*plan.notes)
     say_what_it_holds(plan.folder, writer.manifest)
     return 0
 
@@ -179,7 +181,7 @@ class ShardWriter:
         self.buffer = np.empty(plan.shard_tokens, dtype="<u2")  # takes memory only as it fills
         self.filled = 0  # tokens in the buffer
         self.train_tokens = plan.train_tokens or math.inf
-        # documents that begin in the buffer, and bytes of the text whose tokens are in it
+        # documents that begin in the buffer, and the bytes of their text
         self.documents = self.bytes = 0
 
     @property
@@ -193,10 +195,11 @@ class ShardWriter:
     def add(self, tokens: np.ndarray, size: int, file: int, row: int, done: int = 0) -> None:
         """
         Take the document of `size` bytes at that place in the source, whose first `done` tokens are
-        in finished shards already. Where shards divide it, so many tokens count for as many bytes.
+        in finished shards already. It counts for the shard that it begins in.
         """
         if done == 0:
             self.documents += 1
+            self.bytes += size
         while done < len(tokens) and not self.has_all:
             room = self.plan.shard_tokens - self.filled
             if self.split == "train":
@@ -205,9 +208,7 @@ class ShardWriter:
             self.buffer[self.filled : self.filled + len(piece)] = piece
             self.filled += len(piece)
             self.totals[self.split] += len(piece)
-            self.bytes -= size * max(done - 1, 0) // (len(tokens) - 1)  # end-of-text has none
             done += len(piece)
-            self.bytes += size * (done - 1) // (len(tokens) - 1)
             self.manifest["next"] = dict(file=file, row=row, token=done)
             if len(piece) == room:
                 self.finish_shard()
@@ -238,15 +239,18 @@ class ShardWriter:
 
     def complete(self) -> None:
         """
-        The source has ended, or enough tokens are there. Raises RunError where none are left for
-        training.
+        The source has ended, or enough tokens are there. Raises UserError where a split has too
+        few.
         """
-        if not self.totals["train"]:
+        least = self.plan.least_tokens
+        if min(self.totals.values()) < least:
             self.remove_all()
+            held = "{val:,} tokens for validation and {train:,} for training".format(**self.totals)
             flag = "--val_tokens" if self.plan.val_tokens else "--val_fraction"
-            taken = f"validation takes all of its {self.tokens:,} tokens"
-            mend = f"and leaves none for training; try a smaller {flag}"
-            raise RunError(f"{self.plan.source}: {taken} {mend}")
+            mend = f"a {'smaller' if self.totals['train'] < least else 'larger'} {flag}"
+            if self.tokens < 2 * least:
+                mend = "give more text"
+            raise UserError(f"{self.plan.source}: {held}, each needs at least {least}; {mend}")
         self.manifest["complete"] = True
         del self.manifest["next"]
         self.finish_shard()
@@ -354,17 +358,13 @@ def check_folder(name: str) -> None:
     with progress_bar(sum(tokens_of(manifest).values()), done=0) as bar:
         for shard in manifest["shards"]:
             path = folder / shard["name"]
-            try:
-                open_shard(path)
-                with open(path, "rb") as file:
-                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                if sha256 != shard["sha256"]:
-                    problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
-            except UserError as error:
-                problems += error.problems
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != shard["sha256"]:
+                problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
             bar.update(shard["tokens"])
     raise_if_any(problems)
-    say(f"{folder}: sizes, headers and sha256 agree with manifest.json")
+    say(f"{folder}: each sha256 agrees with manifest.json")
     tokenizer = f"tokenizer {manifest['tokenizer']}"
     say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
     say_what_it_holds(folder, manifest)

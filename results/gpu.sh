@@ -70,7 +70,7 @@ else
   trials=3 ladder_rows=9
   classic_iters=768 fast_iters=256 warmup=100 eval_tokens=1048576
   texts=("${GPU_INPUTS:-gpu_inputs}"/prose-val.parquet "${GPU_INPUTS:-gpu_inputs}"/prose-train.parquet)
-  tokenizer=gpt2 val_fraction=0.0111 # all documents of prose-val.parquet
+  tokenizer=gpt2 val_fraction=0.0111 # as much as prose-val.parquet
   pytest=(python3 -m pytest -v --tb=short -o junit_family=xunit1)
 fi
 

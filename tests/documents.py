@@ -55,6 +55,19 @@ def write_source(folder: Path) -> Path:
     return folder
 
 
+def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
+    """
+    That the two splits hold each text once, in order: its beginning in training, its end in
+    validation, either perhaps empty.
+    """
+    ends, begins = val[:], train[:]
+    for text in texts:
+        begin = begins.pop(0) if begins and text.startswith(begins[0]) else ""
+        if begin != text:
+            assert begin + ends.pop(0) == text
+    assert not begins and not ends
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the hub's protocol as the datasets library asks for."""
 

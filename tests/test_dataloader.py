@@ -200,11 +200,6 @@ def header(*numbers):
     return np.array([*numbers, *[0] * (HEADER_INTS - len(numbers))], dtype="<i4").tobytes()
 
 
-def manifest(name):
-    shards = [dict(name=name, tokens=3)]
-    return json.dumps(dict(tokenizer="byte", vocab=256, shards=shards)).encode()
-
-
 class Evil:
     def __reduce__(self):
         return print, ("code ran",)
@@ -226,7 +221,6 @@ BAD_SHARDS = {
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "as in int32"),
     "no tokens at all": ("train_000001.bin", header(20240520, 1, 0), "no tokens"),
     "broken manifest": ("manifest.json", b"{", "JSON"),
-    "manifest with a name elsewhere": ("manifest.json", manifest("../train_1.bin"), "outside"),
     "meta that runs code": ("meta.pkl", pickle.dumps(Evil()), "refused"),
     "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "refused"),
     "token beyond vocab": ("train_1.bin", header(20240520, 1, 40) + b"\xff" * 80, "vocabulary of"),

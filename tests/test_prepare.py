@@ -19,7 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from documents import REVISION, Hub, documents, serve_hub, write_jsonl, write_parquet, write_source
+from documents import (
+    REVISION,
+    Hub,
+    check_documents,
+    documents,
+    serve_hub,
+    write_jsonl,
+    write_parquet,
+    write_source,
+)
 from helpers import ROOT, full_disk_at, run_process, start_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,29 +99,39 @@ def test_stdlib_dataset_is_small_representative_and_the_same_every_time(tmp_path
     assert (stored(tmp_path / "first", "val") == 0).sum() == 10  # documents
 
 
+def validation_of(out: Path, texts: list[str]) -> list[str]:
+    """Validation's documents of a byte dataset that holds each of the texts once, in order."""
+    val, train = (
+        bytes(stored(out, split).tolist()).decode()[1:].split("\0") for split in ("val", "train")
+    )
+    check_documents(val, train, texts)
+    return val
+
+
 def test_text_files_and_rows_become_documents_in_order(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\0".encode())
-    (tmp_path / "b.md").write_text("# naïve")
+    (tmp_path / "a.txt").write_bytes(("\ufeffone\r\ntwo\0" + "a" * 99).encode())
+    (tmp_path / "b.md").write_text("# na\u00efve" + "b" * 400)
+    (tmp_path / "B.TXT").write_text("capitals" + "B" * 99)
     (tmp_path / "empty.py").write_text("")
-    rows = write_jsonl(tmp_path / "c.jsonl", ["three", None, "", "four"])
-    one_by_one = [tmp_path / "a.txt", tmp_path / "*.md", tmp_path / "empty.py", rows]
+    rows = write_jsonl(tmp_path / "c.jsonl", ["three" * 40, None, "", "four" * 40])
+    one_by_one = [tmp_path / name for name in ("B.TXT", "a.txt", "*.md", "empty.py")] + [rows]
+    texts = ["capitals" + "B" * 99, "one\ntwo" + "a" * 99, "# na\u00efve" + "b" * 400]
+    texts += ["three" * 40, "four" * 40]
     # the files as they are named, and all in the folder, sorted
     for number, files in enumerate((one_by_one, [tmp_path])):
         out = tmp_path / f"out{number}"
         assert from_text(*files, f"--out={out}", "--val_fraction=0.2") == 0
-        assert bytes(stored(out, "val").tolist()) == b"\0one\ntwo"
-        assert bytes(stored(out, "train").tolist()) == b"\0# na\xc3\xafve\0three\0four"
+        validation_of(out, texts)
 
 
-def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
+def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_path, capsys):
     whole = "\n\n".join(f"paragraph {i} " * 5 + "\nand a line" for i in range(40))
     book, out = tmp_path / "book.txt", tmp_path / "out"
     book.write_text(whole)
     assert from_text(book, f"--out={out}", "--val_fraction=0.25") == 0
-    val, train = (bytes(stored(out, split)[1:].tolist()).decode() for split in ("val", "train"))
-    assert val + train == whole
-    assert train.startswith("paragraph") and val.endswith("a line\n\n")
-    assert 0.25 <= len(val) / len(whole) < 0.3
+    (val,) = validation_of(out, [whole])
+    assert f"validation: the end of {book}\n" in capsys.readouterr().out
+    assert val.startswith("paragraph") and 0.25 <= len(val) / len(whole) < 0.3
     with pytest.raises(UserError, match="was made from revision"):
         from_text(book, f"--out={out}", "--val_fraction=0.5")
     resumed = tmp_path / "resumed"
@@ -123,23 +142,137 @@ def test_a_single_document_is_cut_at_a_paragraph(tmp_path):
     assert contents(resumed) == contents(out)
 
 
+def test_validation_is_from_all_over_the_text(tmp_path, capsys):
+    """Six languages in path order: the first documents would be of one of them."""
+    texts = [f"{letter}{i} " * (100 + 30 * i) for letter in "abcdef" for i in range(8)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i:02}.txt").write_text(text)
+    for out in ("first", "second"):
+        assert from_text(tmp_path / "*.txt", f"--out={tmp_path / out}") == 0
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+    val = validation_of(tmp_path / "first", texts)
+    assert {text[0] for text in val} == set("abcdef")
+    assert 0.05 <= sum(map(len, val)) / sum(map(len, texts)) < 0.075
+    (line,) = {s for s in capsys.readouterr().out.splitlines() if s.startswith("validation: ")}
+    assert line.count("the end of ") == len(val)
+    assert all(f"{texts.index(text):02}.txt" in line for text in texts if text.endswith(val[0]))
+
+
+def test_rows_for_validation_are_whole_and_never_trained_on(tmp_path, capsys):
+    texts = [f"row {i} " * (i % 7 + 2) for i in range(1000)]
+    source = write_parquet(tmp_path / "a.parquet", texts)
+    assert from_text(source, f"--out={tmp_path / 'out'}") == 0
+    val = validation_of(tmp_path / "out", texts)
+    assert set(val) < set(texts) and 30 < len(val) < 60
+    assert f"validation: {source} ({len(val)} rows)\n" in capsys.readouterr().out
+    numbers = [texts.index(text) for text in val]
+    assert max(b - a for a, b in zip([0, *numbers], [*numbers, 1000], strict=True)) < 150
+
+
+GERMAN = "\u00dcber die Gr\u00f6\u00dfe der Stra\u00dfe \u2013 5 \u20ac.\n" * 30
+RUSSIAN = "\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435.\n" * 30
+MANY = "\u540d\u524d\u306f\u307e\u3060\u7121\u3044\u3002\n" * 40
+UNREADABLE = {
+    "cp1252.txt": (GERMAN.encode("cp1252"), "line 1: byte 0xdc is not UTF-8; as cp1252 it reads"),
+    "latin.md": (
+        ("x\n" * 9 + "caf\u00e9").encode("latin1"),
+        "line 10: byte 0xe9 is not UTF-8; as ",
+    ),
+    "cp1251.txt": (RUSSIAN.encode("cp1251"), "is right, --encoding=cp1252, else its own"),
+    "sjis.txt": (MANY.encode("shift_jis"), "is right, --encoding=cp1252, else its own"),
+    "damaged.txt": (
+        MANY.encode() + b"\xff" + MANY.encode(),
+        "line 41: byte 0xff is not UTF-8; the",
+    ),
+    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "--encoding=utf-16-le"),
+    "twice.txt": (GERMAN.encode("cp1252").decode("latin1").encode(), "converted wrongly: give the"),
+    "scan.txt": (b"%PDF-1.4\n" + random.Random(0).randbytes(9999), "binary: leave it out"),
+}
+
+
+def test_every_file_that_cannot_be_read_is_named_at_once_and_none_is_guessed(tmp_path):
+    good = [("utf8.txt", "utf-8"), ("marked.txt", "utf-8-sig"), ("utf16.md", "utf-16")]
+    for name, encoding in good:
+        (tmp_path / name).write_bytes((GERMAN + RUSSIAN + MANY).encode(encoding))
+    for name, (content, _) in UNREADABLE.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        from_text(tmp_path, f"--out={tmp_path / 'out'}")
+    problems = {Path(p.partition(": ")[0]).name: p for p in raised.value.problems}
+    assert raised.value.exit_code == 2 and not (tmp_path / "out").exists()
+    assert sorted(problems) == sorted(UNREADABLE)
+    for name, (_, message) in UNREADABLE.items():
+        assert message in problems[name], problems[name]
+    assert "'\u00dcber die Gr\u00f6\u00dfe" in problems["cp1252.txt"]
+
+
 @pytest.mark.parametrize(
-    "flags, code, message",
+    "name, encoding",
+    [("cp1252.txt", "cp1252"), ("cp1251.txt", "cp1251"), ("sjis.txt", "shift_jis")]
+    + [("utf16.txt", "utf-16-le"), ("iso.txt", "iso2022_jp")],
+)
+def test_an_encoding_is_for_the_files_that_are_not_utf8(tmp_path, capsys, name, encoding):
+    content = MANY.encode(encoding) if name == "iso.txt" else UNREADABLE[name][0]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf" + GERMAN.encode())
+    (tmp_path / "b.md").write_bytes(GERMAN.replace("\n", "\r\n").encode("utf-16"))
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8")
+    (tmp_path / "c.md").write_text("")
+    assert from_text(tmp_path, f"--out={tmp_path / 'out'}", f"--encoding={encoding}") == 0
+    validation_of(tmp_path / "out", [GERMAN, GERMAN, content.decode(encoding)])
+    printed = capsys.readouterr().out
+    assert f"read: 2 utf-8, 1 utf-16, 1 {encoding}\n" in printed
+    assert "left out: 1 .jpg, 1 empty\n" in printed
+    # neither noise nor UTF-8 with a broken byte becomes text by it
+    for other in ("scan.txt", "damaged.txt"):
+        (tmp_path / other).write_bytes(UNREADABLE[other][0])
+    with pytest.raises(UserError) as raised:
+        from_text(tmp_path, f"--out={tmp_path / 'other'}", f"--encoding={encoding}")
+    assert len(raised.value.problems) == 2
+
+
+def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
+    assert (
+        f"block_size = {prepare_text.LEAST_TOKENS - 1} "
+        in (ROOT / "config/quickstart.py").read_text()
+    )
+    monkeypatch.chdir(tmp_path)
+    for size, fraction, message in (
+        (50, 0.05, "each needs at least 65; give more text"),
+        (
+            300,
+            0.05,
+            "300.txt: 16 tokens for validation and 286 for training, each needs at least 65",
+        ),
+        (300, 0.05, "a larger --val_fraction"),
+        (300, 0.9, "a smaller --val_fraction"),
+    ):
+        Path(f"{size}.txt").write_text("x" * size)
+        with pytest.raises(UserError, match=message) as raised:
+            from_text(f"{size}.txt", f"--val_fraction={fraction}")
+        assert len(raised.value.problems) == 1 and raised.value.exit_code == 2
+        assert not list(Path("data").iterdir())
+    Path("line.txt").write_text("one line, " * 300)  # is cut between two words
+    assert from_text("line.txt") == 0
+    assert validation_of(Path("data/line"), ["one line, " * 300])[0].startswith(("one", "line"))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
     [
-        (["a.txt", "b.txt", "--val_fraction=0.9"], 1, "for training; try a smaller --val_fraction"),
-        (["c.docx"], 2, "c.docx: holds no .txt, .md, .py, .jsonl, .jsonl.gz, "),
-        (["nowhere.txt"], 2, "nowhere.txt: no such file"),
-        (["a.txt", "--val_fraction=1"], 2, "--val_fraction: 1.0 is not between 0 and 1"),
+        (["c.docx"], "c.docx: holds no .txt, .md, .py, .jsonl, .jsonl.gz, "),
+        (["nowhere.txt"], "nowhere.txt: no such file"),
+        (["a.txt", "--val_fraction=1"], "--val_fraction: 1.0 is not between 0 and 1"),
+        (["a.txt", "--encoding=cp-1252"], "--encoding: unknown encoding: cp-1252"),
     ],
 )
-def test_text_that_cannot_be_used(tmp_path, monkeypatch, flags, code, message):
+def test_text_that_cannot_be_used(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("short")
-    Path("b.txt").write_text("much longer " * 9)
+    Path("a.txt").write_text("long enough " * 99)
     Path("c.docx").write_text("")
     with pytest.raises(UserError, match=message) as raised:
         from_text(*flags, "--out=out")
-    assert raised.value.exit_code == code and not Path("out").exists()
+    assert raised.value.exit_code == 2 and not Path("out").exists()
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -233,7 +366,7 @@ def test_any_interruption_leaves_the_same_shards(tmp_path_factory, data):
             # document is written
             with mock.patch("os.fsync"), mock.patch("data.writer.READ_AHEAD", 0):
                 prepare(plan, source, workers=1)
-        except RunError as error:
+        except UserError as error:
             if "gone" not in str(error):  # no tokens are left for training
                 assert not train and not any(out.glob("*"))
                 return
@@ -469,12 +602,12 @@ def bad_file(folder: Path, name: str) -> Path:
         ("other_key.jsonl", 2, "has no column text; its columns: body"),
         ("numbers.parquet", 2, "int64 to large_binary"),
         ("no_rows.parquet", 2, "holds no documents"),
-        ("nothing.parquet", 1, "validation takes all of its 0 tokens"),
+        ("nothing.parquet", 2, "0 tokens for validation and 0 for training"),
         ("broken.jsonl", 2, "JSON parse error"),
         ("garbage.parquet", 2, "not a parquet file"),
         ("empty.parquet", 2, "is empty; remove it"),
         ("notes.docx", 2, "notes.docx: holds no .parquet, .jsonl, .json, .jsonl.gz, "),
-        ("small.parquet", 1, "leaves none for training; try a smaller --val_tokens"),
+        ("small.parquet", 2, "and 0 for training, each needs at least 1; a smaller --val_tokens"),
     ],
 )
 def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, message):
@@ -490,7 +623,6 @@ def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, me
     [
         ("--tokens=ten", "--tokens: needs a whole number above 0, such as 8 or 10M, got 'ten'"),
         ("--tokens=0", "got '0'"),
-        ("--shard_tokens=3B", "--shard_tokens: at most 2,147,483,647"),
         ("--workers=0", "--workers: needs a whole number above 0, such as 8 or 10M, got '0'"),
         ("--shardtokens=3", "unrecognized arguments: --shardtokens=3"),
         ("--source=nowhere/*.parquet", "--source=nowhere/*.parquet: no such file"),
@@ -513,12 +645,14 @@ def test_numbers_of_tokens():
 
 
 def test_errors_are_lines_and_not_tracebacks(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    options = [str(tmp_path / "latin.txt"), f"--out={tmp_path / 'out'}"]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(b"caf\xe9")
+    options = [str(tmp_path), f"--out={tmp_path / 'out'}"]
     code, stdout, stderr = run_process("data/prepare_text.py", *options)
     assert code == 2 and stdout == ""
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1
-    assert "latin.txt: byte 3 is not UTF-8; convert it: iconv" in stderr
+    looks = "line 1: byte 0xe9 is not UTF-8; as cp1252 it reads 'caf\u00e9': if that is right, "
+    looks += "--encoding=cp1252, else its own"
+    assert stderr.splitlines() == [f"error: {tmp_path}/{n}.txt: {looks}" for n in "ab"]
     assert not (tmp_path / "out").exists()
 
 
@@ -583,13 +717,8 @@ def test_check_prints_documents_and_tokens(checked, capsys):
     fineweb(f"--check={checked}")
     printed = capsys.readouterr().out
     tokens = len(stored(checked, "train"))
-    assert "36 documents" in printed and f"{tokens:,} tokens for training" in printed
-
-
-def edit_manifest(folder: Path, change) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    count = sum((stored(checked, split) == 0).sum() for split in ("val", "train"))
+    assert f"{count} documents" in printed and f"{tokens:,} tokens for training" in printed
 
 
 def overwrite(path: Path, at: int, content: bytes) -> None:
@@ -605,9 +734,12 @@ def shard_overwritten(at: int, content: bytes):
 
 DAMAGE = {
     "a token": (shard_overwritten(1024 + 2 * 7, b"\x41\0"), "its sha256 is not manifest.json's"),
-    "the magic number": (shard_overwritten(0, b"\0"), "begins with"),
-    "the count": (shard_overwritten(8, b"\0"), "tokens, not"),
-    "cut": (lambda f: os.truncate(f / "train_000001.bin", 2000), "tokens, not"),
+    "the magic number": (shard_overwritten(0, b"\0"), "its sha256 is not manifest.json's"),
+    "the count": (shard_overwritten(8, b"\0"), "its sha256 is not manifest.json's"),
+    "cut": (
+        lambda f: os.truncate(f / "train_000001.bin", 2000),
+        "its sha256 is not manifest.json's",
+    ),
     "no manifest": (
         lambda f: (f / "manifest.json").unlink(),
         "manifest.json: not readable as JSON",
@@ -629,12 +761,6 @@ def test_check_finds_every_damage(checked, damage, message):
     assert message in problem
 
 
-def test_a_shard_outside_the_folder_is_refused(checked):
-    edit_manifest(checked, lambda m: m["shards"][0].update(name="../out/val_000000.bin"))
-    with pytest.raises(UserError, match="val_000000.bin is outside of it"):
-        fineweb(f"--check={checked}")
-
-
 # -----------------------------------------------------------------------------
 # What is printed
 
@@ -645,7 +771,7 @@ def test_a_shard_outside_the_folder_is_refused(checked):
 def test_the_next_command_is_printed(tmp_path, monkeypatch, capsys, small, config):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(writer, "SMALL_DATASET", small)
-    Path("notes.txt").write_text("a line\n" * 100)
+    Path("notes.txt").write_text("a line\n" * 200)
     assert prepare_text.main(["notes.txt"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"next: python train.py {config} --dataset=notes --out_dir=out/notes"
@@ -655,7 +781,7 @@ def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
     """Such as a log file on a full disk: the data are complete, so the exit code is 0."""
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full, which answers: no space left")
-    (tmp_path / "a.txt").write_text("a line\n" * 100)
+    (tmp_path / "a.txt").write_text("a line\n" * 200)
     code = (
         "import sys; sys.stdout = open('/dev/full', 'w'); from data import prepare_text\n"
         "from common import console\nconsole.run_main(prepare_text.main)"
@@ -663,10 +789,3 @@ def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
     flags = [str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}"]
     assert run_process("-c", code, *flags)[::2] == (0, "")
     assert len(stored(tmp_path / "out", "train")) > 0
-
-
-def test_a_failing_source_is_warned_of_above_the_progress_bar(monkeypatch, capsys):
-    monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
-    sources.warn_and_wait("a.parquet", ConnectionError("reset"), 5)
-    warning = "warning: a.parquet: ConnectionError: reset; again in 5 s\n"
-    assert capsys.readouterr() == ("", warning)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from documents import documents, write_jsonl, write_parquet
+from documents import check_documents, documents, write_jsonl, write_parquet
 from helpers import flags as all_flags
 from helpers import full_disk_at, load, run_here, start_process
 from hypothesis import example, given, settings
@@ -146,18 +146,25 @@ def test_a_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, o
     data = open_dataset(str(mine))
     assert data.tokenizer == dict(kind="bpe", json=content.decode()) and data.vocab == VOCAB
     text = Tokenizer(data.tokenizer)
-    ids = tokens_of(mine, "val") + tokens_of(mine, "train")
-    assert text.decode(ids) == "".join(f"<|endoftext|>{text}" for text in TEXTS)
-    assert ids.count(manifest["eot"]) == manifest["documents"] == len(TEXTS)
+    splits = []
+    for split in ("val", "train"):
+        ids = tokens_of(mine, split)
+        begins = [i for i, id in enumerate(ids) if id == manifest["eot"]]
+        ends = [*begins[1:], len(ids)]
+        splits.append([text.decode(ids[i + 1 : j]) for i, j in zip(begins, ends, strict=True)])
+    check_documents(*splits, TEXTS)
+    assert sum(map(len, splits)) == manifest["documents"]
 
 
 def test_validation_text_trains_no_tokenizer(tmp_path):
     rows = ["xyxyxyxyxy " * 50] * 3 + TEXTS
-    flags = ["--val_fraction=0.04", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'text'}"]
     source = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    assert prepare_text.main([source, *flags]) == 0
+    book = tmp_path / "book.txt"  # its end is for validation
+    book.write_text("".join(TEXTS) + "\n\n" + "xyxyxyxyxy " * 50)
+    flags = ["--val_fraction=0.03", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'text'}"]
+    assert prepare_text.main([str(book), *flags]) == 0
     vocab = json.loads((tmp_path / "text/tokenizer.json").read_text())["model"]["vocab"]
-    assert "\u0120alpha" in vocab and not [token for token in vocab if "xy" in token]
+    assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
     flags = ["--val_tokens=300", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'rows'}"]
     assert prepare_fineweb.main([f"--source={source}", *flags]) == 0
     vocab = json.loads((tmp_path / "rows/tokenizer.json").read_text())["model"]["vocab"]
@@ -223,21 +230,22 @@ def test_every_byte_of_text_is_counted_in_one_shard(own, tmp_path, shard_tokens)
         manifest = manifest_of(out)
         size = sum(shard["bytes"] for shard in manifest["shards"])
         assert size == 1 + sum(len(text.encode()) for text in TEXTS[:8])
-        if tokenizer.kind == "byte":  # then a shard's are its tokens but end-of-text
-            for shard in manifest["shards"]:
-                tokens = np.fromfile(out / shard["name"], dtype="<u2", offset=1024)
-                assert shard["bytes"] == (tokens != 0).sum()
+        # of a byte tokenizer they are the tokens but end-of-text, which no document of it is cut by
+        if tokenizer.kind == "byte":
+            val = np.fromfile(out / "val_000000.bin", dtype="<u2", offset=1024)
+            if len(val) < shard_tokens:
+                assert manifest["shards"][0]["bytes"] == (val != 0).sum()
 
 
 def test_commands_end_with_what_there_is_and_how_to_train_on_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("my novel.txt").write_text("caf\u00e9 \n" * 100)
+    Path("my novel.txt").write_text("caf\u00e9 \n" * 1000)
     assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) == 0
     lines = capsys.readouterr().out.splitlines()
     tokens = sum(len(tokens_of(Path("data/my novel"), split)) for split in ("train", "val"))
     train_on = "--dataset=my novel' '--out_dir=out/my novel'"
     assert lines[-3].startswith("data/my novel: 2 documents, ")
-    assert lines[-2] == f"text: 700 bytes, {700 / tokens:.3f} bytes per token"
+    assert lines[-2] == f"text: 7,000 bytes, {7000 / tokens:.3f} bytes per token"
     assert lines[-1] == f"next: python train.py config/quickstart.py '{train_on}"
     assert prepare_fineweb.main(["--check=my novel"]) is None
     checked = capsys.readouterr().out.splitlines()
@@ -435,4 +443,8 @@ def test_too_little_text_leaves_nothing(tmp_path, script):
     out = tmp_path / "out"
     flags = [f"--source={source}", f"--out={out}", "--tokenizer=bpe:257"]
     code, _, err = script(prepare_fineweb.main, *flags, "--val_tokens=1M")
-    assert code == 1 and "leaves none for training" in err[0] and not out.exists()
+    assert code == 2 and "0 for training" in err[0] and not out.exists()
+    code, _, err = script(
+        prepare_fineweb.main, *flags[:2], "--tokenizer=bpe:999", "--val_tokens=1M"
+    )
+    assert code == 2 and "a smaller --val_tokens" in err[0] and not out.exists()

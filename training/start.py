@@ -144,8 +144,7 @@ def check_start(config: Config, start: Start, ranks: Ranks) -> Config:
     """
     config, problems = adopt(config, start)
     problems = start.problems + problems + check_device(config)
-    # only rank 0 reads a stream
-    problems += ranks.from_main(check_data, config) if config.stream else check_data(config)
+    problems += [] if config.stream else check_dataset(config)
     problems += resolve(config) + ranks.check_config(config)
     ranks.raise_together(problems)
     return config
@@ -277,15 +276,6 @@ def prepare_on_demand(config: Config) -> None:
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     raise_if_any(check_dataset(config))
-
-
-def check_data(config: Config) -> list[str]:
-    """What is wrong with the dataset, or with the source of a stream, one line per problem."""
-    if not config.stream:
-        return check_dataset(config)
-    from data.stream import check_source  # training from shards does not need it
-
-    return check_source(config)
 
 
 def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
