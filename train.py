@@ -383,7 +383,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         rewind()
         # saving takes all ranks; after skipped or unfinished updates the previous one stays
         all_here = ranks.world_size == 1 or getattr(error, "on_all_ranks", False)
-        if p.iter_num > 0 and not skips.in_a_row and all_here:
+        if p.iter_num > 0 and all_here and not (skips.in_a_row or checkpoints.failed):
             say(f"saving after {type(error).__name__}: {error}")  # it may take long, or fail
             save(last=True)
         if hardware.is_out_of_memory(error):
