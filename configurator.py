@@ -94,8 +94,10 @@ class Config:
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
     max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
-    hours: float = key(0.0, "in place of max_iters: the run and its schedule take so long", low=0.0)
-    until: str = key("", "in place of hours: the clock time of the end, as 07:00", free_text=True)
+    hours: float = key(0.0, "length of the run and its schedule, instead of max_iters", low=0.0)
+    until: str = key(
+        "", "clock time at which to end, such as 07:00, instead of hours", free_text=True
+    )
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)

@@ -197,7 +197,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
     """
     if not config.compile:
         return model
-    say("compiling: about a minute without a line")
+    say("compiling: this takes about a minute")
     began = time.perf_counter()
     compiled = compile_model(model)
     # made like real batches, with their strides, or it would all compile again
@@ -221,7 +221,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
         config.compile, compiled = False, model
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
         throw_away_step(model)  # raises where not the compiler is to blame
-        warn(f"torch.compile does not work here ({failure}); going on without")
+        warn(f"torch.compile does not work here ({failure}); continuing without it")
     say(f"compile: {time.perf_counter() - began:.1f}s")
     return compiled
 

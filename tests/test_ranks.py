@@ -654,12 +654,12 @@ BAD_STARTS = {
     "another configuration": (
         "sys.argv += ['--seed=5'] if RANK == '1' else []",
         {},
-        "rank 1 has another configuration than rank 0; start all processes with the same",
+        "rank 1's configuration differs from rank 0's; start all processes with the same",
     ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x
         {},
-        "rank 1 has another dataset than rank 0; start all processes with the same",
+        "rank 1's dataset differs from rank 0's; start all processes with the same",
     ),
 }
 

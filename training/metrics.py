@@ -57,4 +57,4 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
                 if isinstance(it, int) and it <= last.get(kind, math.inf):
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
-        warn(f"{path}: {error.strerror}; what the run says again stays in it twice")
+        warn(f"{path}: {error.strerror}; what the run records again will be in it twice")
