@@ -95,9 +95,7 @@ class Config:
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
     max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
     hours: float = key(0.0, "length of the run and its schedule, instead of max_iters", low=0.0)
-    until: str = key(
-        "", "clock time at which to end, such as 07:00, instead of hours", free_text=True
-    )
+    until: str = key("", "clock time to end at, such as 07:00, instead of hours", free_text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
     decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)

@@ -336,7 +336,7 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
     warning = capsys.readouterr().err
-    assert "the learning rate reaches min_lr at iteration 8, where the run was to end" in warning
+    assert "the rate reaches min_lr at iteration 8, where the run was to end" in warning
     assert "--lr_decay_iters=6 moves that; for a new run: another --out_dir" in warning
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)

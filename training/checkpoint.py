@@ -144,11 +144,10 @@ class Checkpoints:
             problem = f"checkpoint {it} is not saved: {error.strerror or error}"
             if final or last and error.errno in DENIED:
                 raise RunError(f"{problem}; once that is mended, {self.newest()}") from None
-            again = "trying again at the next save"
+            again = "at the next save"
             if last:
-                held = "the device stays in use. Ctrl-C frees it"
-                again = f"trying again each minute, and {held}; then {self.newest()}"
-            log.warn(it, f"{problem}; {again}")
+                again = f"each minute, with the card in use. Ctrl-C frees it: {self.newest()}"
+            log.warn(it, f"{problem}; trying again {again}")
             return 0
         if not self.checked:
             self.check(load(path), path)

@@ -146,11 +146,9 @@ class Clock:
         if self.config.until and abs(jump) > PAUSE:
             self.lead += jump
             self.deadline += jump
-            change = (
-                f"the clock was set {'forward' if jump > 0 else 'back'} by {duration(abs(jump))}"
-            )
+            change = f"{'forward' if jump > 0 else 'back'} by {duration(abs(jump))}"
             end = f"the run still ends in {duration(self.left())}, now at {clock_time(self.left())}"
-            warn(f"{change}; {end}; to move that, resume with another --until")
+            warn(f"the clock was set {change}; {end}; to move that, resume with another --until")
 
     def note_iterations(self, seconds: float, number: int) -> None:
         """`number` iterations took `seconds`. The pace is a mean over the last minutes."""

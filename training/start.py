@@ -232,12 +232,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
-        ends = (
-            f"the learning rate reaches min_lr at iteration {horizon:,}, where the run was to end"
-        )
-        mend = (
-            f"--lr_decay_iters={config.max_iters} moves that; for a new run, give another --out_dir"
-        )
+        ends = f"the rate reaches min_lr at iteration {horizon:,}, where the run was to end"
+        mend = f"--lr_decay_iters={config.max_iters} moves that; for a new run: another --out_dir"
         warn(f"{config.out_dir}: {ends}; {mend}")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)

@@ -212,7 +212,7 @@ def start_on_a_disk_that_fills(dataset, disk: Path):
     for line in process.stderr:
         if "trying again each minute" in line:
             assert line.startswith("warning: iter 8: checkpoint 8 is not saved: ")
-            assert f"Ctrl-C frees it; then --init_from=resume continues from {disk}/run/" in line
+            assert f"Ctrl-C frees it: --init_from=resume continues from {disk}/run/" in line
             assert line.endswith("ckpt-00000002.pt\n")
             return process
     raise AssertionError("ended without waiting")
