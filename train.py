@@ -197,7 +197,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
     """
     if not config.compile:
         return model
-    say("compiling: about a minute without a line")
+    say("compiling: this takes about a minute")
     began = time.perf_counter()
     compiled = compile_model(model)
     # made like real batches, with their strides, or it would all compile again
@@ -221,7 +221,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
         config.compile, compiled = False, model
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
         throw_away_step(model)  # raises where not the compiler is to blame
-        warn(f"torch.compile does not work here ({failure}); going on without")
+        warn(f"torch.compile does not work here ({failure}); continuing without it")
     say(f"compile: {time.perf_counter() - began:.1f}s")
     return compiled
 
@@ -383,7 +383,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         rewind()
         # saving takes all ranks; after skipped or unfinished updates the previous one stays
         all_here = ranks.world_size == 1 or getattr(error, "on_all_ranks", False)
-        if p.iter_num > 0 and not skips.in_a_row and all_here:
+        if p.iter_num > 0 and all_here and not (skips.in_a_row or checkpoints.failed):
             say(f"saving after {type(error).__name__}: {error}")  # it may take long, or fail
             save(last=True)
         if hardware.is_out_of_memory(error):

@@ -283,7 +283,7 @@ def test_a_resume_says_that_an_optimizer_or_a_schedule_was_changed_in_place(
     dataset, tmp_path, patch, capsys
 ):
     """Under its old name, as people do it who come from nanoGPT."""
-    said = "resume: train.py, build.py, muon.py or loader.py has changed; today's code goes on"
+    said = "resume: train.py, build.py, muon.py or loader.py has changed; using the new code"
     run_here(dataset, tmp_path, max_iters=4)
     assert run_here(dataset, tmp_path, init_from="resume", max_iters=6) == 0
     assert said not in capsys.readouterr().out

@@ -36,11 +36,12 @@ class World:
     """
 
     def __init__(self):
-        self.now, self.ledgers, self.steps = 1e6, [], 0
+        self.now, self.ledgers, self.steps, self.ahead = 1e6, [], 0, 0.0
         self.step_seconds, self.eval_seconds, self.save_seconds = lambda: 10.0, 20.0, 3.0
 
     def wall(self) -> float:
-        return EVENING + self.now - 1e6
+        """The clock that people set; it is ahead by so much."""
+        return EVENING + self.now - 1e6 + self.ahead
 
     def pass_by(self, seconds: float) -> None:
         """As a run sees it, whose heartbeat looks at the clock."""
@@ -79,6 +80,7 @@ def world(monkeypatch):
 
     monkeypatch.setattr(train, "open_data", slow_start)
     monkeypatch.setattr(clock, "wall", world.wall)
+    monkeypatch.setattr(clock, "steady", lambda: world.now)
     monkeypatch.setattr(time, "perf_counter", lambda: world.now)
     monkeypatch.setattr(runlog, "Ledger", WatchedLedger)
     monkeypatch.setattr(train, "train_step", world.train_step)
@@ -127,10 +129,10 @@ def test_a_run_ends_with_its_hours_and_its_schedule_at_a_steady_speed(run, world
     half = records(tmp_path, "step")[world.steps // 2]
     assert half["lr"] == pytest.approx(0.5, abs=0.01)
     out = capsys.readouterr().out
-    assert "hours 0.01 of 1.00 in place of max_iters, in " in out
-    assert "the end is at about 00:00 on 2026-03-05\n" in out
+    assert "hours 0.01 of 1.00 (max_iters is not used), in " in out
+    assert "; stops at about 00:00 on 2026-03-05\n" in out
     assert re.search(r"iter \d+: .* hours 0\.50 of 1\.00, eta (29|30)m", out)
-    assert "end: hours after " in out and "to go on" not in out
+    assert ", the schedule is complete, 2" in out and "to continue" not in out
 
 
 @pytest.mark.parametrize("log_interval", [1, 25])
@@ -198,11 +200,11 @@ def test_a_run_killed_and_resumed_goes_on_where_it_was(run, world, tmp_path, cap
     seconds = run(hours=1, init_from="auto")
     assert_complete(tmp_path, used + seconds, 1)
     out = capsys.readouterr().out
-    assert out.count("by the clock no run is bit for bit the same") == 1
-    assert "the rate goes on" not in out  # as before
+    assert out.count("by the clock, not bit for bit the same run") == 1
+    assert "the learning rate continues" not in out  # as before
     # complete: the same command has nothing to do
     assert run(hours=1, init_from="auto") == 0
-    assert "more --hours goes on" in capsys.readouterr().out
+    assert "iterations are done; to continue, raise --hours;" in capsys.readouterr().out
 
 
 def stop_at(world, step):
@@ -222,14 +224,75 @@ def test_until_a_clock_time_counts_the_hours_between_starts(run, world, tmp_path
     run(until="02:00", init_from="auto")
     captured = capsys.readouterr()
     assert abs(world.wall() - datetime(2026, 3, 5, 2, 0).timestamp()) < 0.01 * 3 * HOUR
-    assert rates(tmp_path)[-1] == 0.0 and "the end is at about 02:00 on 2026" not in captured.out
+    assert rates(tmp_path)[-1] == 0.0 and "stops at about 02:00\n" in captured.out
     # 36 minutes of three hours are used, and then of two
-    change = r"the rate goes on at (\S+), not at (\S+), though its decay had begun"
+    change = r"the learning rate continues at (\S+), not at (\S+), though its decay had begun"
     new, old = re.search(change, captured.err).groups()
     assert float(old) == pytest.approx(0.81, abs=0.02) and float(new) == pytest.approx(
         0.7, abs=0.02
     )
     assert records(tmp_path, "end")[-1]["reason"] == "until"
+
+
+def test_until_keeps_its_deadline_where_a_resume_comes_too_late(run, world, tmp_path, capsys):
+    """As systemd does it: a start at 07:03 must not hold the card until seven of the next day."""
+    stop_at(world, 199)
+    run(143, until="02:00")
+    world.now += 3 * HOUR
+    capsys.readouterr()
+    assert run(until="02:00", init_from="auto") < 120
+    captured = capsys.readouterr()
+    assert "resume: the time is up; the run ends now, with the last update" in captured.out
+    assert "To train longer, give another --until\n" in captured.out and captured.err == ""
+    assert re.search(r"hours (0\.\d\d) of \1 .* stops at about 02:3\d\n", captured.out)
+    assert world.steps == 201 and rates(tmp_path)[-1] == 0.0
+    assert (
+        records(tmp_path, "eval")[-1]["iter"] == 201 == load(tmp_path, 201)["progress"]["iter_num"]
+    )
+    # then it is complete
+    assert run(until="02:00", init_from="auto") == 0
+    assert "are done; to continue, give another --until;" in capsys.readouterr().out
+    # the next one, of another value
+    run(until="04:00", init_from="auto")
+    assert world.wall() == pytest.approx(datetime(2026, 3, 5, 4, 0).timestamp(), abs=60)
+
+
+def test_a_clock_behind_since_a_reboot_does_not_make_a_resumed_run_endless(run, world, tmp_path):
+    stop_at(world, 199)
+    run(143, until="02:00")
+    world.ahead = -6 * 365 * 24 * HOUR  # 23:35, six years ago
+    stop_at(world, 2000)
+    assert run(until="02:00", init_from="auto") < 4 * HOUR
+
+
+@pytest.mark.parametrize("hours", [5, -5])
+def test_a_clock_that_is_set_does_not_move_until(hours, run, world, tmp_path, capsys):
+    """As on a machine that has booted with a wrong date, until it has asked the network."""
+
+    def step_seconds():
+        world.ahead = hours * HOUR if world.steps >= 100 else 0.0
+        return 10.0
+
+    world.step_seconds = step_seconds
+    assert_complete(tmp_path, run(until="02:00"), 3)
+    (warning,) = capsys.readouterr().err.splitlines()
+    change = "forward" if hours > 0 else "back"
+    assert warning.startswith(f"warning: the clock was set {change} by 5h00m; the run still ends")
+    assert f"in 2h41m, now at {'07' if hours > 0 else '21'}:00; to move that" in warning
+    # a resume knows the end by the clock as it is now
+    last = records(tmp_path, "step")[-1]["iter"] + 1
+    saved = load(tmp_path, last)["clock"]["deadline"]
+    assert saved == pytest.approx(datetime(2026, 3, 5, 2, 0).timestamp() + hours * HOUR)
+
+
+def test_a_run_says_when_it_stops_only_as_far_as_it_knows(run, world, tmp_path, capsys):
+    run(hours=8, max_minutes=60)
+    assert "hours 0.01 of 8.00 (max_iters is not used), in " in (out := capsys.readouterr().out)
+    assert "; stops at about 00:00 on 2026-03-05\n" in out
+    run(hours=8, max_iters=400, init_from="auto")
+    assert re.search(
+        r"of 8\.00 or 400 iterations, in .*; stops by 07:0\d\n", capsys.readouterr().out
+    )
 
 
 def test_other_hours_on_a_resume_say_how_the_rate_changes(run, world, tmp_path, capsys):
@@ -238,7 +301,9 @@ def test_other_hours_on_a_resume_say_how_the_rate_changes(run, world, tmp_path, 
     capsys.readouterr()
     seconds = run(hours=2, init_from="auto")
     err = capsys.readouterr().err
-    warning = r"the rate goes on at (7.\d+e-01), not at 5.\d+e-01, though its decay had begun"
+    warning = (
+        r"the learning rate continues at (7.\d+e-01), not at 5.\d+e-01, though its decay had begun"
+    )
     new = float(re.search(warning, err)[1])
     assert rates(tmp_path)[151] == pytest.approx(new, abs=0.01)
     assert rates(tmp_path)[-1] == 0.0 and seconds == pytest.approx(1.55 * HOUR, rel=0.05)
@@ -473,4 +538,4 @@ def test_hours_and_until_exclude_each_other():
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path, max_iters=4, warmup_iters=5)
-    assert "the warm-up, 5 iterations, is longer than the run" in capsys.readouterr().err
+    assert "warmup_iters: 5 is longer than the run; give a lower one" in capsys.readouterr().err

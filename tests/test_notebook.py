@@ -114,5 +114,5 @@ def test_its_cells_run_in_order_in_a_fresh_folder(tmp_path, monkeypatch):
     assert samples.count("The sun is") == 3
     # once more, as somebody does whose browser was closed: nothing is lost and nothing fails
     _, quickstart, prepared, trained = run_cells(CELLS[:4])
-    assert "has made its 4 iterations" in quickstart and "nothing to do" in prepared
-    assert "has made its 4 iterations" in trained
+    assert "all 4 iterations are done" in quickstart and "nothing to do" in prepared
+    assert "all 4 iterations are done" in trained

@@ -654,12 +654,12 @@ BAD_STARTS = {
     "another configuration": (
         "sys.argv += ['--seed=5'] if RANK == '1' else []",
         {},
-        "rank 1 has another configuration than rank 0; start all processes with the same",
+        "rank 1's configuration differs from rank 0's; start all processes with the same",
     ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x
         {},
-        "rank 1 has another dataset than rank 0; start all processes with the same",
+        "rank 1's dataset differs from rank 0's; start all processes with the same",
     ),
 }
 
@@ -715,8 +715,9 @@ def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_
             break
     processes[1].send_signal(signal.SIGTERM)
     codes, err = end_of(processes)
-    message = "error: checkpoint 8: No space left on device; there is no older one"
-    assert codes == [1, 1] and error_lines(err) == [message]
+    problem = "error: checkpoint 8 is not saved: No space left on device; once that is mended, "
+    message = "the run begins anew: it has no checkpoint"
+    assert codes == [1, 1] and error_lines(err) == [problem + message]
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):

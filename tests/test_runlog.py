@@ -374,7 +374,7 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
         monkeypatch.setattr(sys, name, open("/dev/full", "w"))
     for _ in range(2):
         say("iter 1: loss 2.0")
-        warn("metrics.jsonl: No space left on device; going on")
+        warn("metrics.jsonl: No space left on device; the run continues")
     assert sys.stdout.name == sys.stderr.name == os.devnull
 
 
@@ -412,14 +412,14 @@ def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, Ledger(0.0, clock))
     log.file = open("/dev/full", "wb", buffering=0)
     log.evaluation(0, 1.0, 1.0)
-    assert "No space left on device; going on" in capsys.readouterr().err
+    assert "No space left on device; the run continues" in capsys.readouterr().err
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path, clock, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
     log = make_log(tmp_path, clock, Ledger(0.0, clock), tracker="wandb")
     log.evaluation(0, 1.0, 1.0)
-    assert "going on without it" in capsys.readouterr().err
+    assert "continuing without it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

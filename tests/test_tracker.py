@@ -98,7 +98,7 @@ def test_a_failing_tracker_never_stops_a_run(
     assert run_here(dataset, tmp_path, tracker=tracker) == 0
     lines = capsys.readouterr().err.splitlines()
     warnings = [line for line in lines if line.startswith("warning")]
-    assert warnings == [f"warning: tracker {tracker}: no network; going on without it"]
+    assert warnings == [f"warning: tracker {tracker}: no network; continuing without it"]
     assert records(tmp_path)[-1]["kind"] == "end"
 
 

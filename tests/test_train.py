@@ -207,7 +207,7 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_says_what_is_lost(
         gradient_accumulation_steps=4,
     )
     assert (
-        "another batch_size, gradient_accumulation_steps sums round differently"
+        "sums round differently with another batch_size, gradient_accumulation_steps"
         in capsys.readouterr().out
     )
     a, b = ([r["loss"] for r in records(tmp_path / run, "step")] for run in "ab")
@@ -220,7 +220,7 @@ def test_a_resume_with_other_tokens_per_iteration_says_both(dataset, tmp_path, c
     run_here(dataset, tmp_path, max_iters=6, init_from="resume", batch_size=8)
     out = capsys.readouterr().out
     # 2 micro-batches of 8 and of 4 sequences of 16
-    both = "resume: tokens per iteration: 256, before 128, for which the learning rate was chosen"
+    both = "resume: 256 tokens per iteration, not 128, for which the learning rate was chosen"
     assert both in out.splitlines() and "round differently" not in out
 
 
@@ -289,8 +289,8 @@ def test_a_finished_run_says_so(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run_here(dataset, tmp_path, init_from="resume") == 0
-    done = "has made its 8 iterations; a larger --max_iters goes on; "
-    assert f"{done}for a new run: another --out_dir" in capsys.readouterr().out
+    done = "all 8 iterations are done; to continue, raise --max_iters; "
+    assert f"{done}for a new run, give another --out_dir" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -325,7 +325,9 @@ def test_resume_refuses_other_data(dataset, tmp_path):
 
 def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
-    with pytest.raises(UserError, match="init_from=auto goes on; to start anew: another --out_dir"):
+    with pytest.raises(
+        UserError, match="init_from=auto resumes it; for a new run: another --out_dir"
+    ):
         run_here(dataset, tmp_path)
     assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1, 2, 3]
 
@@ -334,7 +336,7 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
     warning = capsys.readouterr().err
-    assert "the rate is down to min_lr at iteration 8, the end when the run began" in warning
+    assert "the rate reaches min_lr at iteration 8, where the run was to end" in warning
     assert "--lr_decay_iters=6 moves that; for a new run: another --out_dir" in warning
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
@@ -653,7 +655,7 @@ def test_the_silence_of_compiling_is_announced_before_it(dataset, tmp_path, caps
 
     monkeypatch.setattr(torch, "compile", compile)
     assert run_here(dataset, tmp_path, compile=True, max_iters=1) == 0
-    assert seen == ["compiling: about a minute without a line"]
+    assert seen == ["compiling: this takes about a minute"]
 
 
 def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
@@ -746,7 +748,7 @@ def test_a_run_resumed_twice_eager_compiled_and_eager_again_is_the_same_run(
             compile=compile,
             lr_decay_iters=8,
         )
-    assert "another compile sums round differently" in capsys.readouterr().out
+    assert "sums round differently with another compile" in capsys.readouterr().out
     straight, crossed = (
         [r["loss"] for r in records(tmp_path / run, "step")] for run in ("straight", "crossed")
     )
@@ -794,4 +796,4 @@ def test_a_resume_names_keys_that_came_or_went_since_the_checkpoint(dataset, tmp
     assert run_here(dataset, tmp_path, init_from="resume", grad_clip=0.5) == 0
     out = capsys.readouterr().out
     assert "resume: grad_clip = 0.5 (the checkpoint had 1.0)\n" in out
-    assert "resume: no longer a key, so without effect: dataset2\n" in out
+    assert "resume: these are no longer keys and are ignored: dataset2\n" in out

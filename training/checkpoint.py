@@ -29,6 +29,7 @@ from training.progress import Progress
 from training.ranks import Ranks, Signals
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no space left, or none of this user's
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)  # waiting does not change these
 RETRY_SECONDS = 60  # between two tries of the last save; other ranks wait for each
 
 # -----------------------------------------------------------------------------
@@ -48,6 +49,7 @@ class Checkpoints:
         made by `claim_folder`: a mistake in the configuration leaves no trace.
         """
         self.check, self.checked = check, False
+        self.failed = False  # the last save has; another one would only fail again
         self.config, self.ranks, self.out_dir = config, ranks, Path(config.out_dir)
         self.lock = None
         # iteration of the newest checkpoint, and the last evaluation that it knows of
@@ -94,6 +96,12 @@ class Checkpoints:
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
         return progress.best_iter == progress.iter_num
 
+    def newest(self) -> str:
+        """Where a run that ends without another save can be resumed from, for messages."""
+        if not self.saved:
+            return "the run begins anew: it has no checkpoint"
+        return f"--init_from=resume continues from {self.path(self.saved[0])}"
+
     def is_saved(self, progress: Progress) -> bool:
         """Whether nothing has happened since the last save: no iteration, no evaluation."""
         return self.saved == (progress.iter_num, progress.evaluated_at)
@@ -101,18 +109,20 @@ class Checkpoints:
     def save(self, state: dict, progress: Progress, log, last: bool, signals: Signals) -> None:
         """
         Save `state`, that of `progress`; rank 0 writes, all ranks take part. Where saving fails,
-        the run goes on without. The `last` chance is tried again each minute, until a signal comes:
-        then it raises RunError.
+        the run continues without. The `last` save is tried again each minute, until a signal comes.
+        Then, and where waiting does not help, it raises RunError.
         """
         began = time.perf_counter()
         if progress.evaluated_at == progress.iter_num:
             state["val_loss"] = self.val_loss
+        self.failed = True  # unless write() returns
         while True:
             final = last and signals.wait(0)
             size = self.ranks.from_main(self.write, state, progress, log, last, final)
             if size or not last:
                 break
             signals.wait(RETRY_SECONDS)  # all ranks together: none waits longer for another
+        self.failed = False
         if size:
             self.saved = progress.iter_num, progress.evaluated_at
             path = self.path(progress.iter_num)
@@ -127,16 +137,17 @@ class Checkpoints:
         if not all(weights.isfinite().all() for weights in state["model"].values()):
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"
-            mend = "the checkpoint before stands: --init_from=resume with a lower rate"
-            raise RunError(f"{problem}; {mend}")
+            raise RunError(f"{problem}; with a lower learning_rate, {self.newest()}")
         try:
             size = self.save_somehow(state, path, log)
         except OSError as error:
-            stands = f"{self.path(self.saved[0])} stands" if self.saved else "there is no older one"
-            problem = f"checkpoint {it}: {error.strerror or error}; {stands}"
-            if final:
-                raise RunError(problem) from None
-            log.warn(it, f"{problem}; trying again {'each minute' if last else 'at the next save'}")
+            problem = f"checkpoint {it} is not saved: {error.strerror or error}"
+            if final or last and error.errno in DENIED:
+                raise RunError(f"{problem}; once that is mended, {self.newest()}") from None
+            again = "at the next save"
+            if last:
+                again = f"each minute, with the card in use. Ctrl-C frees it: {self.newest()}"
+            log.warn(it, f"{problem}; trying again {again}")
             return 0
         if not self.checked:
             self.check(load(path), path)
@@ -148,11 +159,11 @@ class Checkpoints:
             if best:
                 mark_best(best)
         except OSError as error:
-            log.warn(it, f"{path} is saved, but best.pt or older ones are as they were: {error}")
+            log.warn(it, f"{path} is saved, but best.pt and older files are unchanged: {error}")
         return size
 
     def save_somehow(self, state: dict, path: Path, log) -> int:
-        """As save(). On a full disk, what is needed less gives way, one file after the other."""
+        """As save(). On a full disk, deletes what is needed least, one file after the other."""
         while True:
             try:
                 return save(state, path)
@@ -160,7 +171,7 @@ class Checkpoints:
                 if error.errno not in FULL or not (old := self.find_least_needed()):
                     raise
                 # said before: its line in the log could take the room that comes free
-                log.warn(state["progress"]["iter_num"], f"{error.strerror}; {old} gives way")
+                log.warn(state["progress"]["iter_num"], f"{error.strerror}; deleting {old}")
                 old.unlink()
 
     def find_least_needed(self) -> Path | None:
@@ -364,5 +375,5 @@ def holds_run(out_dir: Path) -> bool:
 
 def in_the_way(out_dir: Path) -> str:
     """The error line for a fresh run in a folder that holds another."""
-    ways = "--init_from=auto goes on; to start anew: another --out_dir, or delete that folder"
+    ways = "--init_from=auto resumes it; for a new run: another --out_dir, or delete that folder"
     return f"out_dir: {out_dir} holds an earlier run; {ways}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from common.console import duration, warn
 from configurator import NEVER, Config
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "pause")
@@ -19,6 +20,13 @@ HALF_LIFE = 120.0  # seconds of iterations after which one counts half in the me
 SAVE_EVERY = 600.0  # seconds, where checkpoint_interval is not set
 UNSEEN = 0.01  # share of the run set aside for an evaluation or a save before the first one
 wall = time.time  # the clock that people look at, and set
+# Linux's and macOS's clock that nobody sets and that runs while the machine sleeps
+UNSET = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+
+
+def steady() -> float:
+    """Seconds that pass for everybody: nobody sets this clock, and no sleep stops it."""
+    return time.monotonic() if UNSET is None else time.clock_gettime(UNSET)
 
 
 # -----------------------------------------------------------------------------
@@ -93,18 +101,23 @@ class Clock:
     """
     How much of its time a run has used, and what the rest is good for. Seconds, on rank 0's clock:
     the others take over what it says. Pauses do not count as used, nor does the time between a stop
-    and a resume; `until` passes in both.
+    and a resume; `until` comes nearer in both, but not because somebody sets the clock.
 
     The host runs ahead of a GPU, but only as far as the queue of kernels reaches, about a second.
     At log lines, evaluations and saves it waits, so the mean of an iteration is the device's.
     """
 
     def __init__(self, config: Config, ledger: Ledger, saved: dict, from_main: Callable):
-        """`saved`: share and prices, of the run's checkpoint. `from_main`: see Ranks."""
+        """`saved`: state_dict() in the run's checkpoint. `from_main`: see Ranks."""
         self.config, self.ledger, self.from_main = config, ledger, from_main
+        self.deadline, self.lead = 0.0, wall() - steady()  # as the wall clock tells the time
         if config.until:
             # the next one since the run began, which is when its ledger did
             self.deadline = next_time(config.until, wall() - (ledger.look() - ledger.since))
+            if saved.get("until") == config.until:
+                # a resume keeps the one before, even if it has passed; with a clock that is behind
+                # since a reboot, that could be years away
+                self.deadline = min(self.deadline, saved["deadline"])
         self.prices: dict[str, float] = saved.get("prices", {})  # of an evaluation, of a save
         share = saved.get("share", -1.0) if config.by_clock else -1.0
         self.last = self.reading = Reading(share, self.used())  # at the last update, and now
@@ -116,20 +129,29 @@ class Clock:
 
     def left(self) -> float:
         if self.config.until:
-            return self.deadline - wall()
+            return max(0.0, self.deadline - self.lead - steady())
         return 3600 * self.config.hours - self.used()
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps."""
+        until = dict(until=self.config.until, deadline=self.deadline)
+        return dict(share=self.last.share, prices=self.prices, **until)
 
     def hours_text(self) -> str:
         return f"{self.used() / 3600:.2f} of {(self.used() + self.left()) / 3600:.2f}"
 
-    def end_text(self) -> str:
-        """When the run will end: 07:00, with the date if that is not today."""
-        left = max(0.0, self.left()) + 30  # to the nearest minute
-        end, today = datetime.fromtimestamp(wall() + left), datetime.fromtimestamp(wall())
-        return f"{end:%H:%M}" if end.date() == today.date() else f"{end:%H:%M on %Y-%m-%d}"
+    def notice_set_clock(self) -> None:
+        """Where somebody has set the wall clock, the time that is left stays as it was."""
+        jump = wall() - steady() - self.lead
+        if self.config.until and abs(jump) > PAUSE:
+            self.lead += jump
+            self.deadline += jump
+            change = f"{'forward' if jump > 0 else 'back'} by {duration(abs(jump))}"
+            end = f"the run still ends in {duration(self.left())}, now at {clock_time(self.left())}"
+            warn(f"the clock was set {change}; {end}; to move that, resume with another --until")
 
     def note_iterations(self, seconds: float, number: int) -> None:
-        """So many took so long. The pace is a mean over the last minutes."""
+        """`number` iterations took `seconds`. The pace is a mean over the last minutes."""
         fade = 0.5 ** (seconds / HALF_LIFE)
         self.recent = fade * self.recent[0] + seconds, fade * self.recent[1] + number
         self.pace = self.recent[0] / self.recent[1]
@@ -140,6 +162,7 @@ class Clock:
             self.reading = self.from_main(self.read, it)
 
     def read(self, it: int) -> Reading:
+        self.notice_set_clock()
         used, left, pace = self.used(), self.left(), self.pace
         # an evaluation and a save come last
         unseen = UNSEEN * (used + left)
@@ -171,6 +194,12 @@ class Clock:
         that a steady pace would reach when the time is up.
         """
         return min(horizon, it / self.reading.share) if self.reading.share > 0 else horizon
+
+
+def clock_time(seconds: float) -> str:
+    """The clock time in so many seconds: 07:00, with the date if that is not today."""
+    end, today = (datetime.fromtimestamp(wall() + s) for s in (max(0.0, seconds) + 30, 0))
+    return f"{end:%H:%M}" if end.date() == today.date() else f"{end:%H:%M on %Y-%m-%d}"
 
 
 def next_time(clock_time: str, since: float) -> float:

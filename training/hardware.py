@@ -192,7 +192,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
     if device.type == "cuda" and config.compile and TORCH_VERSION == (2, 10):
         if torch.cuda.get_device_capability(device) == (8, 0):
-            warn("torch 2.10 compiles to NaN on some A100s (modded-nanogpt #268); another version")
+            warn("torch 2.10 compiles to NaN on some A100s (modded-nanogpt #268); use another")
     peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
     return Hardware(device, dtype, device_name(device), peak)
 

@@ -205,7 +205,7 @@ class Ranks:
         everywhere = self.gather(value)
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
-                problem = f"rank {rank} has another {what} than rank 0"
+                problem = f"rank {rank}'s {what} differs from rank 0's"
                 raise UserError(f"{problem}; start all processes with the same", on_all_ranks=True)
 
     def check_config(self, config: Config) -> list[str]:

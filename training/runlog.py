@@ -27,7 +27,7 @@ from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_flops, count_parameters, warn_of_epochs
-from training.clock import Clock, Ledger
+from training.clock import Clock, Ledger, clock_time
 from training.hardware import Hardware
 from training.metrics import add_record, drop_records, plain
 from training.progress import Progress
@@ -76,6 +76,7 @@ class RunLog:
         self.draw_run = draw_run
         self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
         self.began, self.ledger = began, Ledger(began)
+        threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
         progress = Progress(**resumed["progress"]) if resumed else None
         for category, seconds in resumed["ledger"].items() if resumed else ():
             self.ledger.seconds[category] += seconds
@@ -135,6 +136,12 @@ class RunLog:
         """Since the run began, this start alone."""
         return (self.ledger.clock() - self.began) / 60
 
+    def seconds_left(self) -> float:
+        """Until hours, until or max_minutes end this start; infinite without them."""
+        c = self.config
+        left = self.clock.left() if c.by_clock else math.inf
+        return min(left, 60 * (c.max_minutes - self.minutes())) if c.max_minutes else left
+
     # -------------------------------------------------------------------------
     # Lines and records
 
@@ -146,7 +153,7 @@ class RunLog:
             try:
                 add_record(self.file, record)
             except OSError as error:  # a full disk: the run is worth more than its record
-                warn(f"metrics.jsonl: {error.strerror}; going on")
+                warn(f"metrics.jsonl: {error.strerror}; the run continues")
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:
@@ -170,11 +177,11 @@ class RunLog:
             f"block_size {c.block_size} * "
             f"gradient_accumulation_steps {c.gradient_accumulation_steps}"
         )
-        threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
         iterations = f"{c.max_iters:,} iterations"
         if c.by_clock:
-            bound = "in place of max_iters" if c.max_iters == NEVER else f"or {iterations}"
-            end = f"{bound}, in {c.out_dir}; the end is at about {self.clock.end_text()}"
+            bound = "(max_iters is not used)" if c.max_iters == NEVER else f"or {iterations}"
+            about = "at about" if c.max_iters == NEVER else "by"
+            end = f"{bound}, in {c.out_dir}; stops {about} {clock_time(self.seconds_left())}"
             say(f"run: hours {self.clock.hours_text()} {end}")
         else:
             total = c.iter_tokens * c.max_iters
@@ -183,7 +190,7 @@ class RunLog:
         if self.ranks.is_main and not c.eval_only:
             warn_of_epochs(c, self.train_tokens if c.max_iters < NEVER else None)
             if c.warmup_iters > c.max_iters:
-                warn(f"the warm-up, {c.warmup_iters:,} iterations, is longer than the run")
+                warn(f"warmup_iters: {c.warmup_iters:,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
                 warn("torch sees no GPU here, so this trains on the CPU, very slowly")
         if self.ranks.world_size > 1:
@@ -264,11 +271,7 @@ class RunLog:
         pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
         left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
         eta = (c.max_iters - it - 1) * self.clock.pace + left * pause
-        if c.by_clock:
-            eta = min(eta, self.clock.left())
-        if c.max_minutes:
-            eta = min(eta, 60 * (c.max_minutes - self.minutes()))
-        return max(0.0, eta)
+        return max(0.0, min(eta, self.seconds_left()))
 
     def mark_spike(self, iter_num: int, loss: float) -> None:
         """
@@ -328,13 +331,15 @@ class RunLog:
         spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
+        by_clock = reason in ("hours", "until")
+        done = ", the schedule is complete" if by_clock else ""
+        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{done}, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
-        complete = iters >= self.config.max_iters or reason in ("hours", "until")
+        complete = iters >= self.config.max_iters or by_clock
         if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
-            say(f"to go on: {script} {shlex.join(sys.argv)}{more}")
+            say(f"to continue: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
         keep_transcript(None)
 

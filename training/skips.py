@@ -57,7 +57,7 @@ class Skips:
             self.log.record("event", iter=it.iter_num, message=message)
             return
         self.in_a_row += 1
-        where = f"all losses are finite; it begins at {self.windows.locate(it.sequences)}"
+        where = f"all losses are finite; the data begin at {self.windows.locate(it.sequences)}"
         if micro_batch is not None:
             sequence = it.sequences + micro_batch * self.config.batch_size
             where = f"micro-batch {micro_batch} reads {self.windows.locate(sequence)}"

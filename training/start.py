@@ -96,7 +96,7 @@ def find_start(config: Config, ranks: Ranks) -> Start:
         return start
     if not start.weights and config.init_from == "resume":
         runs = [str(path) for path in out_dir.parent.glob("*") if list_checkpoints(path)]
-        hint = f"--init_from=auto starts where there is none{did_you_mean(str(out_dir), runs)}"
+        hint = f"--init_from=auto starts a new run there{did_you_mean(str(out_dir), runs)}"
         start.problems.append(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
     if not start.weights and config.init_from == "auto":
         if ranks.from_main(Path.exists, out_dir / "best.pt"):
@@ -187,11 +187,11 @@ def is_finished(config: Config, start: Start) -> bool:
         end = progress.iter_num if start.resumed.get("clock", {}).get("share", 0) >= 1 else NEVER
     if min(progress.iter_num, progress.evaluated_at) < end:
         return False
-    done = f"has made its {progress.iter_num:,} iterations"
-    more = "a larger --max_iters"
+    more = "raise --max_iters"
     if config.by_clock:
-        more = "another --until" if config.until else "more --hours"
-    say(f"{config.out_dir} {done}; {more} goes on; for a new run: another --out_dir")
+        more = "give another --until" if config.until else "raise --hours"
+    done = f"all {progress.iter_num:,} iterations are done; to continue, {more}"
+    say(f"{config.out_dir}: {done}; for a new run, give another --out_dir")
     return True
 
 
@@ -217,7 +217,7 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"
     end = f"of {config.max_iters:,}"
     if config.by_clock:
-        end = f"after {clock.used() / 3600:.2f} hours; by the clock no run is bit for bit the same"
+        end = f"after {clock.used() / 3600:.2f} hours; by the clock, not bit for bit the same run"
     say(f"resume: {path}, iteration {progress.iter_num:,} {end}")
     changed, saved = changed_keys(config, start), saved_values(start)
     for name in changed:
@@ -225,13 +225,13 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     if start.resumed.get("training_code", training_code()) != training_code():
-        say("resume: train.py, build.py, muon.py or loader.py has changed; today's code goes on")
+        say("resume: train.py, build.py, muon.py or loader.py has changed; using the new code")
     if unknown := start.resumed["config"].keys() - config_values(config).keys():
-        say(f"resume: no longer a key, so without effect: {', '.join(sorted(unknown))}")
+        say(f"resume: these are no longer keys and are ignored: {', '.join(sorted(unknown))}")
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
-        ends = f"the rate is down to min_lr at iteration {horizon:,}, the end when the run began"
+        ends = f"the rate reaches min_lr at iteration {horizon:,}, where the run was to end"
         mend = f"--lr_decay_iters={config.max_iters} moves that; for a new run: another --out_dir"
         warn(f"{config.out_dir}: {ends}; {mend}")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
@@ -241,11 +241,11 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         rounding.append("number of processes")
     before = saved_config(start.resumed["config"]).iter_tokens
     if config.iter_tokens != before:
-        chosen = f"before {before:,}, for which the learning rate was chosen"
-        say(f"resume: tokens per iteration: {config.iter_tokens:,}, {chosen}")
+        chosen = f"not {before:,}, for which the learning rate was chosen"
+        say(f"resume: {config.iter_tokens:,} tokens per iteration, {chosen}")
     elif rounding:
         what = ", ".join(rounding)
-        say(f"resume: with another {what} sums round differently: not bit for bit the same run")
+        say(f"resume: not bit for bit the same run: sums round differently with another {what}")
 
 
 def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr) -> None:
@@ -256,8 +256,12 @@ def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr
     decays = ", though its decay had begun" if past_warmup and old < highest else ""
     clock.look(it)
     new = get_lr(it, config, clock.horizon(it, NEVER), highest)
-    if abs(new - old) > 0.01 * highest and ranks.is_main:
-        warn(f"the rate goes on at {new:.2e}, not at {old:.2e}{decays}")
+    if clock.left() <= 0:
+        end = "the run ends now, with the last update of its schedule, an evaluation and a save"
+        more = "until" if config.until else "hours"
+        say(f"resume: the time is up; {end}. To train longer, give another --{more}")
+    elif abs(new - old) > 0.01 * highest and ranks.is_main:
+        warn(f"the learning rate continues at {new:.2e}, not at {old:.2e}{decays}")
 
 
 # -----------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def checkpoint_state(
         rng=ranks.gather(progress.rng),
         progress=progress.state_dict(),
         ledger=dict(log.ledger.seconds),
-        clock=dict(share=log.clock.last.share, prices=log.clock.prices),
+        clock=log.clock.state_dict(),
         model_config=asdict(model.config),
         code=code_of(model.config.model),
         training_code=training_code(),

@@ -35,7 +35,7 @@ class Tracker:
             yield
         except Exception as error:  # whatever a tracker does, the run is worth more
             reason = " ".join(str(error).splitlines())
-            warn(f"tracker {self.kind}: {reason}; going on without it")
+            warn(f"tracker {self.kind}: {reason}; continuing without it")
             self.kind = "none"
 
     def log(self, record: dict) -> None:

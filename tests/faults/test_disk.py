@@ -139,7 +139,7 @@ def test_with_too_little_room_and_no_links_the_newest_and_the_best_are_kept(
     stop_waiting(monkeypatch)
     options = BIG | dict(keep_checkpoints=1)
     if room == 1 or (room, losses) == (2, WORSE):
-        with pytest.raises(UserError, match="checkpoint 8: .* stands"):
+        with pytest.raises(UserError, match="checkpoint 8 is not saved: .*resume continues from"):
             run_here(dataset, out_dir, **options)
         assert numbers(out_dir)[0] == 2
     else:
@@ -179,8 +179,9 @@ def test_older_checkpoints_give_way_on_a_disk_that_others_have_filled(
     stop_waiting(monkeypatch)
     assert run_here(dataset, disk / "run", **BIG, keep_checkpoints=3) == 0
     err = capsys.readouterr().err
-    assert "ckpt-00000002.pt gives way" not in err  # a link to best.pt, which would free nothing
-    assert "ckpt-00000004.pt gives way" in err
+    # a link to best.pt, which would free nothing
+    assert f"deleting {disk}/run/ckpt-00000002.pt" not in err
+    assert f"deleting {disk}/run/ckpt-00000004.pt" in err
     assert numbers(disk / "run") == [2, 6, 8] and best_iter(disk / "run") == 2
 
 
@@ -210,8 +211,9 @@ def start_on_a_disk_that_fills(dataset, disk: Path):
     process = start_process("-c", FILLED, str(disk), *options)
     for line in process.stderr:
         if "trying again each minute" in line:
-            assert line.startswith("warning: iter 8: checkpoint 8: ")
-            assert "ckpt-00000002.pt stands" in line
+            assert line.startswith("warning: iter 8: checkpoint 8 is not saved: ")
+            assert f"Ctrl-C frees it: --init_from=resume continues from {disk}/run/" in line
+            assert line.endswith("ckpt-00000002.pt\n")
             return process
     raise AssertionError("ended without waiting")
 
@@ -237,8 +239,9 @@ def test_a_signal_ends_the_wait_for_room_after_one_more_try(number, dataset, mak
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
     last = err.splitlines()[-1]
-    assert process.returncode == 1 and last.startswith("error: checkpoint 8: "), err
-    assert "ckpt-00000002.pt stands" in last and "Traceback" not in err
+    assert process.returncode == 1 and last.startswith("error: checkpoint 8 is not saved: "), err
+    assert last.endswith("resume continues from " + str(disk / "run" / "ckpt-00000002.pt"))
+    assert "Traceback" not in err
     assert numbers(disk / "run") == [2] and not list((disk / "run").glob("*.tmp"))
 
 
@@ -252,9 +255,9 @@ def test_a_run_that_starts_on_a_full_disk_saves_once_there_is_room(
     monkeypatch.setattr(train.Signals, "wait", lambda signals, seconds: freed(filler, seconds))
     assert run_here(dataset, disk / "run", **BIG) == 0
     err = capsys.readouterr().err
-    assert "iter 2: checkpoint 2: " in err and "there is no older one; trying again at the" in err
+    assert "iter 2: checkpoint 2 is not saved: " in err and "; trying again at the next save" in err
     assert [r["iter"] for r in records(disk / "run", "checkpoint")] == [8]
-    assert err.count("iter 8: checkpoint 8: ") == 1
+    assert err.count("iter 8: checkpoint 8 is not saved: ") == 1
 
 
 def freed(filler: Path, seconds: int) -> bool:
@@ -276,12 +279,32 @@ def test_a_limit_that_stays_is_said_and_a_signal_ends_the_wait(dataset, tmp_path
     for line in process.stderr:
         if "trying again each minute" in line:
             break
-    assert "checkpoint 8: File too large" in line
+    assert "checkpoint 8 is not saved: File too large" in line
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1 and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("error: checkpoint 8: File too large; ")
+    assert err.splitlines()[-1].startswith("error: checkpoint 8 is not saved: File too large; ")
     assert names(tmp_path) == before
+
+
+def test_a_last_save_without_permission_is_tried_once_and_said_in_one_line(
+    dataset, tmp_path, monkeypatch, script
+):
+    """No waiting gives a permission back."""
+    save, tries = checkpoint.save, []
+
+    def refused(state, path):
+        tries.append(path.name)
+        if len(tries) > 1:
+            raise PermissionError(13, "Permission denied")
+        return save(state, path)
+
+    monkeypatch.setattr(checkpoint, "save", refused)
+    code, out, err = script(train.main, *flags(dataset, tmp_path))
+    assert code == 1 and tries == ["ckpt-00000004.pt", "ckpt-00000008.pt"]
+    assert "saving after" not in out
+    problem = "error: checkpoint 8 is not saved: Permission denied; once that is mended, "
+    assert err == [f"{problem}--init_from=resume continues from {tmp_path}/ckpt-00000004.pt"]
 
 
 # -----------------------------------------------------------------------------
@@ -304,7 +327,7 @@ def test_best_is_put_right_after_a_kill_between_the_save_and_its_mark(
 
 
 def test_a_state_that_could_not_be_resumed_ends_the_run_at_its_first_save(
-    dataset, tmp_path, monkeypatch
+    dataset, tmp_path, monkeypatch, capsys
 ):
     """An optimizer of somebody's own, whose groups a resume would not know."""
     build = train.build_optimizer
@@ -316,8 +339,11 @@ def test_a_state_that_could_not_be_resumed_ends_the_run_at_its_first_save(
         return optimizer
 
     monkeypatch.setattr(train, "build_optimizer", own)
+    save, written = checkpoint.save, []
+    monkeypatch.setattr(checkpoint, "save", lambda *a: written.append(save(*a)) or written[-1])
     with pytest.raises(UserError, match="ckpt-00000002.pt: cannot be resumed by this version"):
         run_here(dataset, tmp_path, eval_interval=2)
+    assert len(written) == 1 and "saving after" not in capsys.readouterr().out
     assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1]
 
 

@@ -263,7 +263,7 @@ def test_a_run_in_the_way_is_one_line_with_every_way_out(dataset, tmp_path):
 def test_an_interrupted_run_prints_the_command_that_goes_on(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "config/x.py"])
     run_here(dataset, tmp_path, max_minutes=1e-6)
-    assert "to go on: python train.py config/x.py --init_from=resume" in capsys.readouterr().out
+    assert "to continue: python train.py config/x.py --init_from=resume" in capsys.readouterr().out
 
 
 def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):

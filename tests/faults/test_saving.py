@@ -122,7 +122,7 @@ def test_a_full_disk_is_reported_and_training_goes_on_from_an_older_checkpoint(
 ):
     full_disk_at(monkeypatch, 4)
     assert run_here(dataset, tmp_path, checkpoint_interval=2, keep_checkpoints=10, max_iters=8) == 0
-    assert "iter 4: checkpoint 4: No space left on device; " in capsys.readouterr().err
+    assert "iter 4: checkpoint 4 is not saved: No space left on device; " in capsys.readouterr().err
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [2, 6, 8]
 
 
@@ -193,7 +193,7 @@ def test_a_saved_checkpoint_is_saved_though_best_cannot_be_made(
 
     monkeypatch.setattr(checkpoint, "mark_best", full)
     assert run_here(dataset, tmp_path) == 0
-    assert "ckpt-00000008.pt is saved, but best.pt or older" in capsys.readouterr().err
+    assert "ckpt-00000008.pt is saved, but best.pt and older" in capsys.readouterr().err
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [4, 8]
 
 
