@@ -330,6 +330,7 @@ class RunLog:
         iters, tokens = progress.iter_num, progress.tokens
         say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
+        self.draw(0)
         complete = iters >= self.config.max_iters or reason in ("hours", "until")
         if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
