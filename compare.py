@@ -198,7 +198,8 @@ def loss_verdict(
     in_bits = runs[0].loss_unit == BITS
     if in_bits and axis == "tokens":
         return "not comparable: unequal tokenizers"
-    datasets = {run.config["dataset"] for run in runs if "dataset" in run.config}
+    # shakespeare_char is nanoGPT's ../nanoGPT/data/shakespeare_char
+    datasets = {Path(run.config["dataset"]).name for run in runs if "dataset" in run.config}
     if len(datasets) > 1 and not in_bits:
         return "not comparable: unequal datasets"
     names = [run.name for run in runs]

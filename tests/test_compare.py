@@ -285,6 +285,15 @@ def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
         assert row(out, label).endswith("not comparable: unequal datasets")
 
 
+def test_a_dataset_given_by_its_path_is_the_same_dataset(tmp_path, script):
+    """As nanoGPT's log has it, and a run here on nanoGPT's own folder."""
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, dataset="shakespeare_char")
+    path = "../nanoGPT/data/shakespeare_char"
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset=path)
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "best val loss").endswith("b 1.0000 lower")
+
+
 def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, script):
     """A token of GPT-2's is some four bytes: its loss in nats is always the higher one."""
     gpt2, own = dict(tokenizer="gpt2", bits=0.25), dict(tokenizer=f"bpe {'1a2b' * 16}", bits=0.5)
