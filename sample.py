@@ -114,7 +114,7 @@ class Sampler:
         samples = [ids.copy() for _ in range(self.config.num_samples)]
         with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
             idx = torch.tensor(samples, device=self.generator.device)
-            print_growing(samples, self.continue_text(idx, firsts), self.text)
+            self.print_growing(samples, self.continue_text(idx, firsts))
         for sample in samples[1:]:
             print(f"{RULER}\n{printable(self.text.decode(sample))}")
         print(RULER)
@@ -133,6 +133,26 @@ class Sampler:
             idx, left = torch.cat((idx, new), dim=1), left - 1
         yield from generate_tokens(self.model, idx, left, self.vocab, sampling, self.generator)
 
+    def print_growing(self, samples: list[list[int]], new_ids: Iterator[torch.Tensor]) -> None:
+        """
+        Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints
+        the first one as it grows.
+        """
+        growing, printed = set(range(len(samples))), ""
+        for new in new_ids:
+            for row, token in enumerate(new[:, 0].tolist()):
+                if token == self.text.eot:
+                    growing.discard(row)
+                elif row in growing:
+                    samples[row].append(token)
+            # without the bytes of a character whose other bytes may follow
+            whole = self.text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+            print(printable(whole[len(printed) :]), end="", flush=True)
+            printed = max(printed, whole, key=len)
+            if not growing:
+                break
+        print(printable(self.text.decode(samples[0])[len(printed) :]))
+
 
 def spaced_ids(prompt: str, text: Tokenizer) -> list[int]:
     """
@@ -142,29 +162,6 @@ def spaced_ids(prompt: str, text: Tokenizer) -> list[int]:
     if text.kind not in ("gpt2", "bpe") or not prompt[1:].endswith(" "):
         return []
     return [id for id in range(text.vocab) if text.decode([id]).startswith(" ")]
-
-
-def print_growing(
-    samples: list[list[int]], new_ids: Iterator[torch.Tensor], text: Tokenizer
-) -> None:
-    """
-    Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints the
-    first one as it grows.
-    """
-    growing, printed = set(range(len(samples))), ""
-    for new in new_ids:
-        for row, token in enumerate(new[:, 0].tolist()):
-            if token == text.eot:
-                growing.discard(row)
-            elif row in growing:
-                samples[row].append(token)
-        # without the bytes of a character whose other bytes may follow
-        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(printable(whole[len(printed) :]), end="", flush=True)
-        printed = max(printed, whole, key=len)
-        if not growing:
-            break
-    print(printable(text.decode(samples[0])[len(printed) :]))
 
 
 def main(argv: list[str]) -> int:
