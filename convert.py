@@ -234,12 +234,13 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
 def to_ckpt(source: str, out: str) -> None:
     """Weights as a checkpoint of their own, with no run in it to resume. Raises UserError."""
     state, path = load_pretrained(source), Path(out)
+    del state["source"]  # the file's own name will be its source
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
     checkpoint.save(state, path)
     say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
     if state["tokenizer"]["kind"] == "unknown":
-        say("tokenizer: not known from the files; the model trains, but sample.py refuses it")
+        say("tokenizer: not known; sample.py needs nanoGPT's data/NAME/meta.pkl beside the file")
 
 
 def main(argv: list[str]) -> None:

@@ -7,11 +7,16 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
     python sample.py --help                                every key
 
+On a terminal and without --start it asks for prompts, and answers each with one sample.
+
 Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
 ignored. All samples are one batch: the first is printed as it grows, the others after it. A sample
 ends at the end of text.
 """
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +25,7 @@ import torch
 from common.console import UserError, complain, printable, raise_if_any, run_main, warn
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
-from model import GPT, GPTConfig, Sampling, generate_tokens
+from model import GPT, GPTConfig, Sampling, generate_tokens, sample_next
 from model_fast import FastGPT
 from training import hardware
 from training.build import build_model
@@ -35,7 +40,8 @@ class SampleConfig:
     init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
     out_dir: str = key("out", "a run's folder, for init_from=resume")
     start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", free_text=True)
-    num_samples: int = key(10, "samples in the batch", low=1, high=2**16)
+    interactive: bool = key(False, "ask for prompts; on a terminal also where there is no start")
+    num_samples: int = key(10, "samples in the batch; interactive: 1", low=1, high=2**16)
     max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
     temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
     top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)
@@ -56,8 +62,19 @@ def read_prompt(start: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
+def ask_prompts() -> Iterator[str]:
+    """Lines that are typed, or come from a pipe, until an empty one or the end of input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  gives input() arrow keys and a history
+    complain("type a prompt; an empty line or Ctrl-D ends, Ctrl-C ends a sample")
+    with contextlib.suppress(EOFError):
+        while prompt := input("> "):
+            yield prompt
+    print()  # Ctrl-D leaves the cursor behind the >
+
+
 def encode(prompt: str, text: Tokenizer) -> list[int]:
-    """The prompt's tokens. Raises UserError if there are none."""
+    """The prompt's tokens; of an empty prompt, what a sample from nothing starts with."""
     if text.kind == "char":
         unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
         if unknown:
@@ -66,9 +83,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     ids = [int(token) for token in text.encode(parts[0])]
     for part in parts[1:]:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
-    if not ids:
-        raise UserError(f"start: {prompt!r} encodes to no token; --start=$'\\n' or any other text")
-    return ids
+    return ids or text.prompt()
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
@@ -82,59 +97,101 @@ def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     return model
 
 
-def print_growing(
-    model: GPT | FastGPT, idx: torch.Tensor, text: Tokenizer, vocab: int, config: SampleConfig
-) -> list[list[int]]:
+@dataclass
+class Sampler:
+    model: GPT | FastGPT
+    text: Tokenizer
+    vocab: int  # before padding
+    config: SampleConfig
+    generator: torch.Generator
+
+    def print_samples(self, prompt: str) -> None:
+        firsts = spaced_ids(prompt, self.text)
+        ids = encode(prompt[:-1] if firsts else prompt, self.text)
+        window = self.model.config.block_size
+        if len(ids) > window:
+            complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
+        samples = [ids.copy() for _ in range(self.config.num_samples)]
+        with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
+            idx = torch.tensor(samples, device=self.generator.device)
+            self.print_growing(samples, self.continue_text(idx, firsts))
+        for sample in samples[1:]:
+            print(f"{RULER}\n{printable(self.text.decode(sample))}")
+        print(RULER)
+
+    @torch.no_grad()
+    def continue_text(self, idx: torch.Tensor, firsts: list[int]) -> Iterator[torch.Tensor]:
+        """As generate_tokens(). If there are `firsts`, the first ids are some of them."""
+        c, left = self.config, self.config.max_new_tokens
+        sampling = Sampling(c.temperature, c.top_k, c.top_p)
+        if firsts:
+            window = idx[:, -self.model.config.block_size :]
+            logits = self.model.next_logits(window, self.model.new_caches(window.size(1)))
+            allowed = torch.tensor(firsts, device=idx.device)
+            new = allowed[sample_next(logits[:, allowed].float(), sampling, self.generator)]
+            yield new
+            idx, left = torch.cat((idx, new), dim=1), left - 1
+        yield from generate_tokens(self.model, idx, left, self.vocab, sampling, self.generator)
+
+    def print_growing(self, samples: list[list[int]], new_ids: Iterator[torch.Tensor]) -> None:
+        """
+        Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints
+        the first one as it grows.
+        """
+        growing, printed = set(range(len(samples))), ""
+        for new in new_ids:
+            for row, token in enumerate(new[:, 0].tolist()):
+                if token == self.text.eot:
+                    growing.discard(row)
+                elif row in growing:
+                    samples[row].append(token)
+            # without the bytes of a character whose other bytes may follow
+            whole = self.text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+            print(printable(whole[len(printed) :]), end="", flush=True)
+            printed = max(printed, whole, key=len)
+            if not growing:
+                break
+        print(printable(self.text.decode(samples[0])[len(printed) :]))
+
+
+def spaced_ids(prompt: str, text: Tokenizer) -> list[int]:
     """
-    Continue idx (B, T), printing the first sample as it grows. Returns the ids of all samples,
-    from the prompt to their end.
+    The ids of a BPE's that begin with a space, if the prompt ends with one. There the space before
+    a word is part of the word's token; as a token of its own, a second space would follow it.
     """
-    samples, growing = idx.tolist(), set(range(len(idx)))
-    printed = ""
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    generator = torch.Generator(idx.device).manual_seed(config.seed)
-    for new in generate_tokens(model, idx, config.max_new_tokens, vocab, sampling, generator):
-        for row, token in enumerate(new[:, 0].tolist()):
-            if token == text.eot:
-                growing.discard(row)
-            elif row in growing:
-                samples[row].append(token)
-        # without the bytes of a character whose other bytes may follow
-        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(printable(whole[len(printed) :]), end="", flush=True)
-        printed = max(printed, whole, key=len)
-        if not growing:
-            break
-    print(printable(text.decode(samples[0])[len(printed) :]))
-    return samples
+    if text.kind not in ("gpt2", "bpe") or not prompt[1:].endswith(" "):
+        return []
+    return [id for id in range(text.vocab) if text.decode([id]).startswith(" ")]
 
 
 def main(argv: list[str]) -> int:
     config, problems = read_config(argv, SampleConfig)
     raise_if_any(problems or hardware.check_device(config))
-    prompt = read_prompt(config.start)
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if on_terminal and "start" not in config.given:
+        config.interactive = True
+    if config.interactive and "num_samples" not in config.given:
+        config.num_samples = 1
+    prompts = ask_prompts() if config.interactive else [read_prompt(config.start)]
     # a training config may say auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")
     state = read_weights(config.out_dir if from_run else config.init_from)
     if state["tokenizer"]["kind"] == "unknown":
-        raise UserError("init_from: the model's tokenizer is not known, so it cannot print text")
-    text, vocab = Tokenizer(state["tokenizer"]), state["vocab"]
-    ids = encode(prompt, text)
+        name = Path(state.get("config", {}).get("dataset", "NAME")).name
+        mend = f"copy nanoGPT's data/{name}/meta.pkl beside it"
+        raise UserError(f"init_from: {state['source']}: its tokenizer is not known; {mend}")
+    text = Tokenizer(state["tokenizer"])
     model = load_model(state, config)
     complain(f"model: {state['source']}")
-    window = model.config.block_size
-    if len(ids) > window:
-        complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
-    idx = torch.tensor([ids] * config.num_samples, device=model.lm_head.weight.device)
-    try:
-        with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
-            samples = print_growing(model, idx, text, vocab, config)
-    except KeyboardInterrupt:
-        print()
-        return 130
-    for sample in samples[1:]:
-        print(f"{RULER}\n{printable(text.decode(sample))}")
-    print(RULER)
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(config.seed)
+    sampler = Sampler(model, text, state["vocab"], config, generator)
+    for prompt in prompts:
+        try:
+            sampler.print_samples(prompt)
+        except KeyboardInterrupt:
+            print()
+            if not config.interactive:
+                return 130
     return 0
 
 

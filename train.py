@@ -386,12 +386,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if p.iter_num > 0 and all_here and not (skips.in_a_row or checkpoints.failed):
             say(f"saving after {type(error).__name__}: {error}")  # it may take long, or fail
             save(last=True)
+        log.draw(0)
         if hardware.is_out_of_memory(error):
             raise OutOfMemory(smaller_batch(c, raw_model.config, hw, ranks)) from None
         raise
     finally:
         batches.close()
-        log.draw(0)
     log.end(reason, p)
     return ranks.leave(signals.exit_code)
 

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.console import Parser, UserError, raise_if_any, run_main
+from common.console import Parser, UserError, duration, raise_if_any, run_main
 from reports.curves import learning_curve, reach
-from reports.picture import COLORS, count4, finish
+from reports.picture import COLORS, MARKERS, count4, finish
 from reports.records import MetricsFile
 
 
@@ -62,11 +62,12 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
 
 
 def read_curve(out_dir: Path) -> dict:
-    """Tokens and val loss at each evaluation after iteration 0, and the time spent in steps."""
+    """Tokens and val loss at each evaluation after iteration 0, time in steps, parameters."""
     run = MetricsFile(out_dir / "metrics.jsonl").read()
     tokens, losses = learning_curve(run, "tokens")
     seconds = float(run.step["seconds"].sum())
-    return {"tokens": tokens.tolist(), "val_loss": losses.tolist(), "step_seconds": seconds}
+    curve = {"tokens": tokens.tolist(), "val_loss": losses.tolist(), "step_seconds": seconds}
+    return curve | {"parameters": run.parameters}
 
 
 def summarize(name: str, arguments: str, curves: list[dict], target: float) -> dict:
@@ -81,6 +82,7 @@ def summarize(name: str, arguments: str, curves: list[dict], target: float) -> d
         "spread": np.ptp(losses[:, -1]),
         "tokens_to_target": reach(tokens, losses.mean(axis=0), target),
         "step_seconds": float(np.mean([curve["step_seconds"] for curve in curves])),
+        "parameters": curves[0]["parameters"],
         "curves": curves,
     }
 
@@ -97,22 +99,25 @@ def print_table(rows: list[dict], target: float) -> None:
 
 
 def draw(path: Path, rows: list[dict], target: float) -> None:
-    """The mean curve of each variant within a band of all its seeds."""
+    """The mean curve of each variant, within a band from the lowest of its seeds to the highest."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for row, color in zip(rows, itertools.cycle(COLORS)):
+    for row, color, marker in zip(rows, itertools.cycle(COLORS), itertools.cycle(MARKERS)):
         losses = np.array([curve["val_loss"] for curve in row["curves"]])
-        tokens, label = row["curves"][0]["tokens"], f"{row['name']}: {row['val_loss']:.3f}"
-        axes.plot(tokens, losses.mean(axis=0), color=color, label=label)
+        tokens, minutes = row["curves"][0]["tokens"], duration(row["step_seconds"])
+        label = f"{row['name']}, {count4(row['parameters'])} parameters: "
+        label += f"{row['val_loss']:.3f} after {minutes} of steps"
+        style = dict(color=color, marker=marker, markersize=4)
+        axes.plot(tokens, losses.mean(axis=0), label=label, **style)
         axes.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.25)
-    axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
+    name = f"{rows[0]['name']}'s last loss"
+    axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--", label=name)
     finish(axes, "tokens", "val loss, nats per token")
-    lowest = min(row["val_loss"] for row in rows)
-    highest = max(row["curves"][0]["val_loss"][0] for row in rows)
-    axes.set_ylim(lowest - 0.05, min(highest, lowest + 1.2))
-    axes.legend(title=f"mean of {len(rows[0]['curves'])} seeds, band: all of them", frameon=False)
+    seeds = f"mean of {len(rows[0]['curves'])} seeds, band: min to max"
+    axes.set_title(f"{path.stem}: {seeds}", fontsize=10, loc="left")
+    figure.legend(frameon=False, loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 

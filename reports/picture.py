@@ -12,8 +12,10 @@ from reports.curves import learning_curve
 from reports.records import MetricsFile, RunRecords
 
 PICTURE_POINTS = 600  # a line has at most this many, so that a long run stays readable
-BLUE, RED = "#4c78a8", "#e4572e"
-COLORS = [BLUE, RED, "#54a24b", "#b279a2", "#d6a000", "#17a2a2", "#7f5f3f", "#777777"]
+SHORT = 1_000  # a run of fewer iterations is mostly the fall of its first losses
+# told apart by colour-blind readers too: Okabe and Ito's (jfly.uni-koeln.de/color), and by markers
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]
+MARKERS = "os^Dv*XP"
 
 
 class RunPicture:
@@ -52,7 +54,8 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
 def draw(figure, runs: list[RunRecords]) -> None:
     """
     Losses and tok/s over tokens, MFU where it is known, and for several runs the val loss over
-    time. Train loss is a pale line, val loss a line with dots. Several runs have a colour each.
+    time. Train loss is a pale line, val loss a line with markers. Several runs have a colour and a
+    marker each.
     """
     several = len(runs) > 1
     knows_mfu = any(np.isfinite(run.step["mfu"]).any() for run in runs)
@@ -63,35 +66,37 @@ def draw(figure, runs: list[RunRecords]) -> None:
     time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
 
     for i, run in enumerate(runs):
-        color = COLORS[i % len(COLORS)]
+        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
         tokens = run.step["tokens"]
         train_line = dict(color=color, linewidth=1)
-        val_line = dict(color=color if several else RED, marker="o", markersize=3)
-        train_name, val_name = (None, run.name) if several else ("train loss", "val loss")
+        val_line = dict(color=color if several else COLORS[1], marker=marker, markersize=4)
+        train_name, val_name = (None, size_text(run)) if several else ("train loss", "val loss")
         train_curve = thin_out(tokens, run.step["loss"])
         panels["losses"].plot(*train_curve, alpha=0.6, label=train_name, **train_line)
         panels["losses"].plot(*learning_curve(run, "tokens"), label=val_name, **val_line)
         if several:
             hours, losses = learning_curve(run, "hours")
             panels["time"].plot(hours * units_per_hour, losses, **val_line)
-        panels["speed"].plot(*thin_out(tokens, run.step["tokens_per_sec"]), **train_line)
+        # a marker in every tenth of the panel
+        speed_line = train_line | dict(marker=marker, markersize=4, markevery=0.1)
+        panels["speed"].plot(*thin_out(tokens, run.step["tokens_per_sec"]), **speed_line)
         if knows_mfu:
-            panels["mfu"].plot(*thin_out(tokens, 100 * run.step["mfu"]), **train_line)
+            panels["mfu"].plot(*thin_out(tokens, 100 * run.step["mfu"]), **speed_line)
 
-    train_losses = [settled(run.step, "loss") for run in runs]
-    val_losses = [settled(run.eval, "val_loss") for run in runs]
+    train_losses = [settled(run.step["iter"], run.step["loss"]) for run in runs]
+    val_losses = [settled(*learning_curve(run, "iter")) for run in runs]
     finish(panels["losses"], "tokens", f"loss, {runs[0].loss_unit}")
     fit_height(panels["losses"], train_losses + val_losses)
-    legend_title = "val loss (pale: train loss)" if several else None
-    panels["losses"].legend(frameon=False, loc="upper right", title=legend_title)
-    finish(panels["speed"], "tokens", "tok/s", from_zero=True)
+    # below the panels, where it covers nothing
+    figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    finish(panels["speed"], "tokens", "tokens per second", from_zero=True)
     if knows_mfu:
         finish(panels["mfu"], "tokens", "MFU, %", from_zero=True)
     if several:
         finish(panels["time"], time_unit, f"val loss, {runs[0].loss_unit}")
         fit_height(panels["time"], val_losses)
-    else:
-        figure.suptitle(heading(runs[0]), fontsize=10, x=0.01, ha="left")
+    title = "val loss: lines with markers; train loss: pale lines" if several else heading(runs[0])
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[list[float], list[float]]:
@@ -130,17 +135,24 @@ def fit_height(axes, losses: list[np.ndarray]) -> None:
         axes.set_ylim(shown.min() - 2 * margin, shown.max() + margin)
 
 
-def settled(columns: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """The losses after the first 2 % of the run: the fall from ln V would flatten the rest."""
-    later = columns["iter"] > 0.02 * np.max(columns["iter"], initial=0)
-    return columns[name][later]
+def settled(iters: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """
+    The losses after the first 2 % of the run: the fall from ln V would flatten the rest. Of a short
+    run all.
+    """
+    last = np.max(iters, initial=0)
+    return losses[iters >= (0.02 * last if last >= SHORT else 0)]
+
+
+def size_text(run: RunRecords) -> str:
+    return f"{run.name}, {count4(run.parameters)} parameters" if run.parameters > 0 else run.name
 
 
 def heading(run: RunRecords) -> str:
-    """The run's name, size, device, dtype and last val loss, as far as they are known."""
-    parts = [run.name, run.device, run.dtype]
-    if run.parameters > 0:
-        parts.append(f"{count4(run.parameters)} parameters")
+    """The run's name, size, device, dtype, end and last val loss, as far as they are known."""
+    parts = [size_text(run), run.device, run.dtype]
+    if run.end:
+        parts.append(f"ended after {run.iterations:,.0f} iterations")
     if len(run.eval["iter"]):
         parts.append(f"val loss {run.eval['val_loss'][-1]:.4f} at iter {run.eval['iter'][-1]:.0f}")
     return "   |   ".join(part for part in parts if part)

@@ -47,6 +47,9 @@ class RunRecords:
     step: dict[str, np.ndarray]
     eval: dict[str, np.ndarray]
     checkpoint: dict[str, np.ndarray]
+    end: dict  # the end record; empty while the run trains, and after a kill
+    iterations: float = math.nan  # made so far
+    tokens: float = math.nan  # trained on so far
     loss_unit: str = "nats per token"
     warnings: list[str] = field(default_factory=list)
 
@@ -56,12 +59,15 @@ class Records:
 
     def __init__(self):
         self.starts: list[dict] = []
+        self.end: dict = {}
         self.rows = {kind: array("d") for kind in COLUMNS}  # one after the other
 
     def add(self, record: dict) -> None:
         kind = record.get("kind")
         if kind == "start":
             self.starts.append(record)
+        elif kind == "end":
+            self.end = record
         elif kind in COLUMNS:
             self.rows[kind].extend([number(record.get(name)) for name in COLUMNS[kind]])
 
@@ -90,6 +96,7 @@ class Records:
             step=self.columns("step", most_steps),
             eval=self.columns("eval"),
             checkpoint=self.columns("checkpoint"),
+            end=self.end,
         )
         add_totals(run, first.get("iter", 0))
         return run
@@ -128,8 +135,8 @@ def number(value: float | None) -> float:
 
 def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     """
-    Add the columns that follow from others: iters and seconds of steps, tokens and hours of
-    evaluations.
+    Add what follows from other columns: iters and seconds of steps, tokens and hours of
+    evaluations, iterations and tokens of the run.
     """
     step, evals = run.step, run.eval
     usual_ms = percentile(step["step_ms"], 50)
@@ -141,6 +148,12 @@ def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     # from the step records: iter * tokens_per_iter is wrong if a resume changed the batch
     tokens = total_at(evals["iter"], step["iter"], step["tokens"], run.tokens_per_iter)
     evals["tokens"] = np.round(tokens)
+    # a step at N has trained on the iteration N; an evaluation at N comes before it
+    iterations, tokens = np.append(step["iter"] + 1, evals["iter"]), evals["tokens"]
+    tokens = np.append(step["tokens"] + run.tokens_per_iter, tokens)
+    # a stop comes between two log lines
+    run.iterations = percentile(np.append(iterations, number(run.end.get("iters"))), 100)
+    run.tokens = percentile(np.append(tokens, number(run.end.get("tokens"))), 100)
 
     # an evaluation at N ends after the iterations 0 to N-1, after itself and the evaluations
     # before it, and after the checkpoints before N

@@ -285,6 +285,15 @@ def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
         assert row(out, label).endswith("not comparable: unequal datasets")
 
 
+def test_a_dataset_given_by_its_path_is_the_same_dataset(tmp_path, script):
+    """As nanoGPT's log has it, and a run here on nanoGPT's own folder."""
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, dataset="shakespeare_char")
+    path = "../nanoGPT/data/shakespeare_char"
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset=path)
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "best val loss").endswith("b 1.0000 lower")
+
+
 def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, script):
     """A token of GPT-2's is some four bytes: its loss in nats is always the higher one."""
     gpt2, own = dict(tokenizer="gpt2", bits=0.25), dict(tokenizer=f"bpe {'1a2b' * 16}", bits=0.5)
@@ -527,13 +536,9 @@ def test_no_line_is_drawn_from_iteration_0(tmp_path, count):
     paths = [write_run(tmp_path / f"run{i}", 10, losses) for i in range(count)]
     figure = Figure()
     picture.draw(figure, [compare.read_run(path, None) for path in paths])
-    drawn = 0
-    for axes in figure.axes:
-        for line in axes.lines:
-            if line.get_marker() == "o" and line.get_linestyle() == "-":
-                drawn += 1
-                assert line.get_ydata().tolist() == [4.0, 3.0]
-    assert drawn == (1 if count == 1 else 4)
+    panels = [axes for axes in figure.axes if "loss" in axes.get_ylabel()]
+    lines = [line for axes in panels for line in axes.lines if line.get_marker() != "None"]
+    assert [line.get_ydata().tolist() for line in lines] == [[4.0, 3.0]] * (1 if count == 1 else 4)
 
 
 def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
@@ -541,3 +546,77 @@ def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
     (tmp_path / "a" / "loss.png").mkdir()
     picture.RunPicture(tmp_path / "a").draw()
     assert "not drawn" in capsys.readouterr().err
+
+
+def write_records(folder: Path, iters: list[int], end: int | None = None) -> Path:
+    """A run of 100 ms an iteration with log lines at these, its loss falling from 10 to 9."""
+    folder.mkdir()
+    lines = [dict(kind="start", iter=0, config={}, parameters=828_500, tokens_per_iter=1000)]
+    for it in iters:
+        speed = dict(step_ms=100.0, tokens_per_sec=10_000)
+        loss = 9 + 1 / (1 + it)
+        lines.append(dict(kind="step", iter=it, tokens=it * 1000, loss=loss) | speed)
+    if end:
+        lines.append(dict(kind="end", reason="SIGTERM", iters=end, tokens=end * 1000, ledger={}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
+    """The last log line of both is that of iteration 25; the end record says where they ended."""
+    a = write_records(tmp_path / "a", [0, 25], end=41)
+    b = write_records(tmp_path / "b", [0, 25], end=44)
+    table = compare_runs(script, a, b)
+    for run, iterations in (("a", 41), ("b", 44)):
+        figures = table["runs"][run]
+        assert (figures["iterations"], figures["tokens"]) == (iterations, iterations * 1000)
+        assert figures["hours"] == pytest.approx(iterations * 0.1 / 3600)
+    assert table["verdicts"]["iterations"] == "b 1.07x more"
+    assert "ended after 41 iterations" in picture.heading(compare.read_run(a, None))
+
+
+def test_one_iteration_more_of_200_is_equal(tmp_path, script):
+    """nanoGPT makes one more than max_iters."""
+    runs = [write_records(tmp_path / str(n), list(range(n))) for n in (200, 201)]
+    assert compare_runs(script, *runs)["verdicts"]["iterations"] == "equal"
+
+
+@pytest.mark.parametrize("name, differs", [("x86_64", False), ("NVIDIA H200", True)])
+def test_nanogpts_cpu_is_a_processor_by_any_name(tmp_path, script, name, differs):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(f"Overriding: device = cpu\n{log.read_text()}")
+    run = write_records(tmp_path / "a", [0, 25])
+    text = (run / "metrics.jsonl").read_text()
+    text = text.replace('"kind": "start"', f'"kind": "start", "device": "{name}"')
+    (run / "metrics.jsonl").write_text(text)
+    _, out, _ = script(compare.main, log, run)
+    assert row(out, "device").split()[1:] == ["cpu", *name.split(), *["differs"] * differs]
+
+
+def test_a_short_run_is_drawn_whole_and_a_long_one_without_its_fall(tmp_path):
+    from matplotlib.figure import Figure
+
+    for last, whole in ((40, True), (5000, False)):
+        figure = Figure()
+        runs = [compare.read_run(write_records(tmp_path / str(last), [0, last // 2, last]), None)]
+        picture.draw(figure, runs)
+        assert (figure.axes[0].get_ylim()[1] > 10) == whole
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_the_legend_covers_no_panel_and_colours_are_not_all_that_differs(tmp_path, count):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    losses = {0: 8.0, 50: 4.0, 100: 3.0}
+    runs = [write_run(tmp_path / f"run{i}", 10, losses) for i in range(count)]
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    picture.draw(figure, compare.read_runs(runs, None))
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    for axes in figure.axes:
+        assert axes.get_legend() is None
+        assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
+    markers = {line.get_marker() for line in figure.axes[0].lines[1::2]}
+    assert len(markers) == min(count, len(picture.MARKERS))

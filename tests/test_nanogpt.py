@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import records, run_here
-from weights import random_gpt2
+from weights import assert_refused, random_gpt2
 
+import sample
 import train
 from common.console import UserError
 from configurator import load_config
+from model import GPT, GPTConfig
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments
 # after values.
@@ -179,3 +181,85 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(dataset, tmp_path):
 def test_a_missing_pretrained_model_is_one_line(dataset, tmp_path):
     with pytest.raises(UserError, match="no such file"):
         run_here(dataset, tmp_path / "run", init_from=tmp_path / "nothing.pt")
+
+
+# -----------------------------------------------------------------------------
+# Its folder: out-NAME/ckpt.pt, and the characters in data/NAME/meta.pkl
+
+
+@pytest.fixture
+def nanogpt_folder(char_dataset, tmp_path):
+    """A folder of nanoGPT in which a small model of 16 characters was trained."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, bias=False)
+    args = sizes | dict(vocab_size=16, dropout=0.0)
+    state = dict(
+        model=GPT(GPTConfig(**args)).state_dict(),
+        optimizer=dict(state={}, param_groups=[]),
+        model_args=args,
+        iter_num=2000,
+        best_val_loss=torch.tensor(1.4697),
+        config=dict(dataset="shakespeare_char", out_dir="out-shakespeare-char"),
+    )
+    (tmp_path / "out-shakespeare-char").mkdir()
+    torch.save(state, tmp_path / "out-shakespeare-char" / "ckpt.pt")
+    return tmp_path
+
+
+SOURCE = "out-shakespeare-char/ckpt.pt of nanoGPT, iteration 2,000, val loss 1.4697"
+
+
+@pytest.mark.parametrize("given", ["--out_dir={}", "--init_from={}", "--init_from={}/ckpt.pt"])
+def test_its_checkpoint_is_sampled_with_the_characters_beside_it(
+    given, nanogpt_folder, tmp_path_factory, monkeypatch, script
+):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    folder = nanogpt_folder / "out-shakespeare-char"
+    short = ("--start=to be", "--num_samples=1", "--max_new_tokens=8", "--device=cpu")
+    code, out, err = script(sample.main, given.format(folder), *short)
+    assert code == 0 and out.startswith("to be"), err
+    assert err == [f"model: {nanogpt_folder}/{SOURCE}"]
+
+
+def test_without_its_characters_the_message_says_where_to_put_them(
+    nanogpt_folder, monkeypatch, script
+):
+    monkeypatch.chdir(nanogpt_folder)
+    table = nanogpt_folder / "data" / "shakespeare_char" / "meta.pkl"
+    table.rename(nanogpt_folder / "kept.pkl")
+    flags = ("--out_dir=out-shakespeare-char", "--max_new_tokens=8", "--device=cpu")
+    words = (SOURCE, "data/shakespeare_char/meta.pkl beside it")
+    assert_refused(script, sample.main, *flags, words=words)
+    (nanogpt_folder / "kept.pkl").rename(nanogpt_folder / "out-shakespeare-char" / "meta.pkl")
+    assert script(sample.main, *flags)[0] == 0
+
+
+@pytest.mark.parametrize("init_from", ["resume", "auto"])
+@pytest.mark.parametrize("name", ["ckpt.pt", "best.pt"])
+def test_weights_that_cannot_be_resumed_are_never_started_over(
+    init_from, name, nanogpt_folder, monkeypatch
+):
+    """The message's own flags start from them."""
+    monkeypatch.chdir(nanogpt_folder)
+    folder = nanogpt_folder / "out-shakespeare-char"
+    (folder / "ckpt.pt").rename(folder / name)
+    data = nanogpt_folder / "data" / "shakespeare_char"
+    with pytest.raises(UserError) as error:
+        run_here(data, folder, init_from=init_from)
+    (problem,) = error.value.problems
+    assert f"--init_from={folder}/{name} with another --out_dir" in problem
+    assert sorted(path.name for path in folder.iterdir()) == sorted([name, "lock"])
+
+
+def test_the_log_says_where_the_weights_came_from(nanogpt_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(nanogpt_folder)
+    data, path = tmp_path / "data" / "shakespeare_char", "out-shakespeare-char/ckpt.pt"
+    model = dict(n_layer=1, n_head=2, n_embd=16, block_size=16)
+    assert run_here(data, tmp_path / "run", init_from=path, max_iters=2, **model) == 0
+    assert f"weights: {SOURCE}; iterations and learning rate begin anew" in capsys.readouterr().out
+    assert run_here(data, tmp_path / "run", init_from="resume", max_iters=4, **model) == 0
+    assert "weights:" not in capsys.readouterr().out
+
+
+def test_its_folders_are_among_the_runs_that_are_named(nanogpt_folder, monkeypatch, script):
+    monkeypatch.chdir(nanogpt_folder)
+    assert_refused(script, sample.main, words=("runs here: out-shakespeare-char",))

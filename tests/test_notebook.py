@@ -16,11 +16,13 @@ from documents import documents, write_parquet
 from helpers import ROOT, records
 from test_docs import known_flags
 
+import bench
 from common.console import UserError
 from data.tokenizer import Tokenizer
 
 NOTEBOOK = ROOT / "notebook.ipynb"
-CELLS = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+ALL_CELLS = json.loads(NOTEBOOK.read_text())["cells"]
+CELLS = ["".join(cell["source"]) for cell in ALL_CELLS if cell["cell_type"] == "code"]
 # what IPython gives to the shell: a line that begins with !, and those that it is continued on
 SHELL = re.compile(r"^( *)!((?:.*\\\n)*.*)$", re.MULTILINE)
 TINY = "--n_layer=6 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_iters=4 "
@@ -28,12 +30,39 @@ TINY += "--eval_interval=2 --eval_tokens=256 --sample_tokens=8 --device=cpu --co
 
 
 def test_nobody_has_run_it():
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert (cell["cell_type"], cell["outputs"], cell["execution_count"]) == ("code", [], None)
+    for cell in ALL_CELLS:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+def test_the_one_thing_to_set_is_said_first_and_each_step_has_a_heading():
+    texts = ["".join(cell["source"]) for cell in ALL_CELLS]
+    assert "One thing to set:** `REPOSITORY`" in texts[0]
+    assert [line for text in texts for line in text.splitlines() if "YOUR-NAME" in line] == [
+        'os.environ.setdefault("REPOSITORY", "https://github.com/YOUR-NAME/nightshift")  # set this'
+    ]
+    steps = [text for text in texts[1:] if text.startswith("## ")]
+    assert [text[3] for text in steps] == list("123456") and len(CELLS) == 6
+
+
+def test_its_minutes_are_what_plan_estimates(capsys):
+    """By the flags of its own command."""
+    command = next(c for c in shell_commands() if "config/fast40m_4070.py" in c)
+    flags = [w for w in command[2:] if not w.startswith(("--dataset", "$", "--out", "--max_min"))]
+    assert bench.main(["plan", *flags, "--gpu=T4", "--dataset_tokens=100M"]) == 0
+    out = capsys.readouterr().out
+    with_pauses = float(re.search(r"; ([\d.]+) min with", out)[1])
+    text = "".join("".join(cell["source"]) for cell in ALL_CELLS)
+    assert int(re.search(r"(\d+) minutes by `bench.py plan`", text)[1]) == round(with_pauses)
+    assert float(re.search(r"memory +([\d.]+) GiB", out)[1]) < 8  # as it says at the top
+
+
+def shell_commands() -> list[list[str]]:
+    commands = (command.replace("\\\n", " ") for _, command in SHELL.findall("\n".join(CELLS)))
+    return [shlex.split(command) for command in commands]
 
 
 def test_its_commands_name_scripts_configs_and_flags_that_exist(capsys):
-    commands = [shlex.split(command) for _, command in SHELL.findall("\n".join(CELLS))]
+    commands = shell_commands()
     scripts = [words[1] for words in commands if words[0] == "python"]
     assert scripts == "train.py data/prepare_fineweb.py train.py compare.py sample.py".split()
     for words in commands:
@@ -62,6 +91,30 @@ def commit_tree(folder: Path) -> str:
     for words in (["init", "-q"], ["add", "-A"], [*someone, "commit", "-q", "-m", "all"]):
         subprocess.run(["git", *words], cwd=folder, check=True)
     return f"file://{folder}"
+
+
+def test_without_a_gpu_it_stops_before_the_data(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    install = SHELL.sub("\\1pass", CELLS[0])
+    with pytest.raises(RuntimeError, match="no GPU here: Runtime, Change runtime type"):
+        exec(install, {})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="set REPOSITORY above"):
+        exec(install, {})
+
+
+def test_on_colab_the_run_is_kept_in_drive(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    mounted = []
+    drive = SimpleNamespace(mount=mounted.append)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(drive=drive))
+    monkeypatch.setenv("OUT", "")  # restored at the end
+    exec(SHELL.sub("\\1pass", CELLS[0]), {})
+    assert mounted == ["/content/drive"]
+    assert os.environ["OUT"].startswith("/content/drive/MyDrive/")
+    assert all("$OUT" in "".join(CELLS[i]) for i in (3, 4, 5))
 
 
 def run_command(command: str, outputs: list[str]) -> None:
@@ -98,6 +151,7 @@ def test_its_cells_run_in_order_in_a_fresh_folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     pictures = []
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
     monkeypatch.chdir(tmp_path)
 

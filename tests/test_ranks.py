@@ -644,7 +644,7 @@ BAD_STARTS = {
         "",
         dict(gradient_accumulation_steps=3),
         "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; "
-        "2 or 4 can",
+        "2 or 4 can; 4 with --batch_size=3 is the same training",
     ),
     "GPUs where there are none": (
         "ranks.torch.cuda.is_available = lambda: False",

@@ -2,16 +2,20 @@
 sample.py and GPT.generate: the text is what the model says, whole, and never from the padding.
 """
 
+import io
 import json
 import os
+import pty
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import run_here, run_process
+from helpers import ROOT, run_here, run_process
 from weights import as_transformers, assert_refused
 
 import convert
@@ -262,18 +266,16 @@ def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(run, tmp_
     assert code == 0 and err[0].startswith(f"model: {folder}/ckpt-00000060.pt, iteration 60")
 
 
-def test_text_appears_while_it_grows_and_never_half_a_character(capsys, monkeypatch):
+def test_text_appears_while_it_grows_and_never_half_a_character(capsys):
     seen = []
 
-    def generate_tokens(*_):
+    def new_ids():
         for token in "aé✓b".encode():  # one, two, three and one bytes
             yield torch.tensor([[token]])
             seen.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(sample, "generate_tokens", generate_tokens)
-    text = Tokenizer(dict(kind="byte"))
-    config = sample.SampleConfig()
-    samples = sample.print_growing(None, torch.tensor([list(b"> ")]), text, 256, config)
+    text, samples = Tokenizer(dict(kind="byte")), [list(b"> ")]
+    sample.Sampler(None, text, 256, None, None).print_growing(samples, new_ids())
     assert seen == ["> a", "", "é", "", "", "✓", "b"]
     assert capsys.readouterr().out == "\n"
     assert text.decode(samples[0]) == "> aé✓b"
@@ -296,7 +298,7 @@ def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, t
 def test_end_of_text_in_a_prompt_is_one_token():
     text = Tokenizer(dict(kind="byte"))
     assert sample.encode("a<|endoftext|>b", text) == [97, 0, 98]
-    assert sample.encode("<|endoftext|>", text) == [0]
+    assert sample.encode("<|endoftext|>", text) == sample.encode("", text) == [0]
 
 
 def test_a_character_model_leaves_out_what_it_does_not_know(capsys):
@@ -339,13 +341,92 @@ def bpe_or_skip():
         pytest.skip(str(error))
 
 
+@pytest.mark.parametrize("prompt", ["Hello world ", "Hello<|endoftext|> ", "Hello  "])
+def test_a_space_at_a_prompts_end_begins_the_next_word(prompt, tmp_path, script):
+    """In GPT-2's BPE it is part of that word's token: "Hello " and " world" have two spaces."""
+    bpe = bpe_or_skip()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = GPT2Config(n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    reference = GPT2LMHeadModel(sizes).eval()
+    reference.transformer.wte.weight.data.mul_(50)
+    # the likeliest id is that of "!", by far the longest row
+    reference.transformer.wte.weight.data[0] *= 20
+    reference.transformer.ln_f.bias.data = reference.transformer.wte.weight.data[0] / 20
+    reference.save_pretrained(tmp_path / "hf")
+    idx = torch.tensor([bpe.encode(prompt[:-1], allowed_special="all")])
+    spaced = [i for i in range(50257) if bpe.decode_single_token_bytes(i).startswith(b" ")]
+    with torch.no_grad():
+        first = spaced[reference(idx).logits[0, -1, spaced].argmax()]
+        assert reference(idx).logits[0, -1].argmax() not in spaced
+        idx = torch.cat((idx, torch.tensor([[first]])), dim=1)
+        second = reference(idx).logits[0, -1].argmax()
+    flags = ("--temperature=0", "--num_samples=1", "--max_new_tokens=2", "--dtype=float32")
+    arguments = (f"--init_from={tmp_path / 'hf'}", f"--start={prompt}", "--device=cpu", *flags)
+    code, out, _ = script(sample.main, *arguments)
+    assert code == 0
+    assert out == printable(bpe.decode([*idx[0].tolist(), second])) + f"\n{sample.RULER}\n"
+    assert out.startswith(prompt)
+
+
+INTERACTIVE = ("--interactive", "--max_new_tokens=20", "--device=cpu")
+
+
+@pytest.mark.parametrize("end", ["", "\nimport this is not read"])
+def test_prompts_are_read_until_an_empty_line_or_the_end(end, run, script, monkeypatch):
+    loads = []
+    load_model = sample.load_model
+    monkeypatch.setattr(sample, "load_model", lambda *a: loads.append(1) or load_model(*a))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"import \ndef test\nimport \n{end}"))
+    code, out, _ = script(sample.main, f"--out_dir={run}", *INTERACTIVE)
+    *samples, rest = out.split(f"\n{sample.RULER}\n")
+    assert (code, len(loads), rest.strip()) == (0, 1, ">")
+    assert [text[:9] for text in samples] == ["> import ", "> def tes", "> import "]
+    assert samples[0] != samples[2]  # asked again, it says something else
+
+
+def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(run, script, monkeypatch):
+    asked = []
+
+    def print_growing(*_):
+        asked.append(1)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample.Sampler, "print_growing", print_growing)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    assert script(sample.main, f"--out_dir={run}", *INTERACTIVE)[0] == 0 and len(asked) == 2
+    asked.clear()
+    assert script(sample.main, f"--out_dir={run}", "--device=cpu")[0] == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, answers", [((), 2), (("--start=def", "--num_samples=1"), 1)])
+def test_on_a_terminal_it_asks_unless_it_has_a_start(flags, answers, run):
+    parent, terminal = pty.openpty()
+    command = [sys.executable, "sample.py", f"--out_dir={run}", "--max_new_tokens=5", *flags]
+    ends = dict(stdin=terminal, stdout=terminal, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, "--device=cpu"], cwd=ROOT, **ends)
+    os.close(terminal)
+    shown, typed = b"", [b"import \n", b"def\n", b"\x04"]
+    try:
+        while piece := os.read(parent, 1000):
+            shown += piece
+            if shown.endswith(b"> ") and typed:
+                os.write(parent, typed.pop(0))
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    assert process.wait(60) == 0 and shown.count(sample.RULER.encode()) == answers, shown
+    assert len(typed) == (0 if answers == 2 else 3)
+
+
 def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     unknown = tmp_path / "unknown.pt"
     checkpoint.save(checkpoint.load_newest(run) | dict(tokenizer=dict(kind="unknown")), unknown)
     cut = tmp_path / "cut.pt"
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
-        (["--start="], "encodes to no token"),
         ([f"--seed={10**30}"], "seed"),
         ([f"--num_samples={10**12}"], "num_samples"),
         (["--start=FILE:nowhere.txt"], "nowhere.txt"),

@@ -11,15 +11,22 @@ from types import SimpleNamespace
 import pytest
 from helpers import flags, records, run_here, run_process
 
+from configurator import Config
+from training.tracker import Tracker
+
+NANOGPT_NAMES = {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss", "step/lr": "lr"}
+
 
 def expected_numbers(out_dir: Path) -> dict:
-    return {
+    """By the name under which a tracker shows it, and the iteration. On a CPU there is no mfu."""
+    found = {
         (f"{record['kind']}/{name}", record["iter"]): value
         for record in records(out_dir)
         if record["kind"] in ("step", "eval")
         for name, value in record.items()
         if name not in ("kind", "iter", "time") and value is not None
     }
+    return {(NANOGPT_NAMES.get(name, name), it): value for (name, it), value in found.items()}
 
 
 def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, tmp_path):
@@ -36,7 +43,7 @@ def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, 
     }
     expected = expected_numbers(tmp_path)
     assert len(expected) > 50 and found == pytest.approx(expected, rel=1e-6)  # it keeps float32
-    assert [event.step for event in events.Scalars("eval/val_loss")] == [0, 4, 8]
+    assert [event.step for event in events.Scalars("val/loss")] == [0, 4, 8]
     # 4 is the same again
     assert [event.step for event in events.Scalars("step/loss")] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
 
@@ -107,5 +114,21 @@ def test_a_missing_tracker_never_stops_a_run(dataset, tmp_path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert run_here(dataset, tmp_path, tracker=tracker) == 0
-    assert f"warning: tracker {tracker}: " in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: tracker {tracker}: ")
+    assert f"(pip install {tracker}); going on without it" in warning
     assert records(tmp_path)[-1]["kind"] == "end"
+
+
+def test_nanogpts_dashboards_find_their_names_and_units(monkeypatch, tmp_path):
+    """Its train.py logs iter, train/loss, val/loss, lr, and mfu in per cent."""
+    logged = []
+    run = SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    tracker = Tracker(Config(tracker="wandb", out_dir=str(tmp_path)))
+    tracker.log(dict(kind="eval", iter=5, train_loss=2.0, val_loss=3.0, time="x"))
+    tracker.log(dict(kind="step", iter=6, loss=1.0, lr=1e-3, mfu=0.42))
+    assert logged == [
+        (5, {"train/loss": 2.0, "val/loss": 3.0, "iter": 5}),
+        (6, {"step/loss": 1.0, "lr": 1e-3, "mfu": 42.0, "iter": 6}),
+    ]

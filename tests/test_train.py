@@ -34,6 +34,7 @@ from configurator import SCHEDULES, Config, load_config
 from data.loader import TrainBatches
 from data.shards import open_dataset
 from model import GPT
+from reports import picture
 from training.build import build_model, build_optimizer, model_config
 from training.hardware import set_up
 
@@ -241,11 +242,15 @@ def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
         step.number += 1
         return original(*args)
 
-    step.number = 0
+    step.number, headings = 0, []
+    heading = picture.heading
+    monkeypatch.setattr(picture, "heading", lambda run: headings.append(heading(run)) or "")
     monkeypatch.setattr(train, "train_step", step)
     with contextlib.suppress(ValueError):
         run_here(dataset, tmp_path, max_minutes=60.0)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    # drawn after the end record, which knows of iterations after the last log line
+    assert ("ended after " in headings[-1]) == (end != "an error")
 
 
 def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(

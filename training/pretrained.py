@@ -38,9 +38,9 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
 
     Returns `model` (float32 weights by model.py's names), `model_config`, `vocab` (the size of the
-    vocabulary before padding) and `tokenizer`. If `block_size` is given, the context is cropped to
-    it. The vocabulary is not padded further: new rows would take part in every softmax. Raises
-    UserError.
+    vocabulary before padding), `tokenizer`, and in words the `source`. If `block_size` is given,
+    the context is cropped to it. The vocabulary is not padded further: new rows would take part in
+    every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
@@ -54,7 +54,8 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
             weights = weights | {"transformer.wpe.weight": wpe}
         config = replace(config, block_size=block_size)
     state |= dict(model=weights, model_config=asdict(config))
-    return {name: state[name] for name in ("model", "model_config", "vocab", "tokenizer")}
+    names = ("model", "model_config", "vocab", "tokenizer", "source")
+    return {name: state[name] for name in names}
 
 
 def read_weights(name_or_path: str) -> dict:
@@ -68,6 +69,8 @@ def read_weights(name_or_path: str) -> dict:
     try:
         state = read_any(path)
         check_state(state, path)
+        if state["tokenizer"]["kind"] == "unknown":
+            state["tokenizer"] = find_characters(state, path)
         state["source"] = describe_source(state, path)
     except UserError:
         raise
@@ -87,7 +90,8 @@ def read_any(path: Path) -> dict:
         return read_checkpoint(path / "ckpt.pt")
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
-    runs = [run for run in Path("out").glob("*") if checkpoint.list_checkpoints(run)]
+    folders = [*Path().glob("out*"), *Path("out").glob("*")]  # nanoGPT's are out and out-NAME
+    runs = [run for run in folders if next(run.glob("ckpt*.pt"), None)]
     if runs:
         newest = sorted(runs, key=os.path.getmtime, reverse=True)[:5]
         hint = f"runs here: {', '.join(map(str, newest))}"
@@ -96,14 +100,30 @@ def read_any(path: Path) -> dict:
 
 def describe_source(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
-    if not (progress := state.get("progress")):
+    iter_num, val_loss = state.get("progress", state).get("iter_num"), state.get("val_loss")
+    if iter_num is None:
         return str(path)
-    iter_num = progress["iter_num"]
     if path.is_dir():
-        path = path / f"ckpt-{iter_num:08}.pt"
-    val_loss = state.get("val_loss")
+        path = path / (f"ckpt-{iter_num:08}.pt" if "progress" in state else "ckpt.pt")
+    whose = "" if "progress" in state else " of nanoGPT"
     known = "" if val_loss is None else f", val loss {val_loss:.4f}"
-    return f"{path}, iteration {iter_num:,}{known}"
+    return f"{path}{whose}, iteration {iter_num:,}{known}"
+
+
+def find_characters(state: dict, path: Path) -> dict:
+    """
+    The tokenizer of nanoGPT's meta.pkl with as many characters as the model has: beside the weights
+    at `path`, or in data/NAME of a folder above them or of this one, NAME being the dataset that
+    the checkpoint names. Of kind unknown where there is none.
+    """
+    name = state.get("config", {}).get("dataset", "")
+    above = [folder / "data" / name for folder in path.resolve().parents]
+    for folder in (path, path.parent, *above, dataset_folder(name)):
+        if (folder / "meta.pkl").is_file():
+            vocab, tokenizer = read_meta(folder / "meta.pkl")
+            if vocab == state["vocab"]:
+                return tokenizer
+    return UNKNOWN
 
 
 # -----------------------------------------------------------------------------
@@ -214,12 +234,10 @@ def convert_nanogpt(state: dict) -> dict:
         if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
             weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    meta_path = dataset_folder(state.get("config", {}).get("dataset", "")) / "meta.pkl"
-    if tokenizer == UNKNOWN and meta_path.is_file():
-        meta_vocab, spec = read_meta(meta_path)
-        if meta_vocab == vocab:
-            tokenizer = spec
-    return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+    known = dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+    # it saves right after the evaluation that it calls the best
+    known |= dict(iter_num=state.get("iter_num"), val_loss=state.get("best_val_loss"))
+    return known | dict(config=state.get("config", {}))
 
 
 def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:

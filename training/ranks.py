@@ -218,7 +218,11 @@ class Ranks:
             below, above = accum // n * n, accum // n * n + n
             fits = f"{below} or {above}" if below else f"{above}"
             shared = f"{accum} micro-batches cannot be shared out to {n} processes"
-            problems.append(f"gradient_accumulation_steps: {shared}; {fits} can")
+            mend = f"{fits} can"
+            size, rest = divmod(config.batch_size * accum, above)
+            if not rest:
+                mend += f"; {above} with --batch_size={size} is the same training"
+            problems.append(f"gradient_accumulation_steps: {shared}; {mend}")
         if torch.cuda.is_available() and config.device != "cpu":
             if config.device not in ("auto", "cuda"):
                 mend = "--device=cuda gives each its own"

@@ -335,6 +335,7 @@ class RunLog:
         done = ", the schedule is complete" if by_clock else ""
         say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{done}, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
+        self.draw(0)
         complete = iters >= self.config.max_iters or by_clock
         if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"

@@ -52,8 +52,8 @@ ROUNDING |= HOW_COMPUTED - {"dropout"}
 class Start:
     """
     What init_from means. `resumed` is the checkpoint a run goes on from. `weights` is that
-    checkpoint, or weights trained elsewhere (then only `model`, `model_config`, `vocab` and
-    `tokenizer`). Both are None from scratch.
+    checkpoint, or weights trained elsewhere (then what load_pretrained() returns). Both are None
+    from scratch.
     """
 
     resumed: dict | None = None
@@ -94,14 +94,17 @@ def find_start(config: Config, ranks: Ranks) -> Start:
     except UserError as error:
         start.problems += error.problems
         return start
-    if not start.weights and config.init_from == "resume":
+    if start.weights or not resuming:
+        return start
+    # best.pt alone, or nanoGPT's checkpoint: weights, but no run of this program
+    others = [out_dir / name for name in ("best.pt", "ckpt.pt")]
+    if found := [path for path in others if ranks.from_main(Path.exists, path)]:
+        hint = f"--init_from={found[0]} with another --out_dir starts from its weights"
+        start.problems.append(f"init_from: {found[0]} cannot be resumed, only ckpt-*.pt; {hint}")
+    elif config.init_from == "resume":
         runs = [str(path) for path in out_dir.parent.glob("*") if list_checkpoints(path)]
         hint = f"--init_from=auto starts a new run there{did_you_mean(str(out_dir), runs)}"
         start.problems.append(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
-    if not start.weights and config.init_from == "auto":
-        if ranks.from_main(Path.exists, out_dir / "best.pt"):
-            hint = f"--init_from={out_dir}/best.pt with another --out_dir starts from its weights"
-            start.problems.append(f"init_from: {out_dir} holds best.pt but no ckpt-*.pt; {hint}")
     return start
 
 
@@ -212,6 +215,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     `get_lr`: train.py's.
     """
     if not start.resumed:
+        if start.weights:
+            say(f"weights: {start.weights['source']}; iterations and learning rate begin anew")
         return
     progress = Progress(**start.resumed["progress"])
     path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"

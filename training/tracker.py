@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from common.console import warn
 from configurator import Config, config_values
 
+# nanoGPT's names, so that its dashboards go on; all others are KIND/NAME, as step/loss
+NANOGPT_NAMES = {"step/lr": "lr", "step/mfu": "mfu"}
+NANOGPT_NAMES |= {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss"}
+
 
 class Tracker:
     """
-    Sends the records of metrics.jsonl to wandb or tensorboard. If that is missing or fails, it
-    warns once and does nothing from then on. On resume tensorboard's curves in out_dir are
-    replaced from iteration `purge_from` on; wandb shows each resume as a run of its own.
+    Sends the records of metrics.jsonl to wandb or tensorboard, MFU in per cent. If that is missing
+    or fails, it warns once and does nothing from then on. On resume tensorboard's curves in out_dir
+    are replaced from iteration `purge_from` on; wandb shows each resume as a run of its own.
     """
 
     def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
@@ -35,6 +39,8 @@ class Tracker:
             yield
         except Exception as error:  # whatever a tracker does, the run is worth more
             reason = " ".join(str(error).splitlines())
+            if isinstance(error, ImportError):
+                reason += f" (pip install {self.kind})"
             warn(f"tracker {self.kind}: {reason}; continuing without it")
             self.kind = "none"
 
@@ -45,9 +51,12 @@ class Tracker:
             numbers = {}
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "iter":
-                    numbers[f"{record['kind']}/{name}"] = value
+                    name = f"{record['kind']}/{name}"
+                    numbers[NANOGPT_NAMES.get(name, name)] = value
+            if numbers.get("mfu"):
+                numbers["mfu"] *= 100
             if self.kind == "wandb":
-                self.writer.log(numbers, step=record["iter"])
+                self.writer.log(numbers | {"iter": record["iter"]}, step=record["iter"])
             elif self.kind == "tensorboard":
                 for name, value in numbers.items():
                     self.writer.add_scalar(name, value, record["iter"])
