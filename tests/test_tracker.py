@@ -116,7 +116,7 @@ def test_a_missing_tracker_never_stops_a_run(dataset, tmp_path, monkeypatch, cap
     assert run_here(dataset, tmp_path, tracker=tracker) == 0
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: tracker {tracker}: ")
-    assert f"(pip install {tracker}); going on without it" in warning
+    assert f"(pip install {tracker}); continuing without it" in warning
     assert records(tmp_path)[-1]["kind"] == "end"
 
 
