@@ -24,7 +24,6 @@ from configurator import Config
 from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def set_environment() -> None:
@@ -34,12 +33,9 @@ def set_environment() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
-    old_name, new_name = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-    set_by_user = old_name in os.environ or new_name in os.environ
-    if sys.platform == "linux" and not IN_WSL and not set_by_user:
-        # torch 2.9 ignores the new name on CUDA (pytorch #183387)
-        name = old_name if TORCH_VERSION < (2, 10) else new_name
-        os.environ[name] = "expandable_segments:True"
+    # The user may have set it by its earlier name.
+    if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 set_environment()
@@ -57,7 +53,7 @@ class Hardware:
     device: torch.device
     dtype: torch.dtype
     name: str  # what the device calls itself
-    peak_tflops: float | None  # dense, for `dtype`; None: unknown
+    peak_tflops: float | None  # dense, for `dtype`; None: not known for sure
 
     @property
     def dtype_name(self) -> str:
@@ -190,11 +186,14 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         torch.use_deterministic_algorithms(True)
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
-    if device.type == "cuda" and config.compile and TORCH_VERSION == (2, 10):
-        if torch.cuda.get_device_capability(device) == (8, 0):
-            warn("torch 2.10 compiles to NaN on some A100s (modded-nanogpt #268); another version")
-    peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
-    return Hardware(device, dtype, device_name(device), peak)
+    if device.type == "cuda" and torch.version.hip:
+        warn("torch for AMD GPUs (ROCm): nobody has tried this program with it")
+    name, peak = platform.processor() or platform.machine(), None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        row = find_row(name, torch.cuda.get_device_properties(device).multi_processor_count)
+        peak = row_peak(row, name_of(dtype), config.tf32) if row else None
+    return Hardware(device, dtype, name, config.peak_tflops or peak)
 
 
 def forbid_spilling(device: torch.device) -> None:
@@ -220,23 +219,8 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
-
-
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
-    """This device's dense peak for `dtype` in TFLOP/s. None where it is not known for sure."""
-    if device.type != "cuda":
-        return None
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    row = find_row(torch.cuda.get_device_name(device), sm_count)
-    return row_peak(row, name_of(dtype), tf32) if row else None
 
 
 # -----------------------------------------------------------------------------
