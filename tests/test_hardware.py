@@ -2,8 +2,10 @@
 Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs.
 """
 
+import itertools
 import os
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, records, run_here, start_process
 
 from configurator import Config
 from model import GPTConfig
@@ -339,3 +341,59 @@ print(grown())
     )
     without, with_set_up = map(float, done.stdout.split())
     assert without < 100 and with_set_up > 200
+
+
+@pytest.mark.parametrize(
+    "threads, wall, processor, says",
+    [
+        (2, 60, 30, "the 2 threads computed for 25% of the time: .*; OMP_NUM_THREADS=1 before"),
+        (16, 10, 64, "the 16 threads computed for 40% of the time: .*; OMP_NUM_THREADS=6 before"),
+        (2, 60, 114, "^$"),  # an idle machine
+        (2, 4.9, 1, "^$"),  # too short a time to tell
+        (1, 60, 20, "^$"),  # one thread waits for no other
+    ],
+)
+def test_threads_that_wait_for_one_another_are_counted(threads, wall, processor, says, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert re.search(says, hw(None).too_many_threads(wall, processor))
+
+
+def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, capsys):
+    """A processor clock that stands still: no core has computed anything of this run."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(hardware, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("time.process_time", lambda: 1.0)
+    run_here(dataset, tmp_path, max_iters=4, log_interval=1)
+    assert capsys.readouterr().err.count("OMP_NUM_THREADS=1 before the command") == 1
+    (event,) = [r for r in records(tmp_path, "event") if "OMP_NUM_THREADS" in r["message"]]
+    assert "the 2 threads computed for 0% of the time" in event["message"]
+
+
+def test_each_log_line_counts_the_processor_time_of_its_own_iterations(
+    dataset, tmp_path, monkeypatch
+):
+    """A processor clock that a look moves by a second: one a look, two looks an iteration."""
+    seen = []
+    monkeypatch.setattr("time.process_time", map(float, itertools.count()).__next__)
+    monkeypatch.setattr(
+        Hardware, "too_many_threads", lambda hw, wall, processor: seen.append(processor) or ""
+    )
+    run_here(dataset, tmp_path, max_iters=6, log_interval=2)
+    assert seen == [1, 2, 2, 1]  # of iterations 0, 1 and 2, 3 and 4, and the last
+
+
+@pytest.mark.slow
+def test_the_quickstart_beside_other_programs_names_one_thread(tmp_path):
+    """One thread for each core, and another program on each."""
+    cores = len(os.sched_getaffinity(0))
+    busy = [start_process("-c", "while True: pass") for _ in range(2 * cores)]
+    flags = ["--max_iters=1000", "--max_minutes=0.5", f"--out_dir={tmp_path}", "--log_interval=3"]
+    try:
+        threads = dict(OMP_NUM_THREADS=str(cores))
+        run = start_process("train.py", "config/quickstart.py", *flags, cold=True, **threads)
+        _, err = run.communicate(timeout=300)
+    finally:
+        for process in busy:
+            process.kill()
+    assert run.returncode == 0
+    assert len(re.findall(r"OMP_NUM_THREADS=\d+ before", err)) == (cores > 1)

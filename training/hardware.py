@@ -40,6 +40,9 @@ def set_environment() -> None:
 
 set_environment()
 
+# A run on a CPU has too many threads if they compute for a smaller share of a log line's time
+BUSY_SHARE = 0.6
+LEAST_SECONDS = 5.0  # of a line, to tell
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
@@ -111,6 +114,22 @@ class Hardware:
         if self.device.type != "cuda":
             return math.inf
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
+    def too_many_threads(self, wall: float, processor: float) -> str:
+        """
+        What to say of iterations that took `wall` seconds, and `processor` seconds of all cores;
+        mostly nothing. Threads that wait for one another while other programs have the cores slow a
+        small model's iterations on a CPU down more than tenfold (results/LOG.md).
+        """
+        threads, cores = torch.get_num_threads(), processor / max(wall, LEAST_SECONDS)
+        if self.device.type != "cpu" or threads == 1 or wall < LEAST_SECONDS:
+            return ""
+        if cores > BUSY_SHARE * threads:
+            return ""
+        why = "other programs keep the processor busy, or the model is small for so many"
+        share = f"the {threads} threads computed for {cores / threads:.0%} of the time"
+        better = f"OMP_NUM_THREADS={max(1, int(cores))} before the command may be faster"
+        return f"{share}: {why}; {better}"
 
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
         """Model FLOPs utilisation as a fraction, not clamped. None where the peak is unknown."""
