@@ -37,7 +37,6 @@ FLAGS = {
     "profile": (str, "TRACE.json", "list what takes most time, write a trace for chrome://tracing"),
     "png": (str, "PATH", "draw the result"),
     "write": (str, "CONFIG.py", "write the fastest micro-batch as a config file"),
-    "batch_sizes": (str, "4,8,16", "micro-batches to try; else a quarter to four times batch_size"),
     "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
     "gpu": (str, "NAME", "a card of training/gpus.csv such as 4070, or all; else this machine's"),
     "gpus": (parse_count, "N", "how many of them share the work; 1 if not given"),
@@ -52,7 +51,7 @@ FLAGS = {
 MODES = {
     "step": ["trials", "profile"],
     "ladder": ["trials", "png"],
-    "sweep": ["trials", "batch_sizes", "write", "png"],
+    "sweep": ["trials", "write", "png"],
     "plan": ["gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"],
     "peer": ["nanogpt", "trials"],
 }
@@ -92,8 +91,6 @@ def main(argv: list[str]) -> int:
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
         if path := getattr(options, name, None):
-            if Path(path).is_dir():
-                raise UserError(f"{name}: {path} is a folder; give a file")
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     result = run_mode(config, options)
     if options.json:

@@ -14,13 +14,12 @@ from tqdm import tqdm
 
 from benchmarks.measure import Trainee, attempt, time_training
 from common.console import UserError, say
-from configurator import FIELDS, Config, divisors
+from configurator import Config, divisors, print_config
 from training import hardware
 from training.build import flops_per_token
 
 # the side of the square matrices whose product step times
 MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
-SLOW_MATMUL_SECONDS = 0.2
 
 # -----------------------------------------------------------------------------
 # step
@@ -76,20 +75,15 @@ def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
 
 
 def matmul_tflops(hw: hardware.Hardware) -> float:
-    """
-    The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten. Where the
-    processor only emulates the dtype, of a smaller one.
-    """
-    n, fastest = 128, 0.0
-    while n < MATMUL_SIZE[hw.device.type] and fastest < SLOW_MATMUL_SECONDS:
-        n, fastest = 2 * n, math.inf
-        a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
-        for _ in range(10):
-            hw.synchronize()
-            began = time.perf_counter()
-            a @ b
-            hw.synchronize()
-            fastest = min(fastest, time.perf_counter() - began)
+    """The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten."""
+    n, fastest = MATMUL_SIZE[hw.device.type], math.inf
+    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
+    for _ in range(10):
+        hw.synchronize()
+        began = time.perf_counter()
+        a @ b
+        hw.synchronize()
+        fastest = min(fastest, time.perf_counter() - began)
     return 2 * n**3 / fastest / 1e12
 
 
@@ -109,7 +103,7 @@ def profile_step(trainee: Trainee, trace: str) -> None:
 
 
 def sweep(config: Config, options: Namespace) -> dict:
-    sizes = sweep_sizes(config, options.batch_sizes)
+    sizes = sweep_sizes(config)
     if options.write and Path(options.write).exists():
         raise UserError(f"write: {options.write} exists; remove it or choose another name")
     rows = []
@@ -118,7 +112,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     measured = [row for row in rows if row["tokens_per_sec"]]
     if not measured:
         listed = ", ".join(map(str, sizes))
-        raise UserError(f"batch_sizes: {listed} all ran out of memory; try smaller ones")
+        raise UserError(f"batch_size: {listed} all ran out of memory; try a smaller one")
     best = max(measured, key=lambda row: row["tokens_per_sec"])
     largest = measured[-1]
     machine = best["machine"]
@@ -144,38 +138,22 @@ def with_batch(config: Config, batch_size: int) -> Config:
     return replace(config, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
-def sweep_sizes(config: Config, given: str | None) -> list[int]:
-    """
-    The micro-batches to try, ascending: those given, or a quarter to four times the config's. Each
-    divides the sequences of an iteration.
-    """
-    allowed = divisors(config.iter_sequences)
-    if given is None:
-        b = config.batch_size
-        return [n for n in allowed if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
-    wrong = [text for text in given.split(",") if text not in map(str, allowed)]
-    if wrong:
-        problem = f"batch_sizes: {', '.join(wrong)} do not divide the {config.iter_sequences}"
-        these = ", ".join(map(str, allowed[:20]))
-        raise UserError(f"{problem} sequences of an iteration; these do: {these}")
-    return sorted({int(text) for text in given.split(",")})
+def sweep_sizes(config: Config) -> list[int]:
+    """A quarter to four times batch_size, those that divide the sequences of an iteration."""
+    b = config.batch_size
+    return [n for n in divisors(config.iter_sequences) if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
 
 
 def write_config(path: Path, config: Config, best: dict) -> None:
-    """A config file for train.py: the keys that the user gave, and the fastest micro-batch."""
-    values = {name: getattr(config, name) for name in FIELDS if name in config.given}
-    values.pop("tokens_per_iter", None)  # batch_size and accumulation below give the same
-    values["batch_size"] = best["batch_size"]
-    values["gradient_accumulation_steps"] = best["gradient_accumulation_steps"]
+    """The configuration with the fastest micro-batch, as a config file for train.py."""
     # a folder of its own, because the config that was measured may have a run in its own
-    values["out_dir"] = f"out/{path.stem}"
+    config = replace(with_batch(config, best["batch_size"]), out_dir=f"out/{path.stem}")
     machine = best["machine"]
     lines = [
         f"# The fastest micro-batch of a sweep: {speed_text(best)}",
         f"# {machine['device']}, {machine['dtype']}, torch {machine['torch']}, {machine['date']}",
     ]
-    lines += [f"{name} = {value!r}" for name, value in values.items()]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n\n" + print_config(config))
     say(f"wrote {path}")
 
 
@@ -246,8 +224,6 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
     if name == "TF32":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
             return "needs a GPU of the Ampere generation or later"
-    if name == "AMP" and device.type == "cpu" and hardware.best_dtype(device) == torch.float32:
-        return "this processor computes in float32 only"
     return None
 
 

@@ -4,6 +4,7 @@ any GPU of gpus.csv.
 
 The time of an iteration is given (--iter_seconds), taken from a run's log (--from_run), or
 estimated from the card's peak at an assumed MFU, with a range. The rest is arithmetic on it.
+Memory is in GiB, disk in GB.
 """
 
 import math
@@ -26,11 +27,13 @@ from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
 from training.metrics import read_record
 
-# What compiled GPT-2 training reaches, as (low, likely, high). GeForce: users' logs of an RTX 4070
-# have 69 and 82 %. Others: A100 PCIe 32 %, A100 SXM 60 %, H100 40 % (throughput published by llm.c
-# and its readers).
+# What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
+# no published measurement of it. Published: four GeForce cards 55 to 84 %, nine kinds of others 25
+# to 57 %. A laptop's lowest boost clock is 0.6 to 0.8 of the highest, which its peak is for.
 GEFORCE_MFU = (0.45, 0.65, 0.85)
-OTHER_MFU = (0.30, 0.40, 0.60)
+LAPTOP_MFU = (0.25, 0.50, 0.80)
+OTHER_MFU = (0.25, 0.35, 0.50)
+MFU_MARGIN = 0.1  # around published ones, which are of another program on another machine
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
@@ -60,16 +63,30 @@ def card_here(config: Config) -> dict:
     return card_figures(hw.name, hw.dtype_name, hw.peak_tflops, memory)
 
 
+def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
+    """(low, likely, high), and what they rest on."""
+    published = {short_name(row): row["mfu_percent"] for row in read_gpu_table()}
+    if percent := published.get(card["gpu"].removeprefix("NVIDIA ")):
+        low, high = float(percent.split("-")[0]) / 100, float(percent.split("-")[-1]) / 100
+        span = (1 - MFU_MARGIN) * low, (low + high) / 2, (1 + MFU_MARGIN) * high
+        return span, f"others measured {percent}% in bfloat16 on this card"
+    if "Laptop" in card["gpu"]:
+        return LAPTOP_MFU, "a laptop's power limit decides"
+    of_its_kind = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
+    return of_its_kind, "no public measurement of this card"
+
+
 # -----------------------------------------------------------------------------
 # The pace: how long an iteration takes on all GPUs together, and how that is known
 
 
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     if not card["peak_tflops"]:
-        mend = "another --dtype or --gpu, or give --iter_seconds or --from_run"
-        return dict(pace=f"unknown peak in {card['dtype']}: {mend}", iter_seconds=None)
-    low, likely, high = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
-    source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}"
+        mend = "name a card, as in --gpu=4070, or give --iter_seconds or --from_run"
+        pace = f"unknown peak of {card['gpu']} in {card['dtype']}; {mend}"
+        return dict(pace=pace, iter_seconds=None)
+    (low, likely, high), basis = assumed_mfu(card)
+    source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
     flops, _ = count_flops(model)
     at_peak = flops * config.iter_tokens / (card["peak_tflops"] * 1e12 * gpus)
     if config.recompute:
@@ -81,8 +98,6 @@ def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> d
 
 
 def known_pace(source: str, seconds_on_one_gpu: float, gpus: int) -> dict:
-    if gpus > 1:
-        source += f", {seconds_on_one_gpu:.3g} s on one GPU"
     seconds = seconds_on_one_gpu / gpus
     return dict(pace=source, iter_seconds=seconds, iter_seconds_range=[seconds, seconds])
 
@@ -155,8 +170,9 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
     )
     p = card | p | pace
     p |= memory_figures(config, model, p)
-    p |= disk_figures(config, p)
-    return p | time_figures(config, p, options)
+    p["checkpoint_gb"] = (4 * params + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
+    p |= time_figures(config, p, options)
+    return p | disk_figures(config, p)
 
 
 def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, options) -> Config:
@@ -197,10 +213,9 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
         figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
     if options.watts:
         kilowatts = options.watts * p["gpus"] / 1000
-        figures["kwh"] = hours * kilowatts
-        figures["kwh_total"] = figures["hours_total"] * kilowatts
-        if options.price_kwh:
-            figures["cost"] = figures["kwh_total"] * options.price_kwh
+        kwh_total = figures["hours_total"] * kilowatts
+        figures |= dict(kwh=hours * kilowatts, kwh_total=kwh_total)
+        figures["cost"] = options.price_kwh and kwh_total * options.price_kwh
     return figures
 
 
@@ -218,12 +233,15 @@ def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
 
 
 def disk_figures(config: Config, p: dict) -> dict:
-    """In GB: the shards (the dataset, else all tokens of the run), a checkpoint, all that stays."""
-    shards = 0 if config.stream else 2 * (p["dataset_tokens"] or p["total_tokens"]) / 1e9
-    checkpoint = (4 * p["params"] + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
+    """
+    In GB: the shards and all checkpoints that stay. Without a dataset the shards are those of all
+    tokens that the run may read: by the clock, at the range's upper end.
+    """
+    tokens = p["dataset_tokens"] or max(p.get("tokens_range", [p["total_tokens"]]))
+    shards = 0 if config.stream else 2 * tokens / 1e9
     kept = config.keep_checkpoints + 2  # best.pt, and the one being written
-    disk = shards + kept * checkpoint
-    return dict(shards_gb=shards, checkpoint_gb=checkpoint, checkpoints_kept=kept, disk_gb=disk)
+    disk = shards + kept * p["checkpoint_gb"]
+    return dict(disk_tokens=tokens, shards_gb=shards, checkpoints_kept=kept, disk_gb=disk)
 
 
 # -----------------------------------------------------------------------------
@@ -292,29 +310,27 @@ def memory_lines(p: dict) -> list[str]:
 
 
 def disk_line(p: dict) -> str:
-    tokens = count(p["dataset_tokens"] or p["total_tokens"])
-    shards = f"{p['shards_gb']:.3g} GB of shards ({tokens} tokens)"
+    shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}"
 
 
 def table_lines(plans: list[dict]) -> list[str]:
     """One line for each card, the fastest first."""
-    head = f"{'GPU':<50}  GiB    dtype  TFLOP/s      tok/s      time"
+    head = f"{'GPU':<50}  GiB    dtype  TFLOP/s   mfu      tok/s      time"
     lines = [f"{head} {'(range)':>20} batch_size"]
     for p in sorted(plans, key=lambda p: p["hours"] or math.inf):
-        speed, time, span = "n/a", "n/a", ""
+        mfu, speed, time, span = ["n/a"] * 3 + [""]
         if p["hours"]:
-            speed, time = f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"])
-            span = " to ".join(hours_text(hours) for hours in p["hours_range"])
+            mfu, speed = f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}"
+            time, span = hours_text(p["hours"]), " to ".join(map(hours_text, p["hours_range"]))
         lines.append(
             f"{p['gpu']:<50} {p['gpu_memory_gib']:>4.0f} {p['dtype']:>8} "
-            f"{p['peak_tflops'] or 'n/a':>8} {speed:>10} {time:>9} {span:>20} "
+            f"{p['peak_tflops'] or 'n/a':>8} {mfu:>5} {speed:>10} {time:>9} {span:>20} "
             f"{p['batch_size_that_fits'] or 'too small':>10}"
         )
-    mfu = f"estimated at {OTHER_MFU[1]:.0%} MFU, GeForce at {GEFORCE_MFU[1]:.0%}"
     fits = f"batch_size is the largest that fits by the memory model{plans[0]['memory_caveat']}"
-    return [*lines, f"{mfu}; {fits}"]
+    return [*lines, f"mfu is assumed, see docs/benchmarks.md; {fits}"]
 
 
 # -----------------------------------------------------------------------------
@@ -324,14 +340,10 @@ def table_lines(plans: list[dict]) -> list[str]:
 def main(config: Config, options: Namespace) -> dict:
     """Print the plan and return it for --json. `options`: plan's flags, None where not given."""
     options.gpus = options.gpus or 1
-    accumulation = config.gradient_accumulation_steps
-    if accumulation % options.gpus:
-        found = f"{options.gpus} do not divide gradient_accumulation_steps {accumulation}"
-        raise UserError(f"gpus: {found}")
-    if options.from_run and options.iter_seconds:
-        raise UserError("iter_seconds: from_run measures it; drop one of the two")
-    if options.gpu == "all" and (options.from_run or options.iter_seconds or config.by_clock):
-        raise UserError("gpu: one iteration time cannot serve all; name one card")
+    of_one_card = options.from_run or options.iter_seconds or options.watts or config.by_clock
+    if options.gpu == "all" and of_one_card:
+        its = "--from_run, --iter_seconds, --watts, --hours and --until"
+        raise UserError(f"gpu: {its} are not for all; name one card")
     vocab = GPT2_VOCAB
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         data = open_dataset(config.dataset)
@@ -339,11 +351,10 @@ def main(config: Config, options: Namespace) -> dict:
         options.dataset_tokens = options.dataset_tokens or len(data.train)
     model = model_config(config, vocab)
     if options.gpu == "all":
-        plans = []
-        for row in read_gpu_table():
-            card = card_of_row(row, config)
-            pace = estimated_pace(config, model, card, options.gpus)
-            plans.append(make_plan(config, model, card, pace, options))
+        cards = [card_of_row(row, config) for row in read_gpu_table()]
+        paces = [estimated_pace(config, model, card, options.gpus) for card in cards]
+        pairs = zip(cards, paces, strict=True)
+        plans = [make_plan(config, model, card, pace, options) for card, pace in pairs]
         say(*table_lines(plans))
         return dict(plans=plans)
     card, pace = card_and_pace(config, model, options)
@@ -357,7 +368,10 @@ def main(config: Config, options: Namespace) -> dict:
 
 def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
     """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
-    card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
+    row = resolve_gpu(options.gpu) if options.gpu else None
+    if row and config.dtype == "bfloat16" and not row["bf16_tflops"]:
+        raise UserError(f"dtype: a {short_name(row)} only emulates bfloat16; --dtype=float16")
+    card = card_of_row(row, config) if row else None
     if options.from_run:
         seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
         pace = known_pace(f"measured in {options.from_run}", seconds, options.gpus)

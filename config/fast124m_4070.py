@@ -1,6 +1,6 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB), 1.30B tokens instead of 10B.
-# Not measured on that card. A token costs as many FLOPs as in the classic recipe, so at the
-# classic's 56,134 tokens/s it takes 6.4 hours instead of 49.5.
+# Not measured on that card. Estimated for 1.30B tokens: 8.1 hours (6.2 to 11.7), by
+# python bench.py plan config/fast124m_4070.py --gpu=4070
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_4070.py
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
@@ -15,7 +15,7 @@ n_embd = 768
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 131072  # for token pairs; no FLOPs, but memory
 block_size = 1024
-batch_size = 8  # modelled: 10.5 GB; 16 would need 14.4 GB
+batch_size = 8  # modelled: 9.8 GiB; 16 would need 13.4 GiB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

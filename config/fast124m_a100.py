@@ -1,6 +1,6 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour.
-# Not measured on that card. At the 115,000 to 180,000 tokens/s published for the classic recipe,
-# 1.30B tokens take 2.0 to 3.1 hours.
+# Not measured on that card. Estimated for 1.30B tokens: 1.8 hours (1.6 to 2.1), by
+# python bench.py plan config/fast124m_a100.py --gpu=a100
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
@@ -14,7 +14,7 @@ n_embd = 768
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 251520  # for token pairs, 5 for each id; no FLOPs, but memory
 block_size = 1024
-batch_size = 32  # modelled: 23.6 GB
+batch_size = 32  # modelled: 21.9 GiB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
@@ -34,7 +34,7 @@ min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 125  # a rented machine may vanish: at most 10 minutes are lost
+checkpoint_interval = 125  # a rented machine may vanish: at most 6 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

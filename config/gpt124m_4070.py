@@ -1,13 +1,14 @@
-# GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens, about 60 hours.
+# GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
+# Not measured on that card. Estimated for 10B tokens: 63 hours (48 to 91), by
+# python bench.py plan config/gpt124m_4070.py --gpu=4070
+# One nanoGPT log, believed to be of this card, has 9,340 ms per iteration: 56,134 tokens/s.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
-# Users measured 9,340 ms per iteration with this batch: 56,134 tokens/s, 82 % of the card's
-# 58.3 TFLOP/s.
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
 # 64 micro-batches of 8 * 1024 tokens: 524,288 per iteration, as GPT-3 of this size
-batch_size = 8  # modelled: 6.5 GB; 16 would need 10.1 GB
+batch_size = 8  # modelled: 6.1 GiB; 16 would need 9.4 GiB
 block_size = 1024
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
@@ -23,9 +24,9 @@ min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
 max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
-eval_interval = 500  # every 80 minutes
-eval_tokens = 2097152  # takes 25 seconds, 0.5 % of the time between two evaluations
-checkpoint_interval = 100  # at most 16 minutes are lost; 1.5 GB each
+eval_interval = 500  # every 100 minutes
+eval_tokens = 2097152  # takes 32 seconds, 0.5 % of the time between two evaluations
+checkpoint_interval = 100  # at most 20 minutes are lost; 1.5 GB each
 log_interval = 10
 sample_tokens = 100
 

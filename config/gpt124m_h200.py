@@ -1,20 +1,20 @@
-# GPT-124M on FineWeb-Edu with an H200 (141 GB). Not measured on that card yet.
-# Modelled: 35 to 50 % of 989 TFLOP/s in bf16 gives 400,000 to 580,000 tokens/s, which is 5 to 7
-# hours for 10B tokens.
+# GPT-124M on FineWeb-Edu with an H200 (141 GB).
+# Not measured on that card. Estimated for 10B tokens: 5.6 hours (5.1 to 6.2), by
+# python bench.py plan config/gpt124m_h200.py --gpu=h200
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
-batch_size = 32  # modelled: 17.3 GB; the logits of 64 would need 64-bit indices
+batch_size = 32  # modelled: 16.1 GiB; the logits of 64 would need 64-bit indices
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT. For the reasons see config/gpt124m_4070.py
 max_iters = 19073
 
-eval_interval = 1000  # every 20 minutes
+eval_interval = 1000  # every 18 minutes
 eval_tokens = 2097152
-checkpoint_interval = 500  # at most 10 minutes are lost
+checkpoint_interval = 500  # at most 9 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

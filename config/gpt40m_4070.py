@@ -1,12 +1,13 @@
-# A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens, about 22 hours.
-# Users measured 3,900 ms per iteration with this batch: 134,433 tokens/s, 69 % of the card's
-# 58.3 TFLOP/s.
+# A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens.
+# Not measured on that card. Estimated for 10.5B tokens: 23 hours (18 to 33), by
+# python bench.py plan config/gpt40m_4070.py --gpu=4070
+# One nanoGPT log, believed to be of this card, has 3,900 ms per iteration: 134,433 tokens/s.
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
 
 # 32 micro-batches of 16 * 1024 tokens
-batch_size = 16  # modelled: 5.8 GB
+batch_size = 16  # modelled: 5.4 GiB
 block_size = 1024
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
@@ -24,7 +25,7 @@ max_iters = 20000
 
 eval_interval = 500
 eval_tokens = 2097152
-checkpoint_interval = 250  # every 16 minutes
+checkpoint_interval = 250  # every 17 minutes
 log_interval = 10
 sample_tokens = 100
 

@@ -16,7 +16,9 @@ import pytest
 from helpers import ROOT, write_dataset
 
 import bench
-from configurator import FIELDS
+from benchmarks import plan as planning
+from configurator import FIELDS, load_config
+from training.gpus import read_gpu_table, short_name
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "LOG.md"]
@@ -222,14 +224,58 @@ def test_the_table_of_cards_is_what_plan_estimates(
     card, config, hours, memory, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
-    path = tmp_path / "plan.json"
-    bench.main(["plan", f"config/{config}.py", f"--gpu={card}", f"--json={path}"])
-    plan = json.loads(path.read_text())
-    likely, low, high = re.fullmatch(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", hours).groups()
-    assert rounds_to(plan["hours"], likely)
-    assert rounds_to(plan["hours_range"][0], low)
-    assert rounds_to(plan["hours_range"][1], high)
+    plan = plan_of(ROOT / f"config/{config}.py", card, tmp_path)
+    assert_planned(hours, plan)
     assert rounds_to(plan["vram_gib"], memory.removesuffix(" GiB"))
+
+
+def plan_of(config: Path, gpu: str, tmp_path: Path, *flags: str) -> dict:
+    path = tmp_path / "plan.json"
+    bench.main(["plan", str(config), f"--gpu={gpu}", f"--json={path}", *flags])
+    return json.loads(path.read_text())
+
+
+def assert_planned(text: str, plan: dict) -> None:
+    """`63 hours (48 to 91)`, or as README's table has it, 63 (48 to 91)"""
+    shown = re.search(r"([\d.]+)(?: hours)? \(([\d.]+) to ([\d.]+)\)", text).groups()
+    for hours, rounded in zip((plan["hours"], *plan["hours_range"]), shown, strict=True):
+        assert rounds_to(hours, rounded), (text, hours)
+
+
+GPU_CONFIGS = [
+    path for path in sorted((ROOT / "config").glob("*m_*.py")) if path.stem != "gpt124m_cpu"
+]
+
+
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda path: path.stem)
+def test_the_times_in_a_configs_comments_are_what_plan_estimates(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = config.read_text(encoding="utf-8")
+    gpu = re.search(rf"^# python bench.py plan config/{config.name} --gpu=(\w+)$", text, re.M)[1]
+    plan = plan_of(config, gpu, tmp_path)
+    assert_planned(
+        re.search("^# Not measured on that card. Estimated for .*$", text, re.M)[0], plan
+    )
+    for name, minutes in re.findall(
+        r"^(\w+_interval) = .*(?:every|at most) (\d+) minutes", text, re.M
+    ):
+        expected = getattr(load_config([str(config)]), name) * plan["iter_seconds"] / 60
+        assert int(minutes) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_mfu_ranges_in_benchmarks_are_those_of_plan():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| .* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text, re.M)
+    ranges = (planning.GEFORCE_MFU, planning.LAPTOP_MFU, planning.OTHER_MFU)
+    assert [tuple(int(percent) / 100 for percent in row) for row in shown] == list(ranges)
+    published = re.search(r"^Published, in %: (.*?)\.\n", text, re.M | re.S)[1].replace("\n", " ")
+    entry = r"([^,]+?)(?: \(\w+\))? (\d+(?:-\d+)?)(?: \(.*?\))?(?:, |$)"  # L4 28 (a remark)
+    entries = dict(re.findall(entry, published))
+    for row in read_gpu_table():
+        if row["mfu_percent"]:
+            names = [name for name in entries if name in short_name(row)]
+            assert entries[max(names, key=len)] == row["mfu_percent"], row["name"]
+    assert len(entries) == 14
 
 
 def test_the_table_of_cards_is_read():

@@ -135,6 +135,9 @@ def test_out_of_memory_names_the_pair_that_fits():
         ("4070ti", "GeForce RTX 4070 Ti"),
         ("rtx3080-12gb", "GeForce RTX 3080"),
         ("A100-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "GeForce RTX 4070 Laptop GPU"),
+        ("rtx-4070-laptop", "GeForce RTX 4070 Laptop GPU"),
+        ("4070", "GeForce RTX 4070"),
     ],
 )
 def test_a_name_may_be_written_in_one_word(typed, meant):
@@ -144,7 +147,15 @@ def test_a_name_may_be_written_in_one_word(typed, meant):
         assert row["memory_gib"] == "12"
 
 
-@pytest.mark.parametrize("typed", ["rtx-4070-laptop", "M3", "GTX1080", "4071", ""])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("407", "4070"), ("RTX 4O90", "4090"), ("4070 Tii", "4070 ti")]
+)
+def test_a_mistyped_card_gets_a_suggestion(typed, meant):
+    with pytest.raises(UserError, match=f"is not in gpus.csv; did you mean {meant}\\?; --gpu=all"):
+        resolve_gpu(typed)
+
+
+@pytest.mark.parametrize("typed", ["M3", "GTX1080", ""])
 def test_no_other_card_is_suggested_for_an_unknown_one(typed):
     with pytest.raises(UserError, match="is not in gpus.csv") as error:
         resolve_gpu(typed)
@@ -153,15 +164,15 @@ def test_no_other_card_is_suggested_for_an_unknown_one(typed):
 
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
 def test_what_a_configs_comments_say_about_memory_is_modelled(path):
-    """`batch_size = 8  # modelled: 6.5 GB; 16 would need 10.1 GB`"""
+    """`batch_size = 8  # modelled: 6.1 GiB; 16 would need 9.4 GiB`"""
     config = load_config([str(path)])
     (line,) = [line for line in path.read_text().splitlines() if line.startswith("batch_size = ")]
-    claims = dict([(config.batch_size, float(re.search(r"modelled: ([\d.]+) GB", line)[1]))])
-    for batch_size, gigabytes in re.findall(r"(\d+) would need ([\d.]+) GB", line):
-        claims[int(batch_size)] = float(gigabytes)
-    for batch_size, gigabytes in claims.items():
+    claims = dict([(config.batch_size, float(re.search(r"modelled: ([\d.]+) GiB", line)[1]))])
+    for batch_size, gib in re.findall(r"(\d+) would need ([\d.]+) GiB", line):
+        claims[int(batch_size)] = float(gib)
+    for batch_size, gib in claims.items():
         needed = memory_needed(config, model_config(config, 50257), config.dtype, batch_size)
-        assert gigabytes == pytest.approx(needed / 1e9, abs=0.06)
+        assert gib == pytest.approx(needed / 2**30, abs=0.06)
         assert batch_size * config.block_size * 50304 < 2**31  # logits, for 32-bit indices
 
 

@@ -2,16 +2,19 @@
 Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs.
 """
 
+import itertools
 import os
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, records, run_here, start_process
 
 from configurator import Config
 from model import GPTConfig
@@ -243,17 +246,10 @@ def fresh_linux(monkeypatch):
     monkeypatch.setattr(hardware, "IN_WSL", False)
 
 
-@pytest.mark.parametrize(
-    "version, name", [((2, 9), ALLOCATOR_NAMES[1]), ((2, 10), ALLOCATOR_NAMES[0])]
-)
-def test_the_allocator_is_set_by_the_name_that_this_torch_reads(
-    version, name, fresh_linux, monkeypatch
-):
-    """pytorch #183387: torch 2.9 ignores the new name."""
-    monkeypatch.setattr(hardware, "TORCH_VERSION", version)
+def test_the_allocator_is_set_where_the_user_has_not(fresh_linux):
     hardware.set_environment()
     found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
-    assert found == {name: "expandable_segments:True"}
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize("name", ALLOCATOR_NAMES)
@@ -288,30 +284,32 @@ def test_windows_and_wsl_limit_torch_to_the_free_memory(platform_name, in_wsl, l
     assert seen == limits
 
 
-@pytest.mark.parametrize(
-    "version, capability, warned",
-    [((2, 10), (8, 0), True), ((2, 11), (8, 0), False), ((2, 10), (9, 0), False)],
-)
-def test_a_torch_that_compiles_to_nan_on_an_a100_is_warned_of(
-    version, capability, warned, monkeypatch, capsys
-):
-    monkeypatch.setattr(hardware, "TORCH_VERSION", version)
-    monkeypatch.setattr(hardware, "find_peak", lambda *_: None)
+@pytest.mark.parametrize("hip, lines", [("7.2.0", 1), (None, 0)])
+def test_a_rocm_build_is_let_through_with_one_line(hip, lines, monkeypatch, capsys):
+    """It calls itself cuda, and its cards' names are in the table."""
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
+    card = SimpleNamespace(multi_processor_count=304)
     for name, value in (
+        ("is_available", True),
+        ("device_count", 1),
         ("set_device", None),
-        ("get_device_capability", capability),
-        ("get_device_name", "NVIDIA A100-SXM4-80GB"),
+        ("get_device_name", "AMD Instinct MI300X"),
+        ("get_device_properties", card),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    hardware.set_up(Config(device="cuda", compile=True))
-    assert ("torch 2.10 compiles to NaN" in capsys.readouterr().err) == warned
+    assert hardware.check_device(Config(device="cuda")) == []
+    assert hardware.set_up(Config(device="cuda")).peak_tflops == 1307.4
+    assert capsys.readouterr().err.count("nobody has tried this program with it\n") == lines
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():
+    """But for those of laptops, whose peak torch's name does not tell."""
     for row in read_gpu_table():
         for alias in row["name"].split("|"):
+            if "Laptop" in alias:
+                continue
             assert find_row(alias, int(row["sm_count"]) if row["sm_count"] else None) == row
 
 
@@ -343,3 +341,59 @@ print(grown())
     )
     without, with_set_up = map(float, done.stdout.split())
     assert without < 100 and with_set_up > 200
+
+
+@pytest.mark.parametrize(
+    "threads, wall, processor, says",
+    [
+        (2, 60, 30, "the 2 threads computed for 25% of the time: .*; OMP_NUM_THREADS=1 before"),
+        (16, 10, 64, "the 16 threads computed for 40% of the time: .*; OMP_NUM_THREADS=6 before"),
+        (2, 60, 114, "^$"),  # an idle machine
+        (2, 4.9, 1, "^$"),  # too short a time to tell
+        (1, 60, 20, "^$"),  # one thread waits for no other
+    ],
+)
+def test_threads_that_wait_for_one_another_are_counted(threads, wall, processor, says, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert re.search(says, hw(None).too_many_threads(wall, processor))
+
+
+def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, capsys):
+    """A processor clock that stands still: no core has computed anything of this run."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(hardware, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("time.process_time", lambda: 1.0)
+    run_here(dataset, tmp_path, max_iters=4, log_interval=1)
+    assert capsys.readouterr().err.count("OMP_NUM_THREADS=1 before the command") == 1
+    (event,) = [r for r in records(tmp_path, "event") if "OMP_NUM_THREADS" in r["message"]]
+    assert "the 2 threads computed for 0% of the time" in event["message"]
+
+
+def test_each_log_line_counts_the_processor_time_of_its_own_iterations(
+    dataset, tmp_path, monkeypatch
+):
+    """A processor clock that a look moves by a second: one a look, two looks an iteration."""
+    seen = []
+    monkeypatch.setattr("time.process_time", map(float, itertools.count()).__next__)
+    monkeypatch.setattr(
+        Hardware, "too_many_threads", lambda hw, wall, processor: seen.append(processor) or ""
+    )
+    run_here(dataset, tmp_path, max_iters=6, log_interval=2)
+    assert seen == [1, 2, 2, 1]  # of iterations 0, 1 and 2, 3 and 4, and the last
+
+
+@pytest.mark.slow
+def test_the_quickstart_beside_other_programs_names_one_thread(tmp_path):
+    """One thread for each core, and another program on each."""
+    cores = len(os.sched_getaffinity(0))
+    busy = [start_process("-c", "while True: pass") for _ in range(2 * cores)]
+    flags = ["--max_iters=1000", "--max_minutes=0.5", f"--out_dir={tmp_path}", "--log_interval=3"]
+    try:
+        threads = dict(OMP_NUM_THREADS=str(cores))
+        run = start_process("train.py", "config/quickstart.py", *flags, cold=True, **threads)
+        _, err = run.communicate(timeout=300)
+    finally:
+        for process in busy:
+            process.kill()
+    assert run.returncode == 0
+    assert len(re.findall(r"OMP_NUM_THREADS=\d+ before", err)) == (cores > 1)

@@ -9,7 +9,7 @@ import csv
 import re
 from pathlib import Path
 
-from common.console import UserError
+from common.console import UserError, did_you_mean
 
 GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
@@ -31,12 +31,12 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
     The row of gpus.csv for a device name as torch reports it, or None. Whole names are compared,
     because names contain each other (A10 in A100, 4070 in 4070 Ti). The number of SMs tells apart
     cards that share a name. A number that the table lacks means a cut-down or partitioned card,
-    whose peak is unknown.
+    whose peak is unknown. So is a laptop's, whose power limit decides.
     """
     for row in read_gpu_table():
         names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]
         same_size = not row["sm_count"] or int(row["sm_count"]) == sm_count
-        if name.removeprefix("NVIDIA ") in names and same_size:
+        if name.removeprefix("NVIDIA ") in names and same_size and "Laptop" not in name:
             return row
     return None
 
@@ -57,14 +57,20 @@ def resolve_gpu(typed: str) -> dict[str, str]:
             asked.update(re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
     candidates = [row for row in rows if asked and asked <= row_words(row)]
     if not candidates:
+        meant = did_you_mean(without_family(typed), map(without_family, map(short_name, rows)))
         hint = "--gpu=all lists it; for another card give --iter_seconds or --from_run"
-        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}; {hint}")
+        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{meant}; {hint}")
     fewest_words = min(len(row_words(row)) for row in candidates)
     found = [row for row in candidates if len(row_words(row)) == fewest_words]
     if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
         options = [f"'{short_name(row)}, {row['memory_gib']}GB'" for row in found]
         raise UserError(f"gpu: {typed!r} could be {' or '.join(options)}")
     return found[0]
+
+
+def without_family(name: str) -> str:
+    """4070 ti, of GeForce RTX 4070 Ti"""
+    return re.sub(r"(nvidia|geforce|rtx|tesla)\W*", "", name.lower())
 
 
 def split_words(name: str) -> set[str]:
@@ -81,8 +87,7 @@ def row_peak(row: dict[str, str], dtype: str, tf32: bool) -> float | None:
     A row's dense peak for `dtype`, such as "bfloat16", in TFLOP/s. None where it is missing or
     marked UNVERIFIED. With `tf32`, float32 products run at the TF32 rate on cards that have it.
     """
-    # "spelling UNVERIFIED" doubts the card's name, not its peak
-    if "UNVERIFIED" in row["note"].replace("spelling UNVERIFIED", ""):
+    if "UNVERIFIED" in row["note"]:
         return None
     column = PEAK_COLUMNS[dtype]
     if dtype == "float32" and tf32 and row["tf32_tflops"]:

@@ -24,7 +24,6 @@ from configurator import Config
 from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def set_environment() -> None:
@@ -34,16 +33,16 @@ def set_environment() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
-    old_name, new_name = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-    set_by_user = old_name in os.environ or new_name in os.environ
-    if sys.platform == "linux" and not IN_WSL and not set_by_user:
-        # torch 2.9 ignores the new name on CUDA (pytorch #183387)
-        name = old_name if TORCH_VERSION < (2, 10) else new_name
-        os.environ[name] = "expandable_segments:True"
+    # The user may have set it by its earlier name.
+    if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 set_environment()
 
+# A run on a CPU has too many threads if they compute for a smaller share of a log line's time
+BUSY_SHARE = 0.6
+LEAST_SECONDS = 5.0  # of a line, to tell
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
@@ -57,7 +56,7 @@ class Hardware:
     device: torch.device
     dtype: torch.dtype
     name: str  # what the device calls itself
-    peak_tflops: float | None  # dense, for `dtype`; None: unknown
+    peak_tflops: float | None  # dense, for `dtype`; None: not known for sure
 
     @property
     def dtype_name(self) -> str:
@@ -115,6 +114,22 @@ class Hardware:
         if self.device.type != "cuda":
             return math.inf
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
+    def too_many_threads(self, wall: float, processor: float) -> str:
+        """
+        What to say of iterations that took `wall` seconds, and `processor` seconds of all cores;
+        mostly nothing. Threads that wait for one another while other programs have the cores slow a
+        small model's iterations on a CPU down more than tenfold (results/LOG.md).
+        """
+        threads, cores = torch.get_num_threads(), processor / max(wall, LEAST_SECONDS)
+        if self.device.type != "cpu" or threads == 1 or wall < LEAST_SECONDS:
+            return ""
+        if cores > BUSY_SHARE * threads:
+            return ""
+        why = "other programs keep the processor busy, or the model is small for so many"
+        share = f"the {threads} threads computed for {cores / threads:.0%} of the time"
+        better = f"OMP_NUM_THREADS={max(1, int(cores))} before the command may be faster"
+        return f"{share}: {why}; {better}"
 
     def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
         """Model FLOPs utilisation as a fraction, not clamped. None where the peak is unknown."""
@@ -190,11 +205,14 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         torch.use_deterministic_algorithms(True)
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
-    if device.type == "cuda" and config.compile and TORCH_VERSION == (2, 10):
-        if torch.cuda.get_device_capability(device) == (8, 0):
-            warn("torch 2.10 compiles to NaN on some A100s (modded-nanogpt #268); use another")
-    peak = config.peak_tflops or find_peak(device, dtype, config.tf32)
-    return Hardware(device, dtype, device_name(device), peak)
+    if device.type == "cuda" and torch.version.hip:
+        warn("torch for AMD GPUs (ROCm): nobody has tried this program with it")
+    name, peak = platform.processor() or platform.machine(), None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        row = find_row(name, torch.cuda.get_device_properties(device).multi_processor_count)
+        peak = row_peak(row, name_of(dtype), config.tf32) if row else None
+    return Hardware(device, dtype, name, config.peak_tflops or peak)
 
 
 def forbid_spilling(device: torch.device) -> None:
@@ -220,23 +238,8 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
-
-
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def find_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
-    """This device's dense peak for `dtype` in TFLOP/s. None where it is not known for sure."""
-    if device.type != "cuda":
-        return None
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    row = find_row(torch.cuda.get_device_name(device), sm_count)
-    return row_peak(row, name_of(dtype), tf32) if row else None
 
 
 # -----------------------------------------------------------------------------

@@ -89,6 +89,8 @@ class RunLog:
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
         self.drawn_at = 0.0
+        self.processor_seconds = 0.0  # of all threads, in the iterations since the last line
+        self.said_threads = False
         out_dir = Path(config.out_dir)
         if ranks.is_main and not config.eval_only:
             metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
@@ -120,9 +122,10 @@ class RunLog:
     def iteration(self, iter_num: int) -> Iterator[None]:
         """Book one iteration as steps, or, if torch.compile ran again in it, as compile."""
         graphs, booked = counters["stats"]["unique_graphs"], self.ledger.seconds
-        booked_before = booked["steps"]
+        booked_before, processor_before = booked["steps"], time.process_time()
         with self.ledger.book("steps"):
             yield
+        self.processor_seconds += time.process_time() - processor_before
         if counters["stats"]["unique_graphs"] == graphs:
             self.timed += 1
             return
@@ -244,7 +247,11 @@ class RunLog:
         say(self.format_step(values))
         self.record("step", **values)
         self.mark_spike(last.iter_num, values["loss"])
-        self.timed = 0
+        advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
+        if advice and not self.said_threads:
+            self.warn(last.iter_num, advice)
+            self.said_threads = True
+        self.timed, self.processor_seconds = 0, 0.0
         self.logged = dict(seconds)
         self.draw(60)
 
