@@ -489,10 +489,6 @@ def prose_lines(page: Path) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("|")]
 
 
-# the other pages join when their lines are short
-@pytest.mark.parametrize(
-    "name", ["experiment", "export", "fast_recipe", "on_track", "several_gpus"]
-)
-def test_no_line_of_prose_is_longer_than_160_characters(name):
-    long = [line for line in prose_lines(ROOT / "docs" / f"{name}.md") if len(line) > 160]
-    assert long == []
+@pytest.mark.parametrize("page", GUIDES, ids=page_name)
+def test_no_line_of_prose_is_longer_than_160_characters(page):
+    assert [line for line in prose_lines(page) if len(line) > 160] == []
