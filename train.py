@@ -319,7 +319,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if c.eval_only or p.updating or checkpoints.is_saved(p):
             return
         with log.book("checkpoints"), ranks.together():
-            state = checkpoint_state(c, data, raw_model, optimizer, scaler, p, log, ranks)
+            state = checkpoint_state(data, raw_model, optimizer, scaler, p, log)
             checkpoints.save(state, p, log, last, signals)
 
     def rewind() -> None:
