@@ -642,7 +642,7 @@ BAD_STARTS = {
         "",
         dict(gradient_accumulation_steps=3),
         "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; "
-        "2 or 4 can",
+        "a multiple of 2 can",
     ),
     "GPUs where there are none": (
         "ranks.torch.cuda.is_available = lambda: False",
