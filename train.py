@@ -112,14 +112,12 @@ def evaluate(
     """
     losses, counts = [], []
     model.eval()
-    try:
-        for x, y, tokens in batches:
-            between_batches()  # a signal may interrupt an evaluation
-            with autocast:
-                losses.append(model(x, y))
-            counts.append(tokens)
-    finally:
-        model.train()
+    for x, y, tokens in batches:
+        between_batches()  # a signal may interrupt an evaluation
+        with autocast:
+            losses.append(model(x, y))
+        counts.append(tokens)
+    model.train()
     pairs = zip(torch.stack(losses).tolist(), counts, strict=True)
     total = math.fsum(loss * n for loss, n in pairs if n)
     return total, sum(counts)
