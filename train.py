@@ -360,7 +360,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             # one iteration: all ranks, each with its share of the micro-batches
             clock.last = clock.reading
             lr = set_lr(optimizer, p.iter_num, c, clock.horizon(p.iter_num, p.lr_horizon))
-            with log.ledger.book("steps"), ranks.together():
+            with log.iteration(p.iter_num), ranks.together():
                 losses, grad_norm = train_step(
                     ddp_model, optimizer, scaler, next_batch, accum, c.grad_clip, autocast
                 )

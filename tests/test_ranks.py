@@ -189,7 +189,7 @@ def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(data
 
 
 @pytest.mark.slow
-def test_compiled_ranks_resume_and_train_as_one(dataset, tmp_path):
+def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
     run_here(dataset, tmp_path / "1", max_iters=8)
     for max_iters in (4, 8):
         options = dict(
@@ -199,6 +199,8 @@ def test_compiled_ranks_resume_and_train_as_one(dataset, tmp_path):
         assert code == 0 and out.count("compile: ") == 1, err
     one, two = (records(tmp_path / n, "step") for n in "12")
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-4
+    # nothing was compiled again inside DistributedDataParallel
+    assert not records(tmp_path / "2", "event")
 
 
 def wait_until(condition, process):

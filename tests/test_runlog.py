@@ -109,6 +109,7 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
             with ledger.book("data wait"):
                 clock.sleep(0.34)
             clock.sleep(9)
+        log.timed += 1
     log.line(result(9))
     line = capsys.readouterr().out
     # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their
@@ -130,6 +131,7 @@ def test_the_line_is_readable_by_nanogpts_parsers(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, ledger)
     with ledger.book("steps"):
         clock.sleep(2)
+    log.timed += 1
     log.line(result(0, loss=10.9))
     log.evaluation(0, 10.9, 10.95)
     iteration, evaluation = capsys.readouterr().out.splitlines()
@@ -207,6 +209,7 @@ def test_loss_is_the_mean_over_all_micro_batches(tmp_path, clock, capsys):
     log.ledger.switch("steps")
     clock.sleep(1)
     log.ledger.switch("other")
+    log.timed += 1
     log.line(result(0, loss=torch.arange(64.0)))
     assert "loss 31.5000" in capsys.readouterr().out
 
@@ -277,6 +280,7 @@ def test_a_loss_spike_is_marked_once_it_comes(tmp_path, clock, capsys):
         log.ledger.switch("steps")
         clock.sleep(1)
         log.ledger.switch("other")
+        log.timed += 1
         log.line(result(it, loss=loss))
     err = capsys.readouterr().err
     assert err.count("loss spike") == 1 and "iter 4: loss spike, 4.5000" in err

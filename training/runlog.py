@@ -20,8 +20,8 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import torch._dynamo  # or the first iteration would import it
 from torch import Tensor
+from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import count, duration, keep_transcript, say, warn
 from configurator import NEVER, Config, config_values
@@ -78,21 +78,22 @@ class RunLog:
         self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
         self.began, self.ledger = began, Ledger(began)
         threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
-        saved = resumed or {}
-        progress = Progress(**saved.get("progress", {}))
-        self.ledger.seconds.update(saved.get("ledger", {}))
-        self.clock = Clock(config, self.ledger, saved.get("clock", {}), ranks.from_main)
+        progress = Progress(**resumed["progress"]) if resumed else None
+        for category, seconds in resumed["ledger"].items() if resumed else ():
+            self.ledger.seconds[category] += seconds
+        saved = resumed.get("clock", {}) if resumed else {}
+        self.clock = Clock(config, self.ledger, saved, ranks.from_main)
         # the evaluation at the resumed iteration stands; what comes after it is written again
-        purge_from = progress.iter_num + 1 if resumed else 0
+        purge_from = progress.iter_num + 1 if progress else 0
         self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
-        # as of the last line
-        self.last_line, self.logged = progress.iter_num - 1, dict(self.ledger.seconds)
+        self.timed = 0  # iterations since the last line, without those compiled in
+        self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
         self.drawn_at = 0.0
         out_dir = Path(config.out_dir)
         if ranks.is_main and not config.eval_only:
             metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
-            if resumed:
+            if progress:
                 drop_records(metrics, progress.iter_num, progress.evaluated_at)
             self.file = open(metrics, "ab", buffering=0)
             keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
@@ -115,6 +116,22 @@ class RunLog:
         """Book the wait as steps: the device is still busy with iterations."""
         with self.ledger.book("steps"):
             self.hw.synchronize()
+
+    @contextlib.contextmanager
+    def iteration(self, iter_num: int) -> Iterator[None]:
+        """Book one iteration as steps, or, if torch.compile ran again in it, as compile."""
+        graphs, booked = counters["stats"]["unique_graphs"], self.ledger.seconds
+        booked_before = booked["steps"]
+        with self.ledger.book("steps"):
+            yield
+        if counters["stats"]["unique_graphs"] == graphs:
+            self.timed += 1
+            return
+        self.wait_for_device()
+        seconds = booked["steps"] - booked_before
+        booked["steps"] -= seconds
+        booked["compile"] += seconds
+        self.warn(iter_num, f"compiled again, {seconds:.1f}s booked as compile")
 
     def minutes(self) -> float:
         """Since the run began, this start alone."""
@@ -201,14 +218,17 @@ class RunLog:
         """
         self.wait_for_device()
         seconds, ranks = self.ledger.seconds, self.ranks
+        # all were compiled in: there is no time to tell, and the next line counts them too
+        if not ranks.any(self.timed > 0):
+            return
         waited = seconds["data wait"] - self.logged["data wait"]
         elapsed = seconds["steps"] - self.logged["steps"] + waited
         (loss_sum,) = ranks.reduce([last.losses.mean().item()])
         # of the slowest rank
         elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
-        iterations = last.iter_num - self.last_line
-        step_seconds = elapsed / iterations
-        self.clock.note_iterations(elapsed, iterations)
+        timed = self.timed or 1
+        step_seconds = elapsed / timed
+        self.clock.note_iterations(elapsed, timed)
         tokens_per_sec = self.config.iter_tokens / step_seconds
         values = dict(
             iter=last.iter_num,
@@ -220,12 +240,13 @@ class RunLog:
             tokens_per_sec=tokens_per_sec,
             mfu=self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size),
             mem_gib=mem or None,
-            data_wait_ms=1000 * waited / iterations,
+            data_wait_ms=1000 * waited / timed,
         )
         say(self.format_step(values))
         self.record("step", **values)
         self.mark_spike(last.iter_num, values["loss"])
-        self.last_line, self.logged = last.iter_num, dict(seconds)
+        self.timed = 0
+        self.logged = dict(seconds)
         self.draw(60)
 
     def format_step(self, v: dict) -> str:
