@@ -112,14 +112,12 @@ def evaluate(
     """
     losses, counts = [], []
     model.eval()
-    try:
-        for x, y, tokens in batches:
-            between_batches()  # a signal may interrupt an evaluation
-            with autocast:
-                losses.append(model(x, y))
-            counts.append(tokens)
-    finally:
-        model.train()
+    for x, y, tokens in batches:
+        between_batches()  # a signal may interrupt an evaluation
+        with autocast:
+            losses.append(model(x, y))
+        counts.append(tokens)
+    model.train()
     pairs = zip(torch.stack(losses).tolist(), counts, strict=True)
     total = math.fsum(loss * n for loss, n in pairs if n)
     return total, sum(counts)
@@ -319,7 +317,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if c.eval_only or p.updating or checkpoints.is_saved(p):
             return
         with log.book("checkpoints"), ranks.together():
-            state = checkpoint_state(c, data, raw_model, optimizer, scaler, p, log, ranks)
+            state = checkpoint_state(data, raw_model, optimizer, scaler, p, log)
             checkpoints.save(state, p, log, last, signals)
 
     def rewind() -> None:

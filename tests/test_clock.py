@@ -266,7 +266,7 @@ def test_a_clock_behind_since_a_reboot_does_not_make_a_resumed_run_endless(run, 
 
 
 @pytest.mark.parametrize("hours", [5, -5])
-def test_a_clock_that_is_set_does_not_move_until(hours, run, world, tmp_path, capsys):
+def test_a_clock_that_is_set_does_not_move_until(hours, run, world, tmp_path):
     """As on a machine that has booted with a wrong date, until it has asked the network."""
 
     def step_seconds():
@@ -275,14 +275,11 @@ def test_a_clock_that_is_set_does_not_move_until(hours, run, world, tmp_path, ca
 
     world.step_seconds = step_seconds
     assert_complete(tmp_path, run(until="02:00"), 3)
-    (warning,) = capsys.readouterr().err.splitlines()
-    change = "forward" if hours > 0 else "back"
-    assert warning.startswith(f"warning: the clock was set {change} by 5h00m; the run still ends")
-    assert f"in 2h41m, now at {'07' if hours > 0 else '21'}:00; to move that" in warning
     # a resume knows the end by the clock as it is now
     last = records(tmp_path, "step")[-1]["iter"] + 1
     saved = load(tmp_path, last)["clock"]["deadline"]
-    assert saved == pytest.approx(datetime(2026, 3, 5, 2, 0).timestamp() + hours * HOUR)
+    end = datetime(2026, 3, 5, 2, 0).timestamp() + hours * HOUR
+    assert saved == pytest.approx(end, rel=0, abs=60)
 
 
 def test_a_run_says_when_it_stops_only_as_far_as_it_knows(run, world, tmp_path, capsys):

@@ -594,7 +594,6 @@ def handed_out(err: str) -> int:
         ("the file", "fast"),
         ("nothing", "classic"),
         pytest.param("nothing", "fast", marks=pytest.mark.slow),
-        pytest.param("a damaged copy", "fast", marks=pytest.mark.slow),
     ],
 )
 def test_a_resume_is_read_from_the_file_or_else_sent_once(sees, recipe, dataset, tmp_path):
@@ -606,11 +605,6 @@ def test_a_resume_is_read_from_the_file_or_else_sent_once(sees, recipe, dataset,
     size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
     if sees == "nothing":
         (tmp_path / "1").mkdir()
-    elif sees == "a damaged copy":
-        shutil.copytree(tmp_path / "0", tmp_path / "1")
-        with open(tmp_path / "1" / "run" / "ckpt-00000002.pt", "r+b") as file:
-            file.seek(5000)
-            file.write(b"x" * 8)
     code = f"os.chdir({str(tmp_path / '0')!r})"
     if sees != "the file":
         code = f"os.environ['LOCAL_RANK'] = '0'\nos.chdir({str(tmp_path)!r} + '/' + RANK)"
@@ -644,7 +638,7 @@ BAD_STARTS = {
         "",
         dict(gradient_accumulation_steps=3),
         "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; "
-        "2 or 4 can; 4 with --batch_size=3 is the same training",
+        "a multiple of 2 can; 4 with --batch_size=3 is the same training",
     ),
     "GPUs where there are none": (
         "ranks.torch.cuda.is_available = lambda: False",

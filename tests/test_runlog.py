@@ -20,7 +20,7 @@ from configurator import Config
 from training import runlog, skips
 from training.clock import Ledger
 from training.hardware import Hardware
-from training.metrics import drop_records, plain, read_record
+from training.metrics import drop_records, plain
 from training.ranks import Ranks
 from training.runlog import Iteration, RunLog, tokenizer_name
 from training.skips import Skips
@@ -329,18 +329,6 @@ def test_one_save_that_hangs_is_not_expected_of_all_to_come(tmp_path, clock):
         if seconds == 2:
             assert log.clock.prices["checkpoints"] == 2
     assert log.clock.prices["checkpoints"] == 8  # at most twice the last, each time
-
-
-def test_half_a_record_swallows_no_other(tmp_path, clock):
-    """A kill leaves one for the next start, a full disk for the next record."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "step", "it')
-    log = make_log(tmp_path, clock, Ledger(0.0, clock))
-    log.evaluation(1, 1.0, 1.0)
-    log.file.write(b'{"kind": "ev')
-    log.evaluation(2, 1.0, 1.0)
-    found = [read_record(line) for line in path.read_bytes().splitlines()]
-    assert [record.get("iter") for record in found] == [None, 1, None, 2]
 
 
 def test_metrics_emptied_under_the_run_go_on_at_the_beginning(tmp_path, clock):

@@ -7,7 +7,6 @@ torch's own file, a zip that holds a CRC-32 of every record. torch.load does not
 they are checked here first.
 """
 
-import contextlib
 import errno
 import math
 import os
@@ -248,10 +247,7 @@ def read(path: Path) -> dict:
     What an undamaged file holds. Its tensors are the file's pages in the system's cache: the
     processes of a machine share them, and they are read from the disk when they are used.
     """
-    options = dict(map_location="cpu", weights_only=True)
-    with contextlib.suppress(RuntimeError):  # not every file system can
-        return torch.load(path, mmap=True, **options)
-    return torch.load(path, **options)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def load(path: Path) -> dict:
@@ -313,9 +309,6 @@ def load_together(out_dir: Path, check: Callable, ranks: Ranks) -> dict | None:
     if path is None:
         return None
     sees_it = checksums(path) == ranks.from_main(checksums, path)
-    # on each further machine one rank reads it all, as rank 0 has done
-    if sees_it and ranks.local_rank == 0 and not ranks.is_main:
-        sees_it = not find_damage(path)
     if all(ranks.gather(sees_it)):
         return read(path)
     return ranks.from_main(read, path)
@@ -350,14 +343,10 @@ def mark_best(path: Path) -> None:
 def lock_folder(out_dir: Path) -> BinaryIO:
     """
     Make out_dir if need be, and keep other runs out of it as long as the returned file is open.
-    Raises UserError where it cannot be written, or another run is there.
+    Raises OSError where it cannot be written, UserError where another run is there.
     """
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(out_dir / "lock", "ab")
-    except OSError as error:
-        where = error.filename or out_dir
-        raise UserError(f"out_dir: {where}: {error.strerror}; choose another --out_dir") from None
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = open(out_dir / "lock", "ab")
     if not try_lock(lock):
         mend = "stop that one first, or choose another --out_dir"
         raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from common.console import duration, warn
 from configurator import NEVER, Config
 
 CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "pause")
@@ -110,14 +109,14 @@ class Clock:
     def __init__(self, config: Config, ledger: Ledger, saved: dict, from_main: Callable):
         """`saved`: state_dict() in the run's checkpoint. `from_main`: see Ranks."""
         self.config, self.ledger, self.from_main = config, ledger, from_main
-        self.deadline, self.lead = 0.0, wall() - steady()  # as the wall clock tells the time
         if config.until:
             # the next one since the run began, which is when its ledger did
-            self.deadline = next_time(config.until, wall() - (ledger.look() - ledger.since))
+            deadline = next_time(config.until, wall() - (ledger.look() - ledger.since))
             if saved.get("until") == config.until:
                 # a resume keeps the one before, even if it has passed; with a clock that is behind
                 # since a reboot, that could be years away
-                self.deadline = min(self.deadline, saved["deadline"])
+                deadline = min(deadline, saved["deadline"])
+            self.deadline = steady() + deadline - wall()  # nobody moves it by setting the clock
         self.prices: dict[str, float] = saved.get("prices", {})  # of an evaluation, of a save
         share = saved.get("share", -1.0) if config.by_clock else -1.0
         self.last = self.reading = Reading(share, self.used())  # at the last update, and now
@@ -129,26 +128,16 @@ class Clock:
 
     def left(self) -> float:
         if self.config.until:
-            return max(0.0, self.deadline - self.lead - steady())
+            return max(0.0, self.deadline - steady())
         return 3600 * self.config.hours - self.used()
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps."""
-        until = dict(until=self.config.until, deadline=self.deadline)
+        until = dict(until=self.config.until, deadline=wall() + self.left())
         return dict(share=self.last.share, prices=self.prices, **until)
 
     def hours_text(self) -> str:
         return f"{self.used() / 3600:.2f} of {(self.used() + self.left()) / 3600:.2f}"
-
-    def notice_set_clock(self) -> None:
-        """Where somebody has set the wall clock, the time that is left stays as it was."""
-        jump = wall() - steady() - self.lead
-        if self.config.until and abs(jump) > PAUSE:
-            self.lead += jump
-            self.deadline += jump
-            change = f"{'forward' if jump > 0 else 'back'} by {duration(abs(jump))}"
-            end = f"the run still ends in {duration(self.left())}, now at {clock_time(self.left())}"
-            warn(f"the clock was set {change}; {end}; to move that, resume with another --until")
 
     def note_iterations(self, seconds: float, number: int) -> None:
         """`number` iterations took `seconds`. The pace is a mean over the last minutes."""
@@ -162,7 +151,6 @@ class Clock:
             self.reading = self.from_main(self.read, it)
 
     def read(self, it: int) -> Reading:
-        self.notice_set_clock()
         used, left, pace = self.used(), self.left(), self.pace
         # an evaluation and a save come last
         unseen = UNSEEN * (used + left)

@@ -5,9 +5,7 @@ The records of metrics.jsonl: read, and rewritten where a run resumes. Needs no 
 import contextlib
 import json
 import math
-import os
 from pathlib import Path
-from typing import BinaryIO
 
 from common.console import warn
 from common.files import replacing
@@ -27,16 +25,6 @@ def read_record(line: bytes) -> dict:
         if isinstance(record, dict):
             return record
     return {}
-
-
-def add_record(file: BinaryIO, record: dict) -> None:
-    """Write a record to the end of metrics.jsonl, which is open as "ab+". Raises OSError."""
-    line = json.dumps(record).encode() + b"\n"
-    if file.seek(0, os.SEEK_END):
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":  # a kill or a full disk has left half a line
-            line = b"\n" + line
-    file.write(line)
 
 
 def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:

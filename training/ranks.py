@@ -42,10 +42,7 @@ def meet(rank: int, world_size: int) -> dist.Store:
     2. each other rank asks for it under a key of its own;
     3. rank 0 answers whoever asks, until all have signed in under that name.
     """
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    except ValueError as error:  # no MASTER_ADDR, a MASTER_PORT that is no number
-        raise UserError(f"{error}; start with torchrun") from None
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     me = uuid.uuid4().hex
     if rank > 0:
         store.set(f"asked by {rank}", me)
@@ -74,7 +71,7 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.world_size == 1:
             return
-        self.rank = int(os.environ.get("RANK", 0))  # meet() raises where it is missing
+        self.rank = int(os.environ.get("RANK", 0))  # torch says what is missing
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
@@ -210,23 +207,15 @@ class Ranks:
 
     def check_config(self, config: Config) -> list[str]:
         """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
-        n, problems = self.world_size, []
-        if n == 1:
-            return []
-        accum = config.gradient_accumulation_steps
+        n, accum, problems = self.world_size, config.gradient_accumulation_steps, []
         if accum % n:
-            below, above = accum // n * n, accum // n * n + n
-            fits = f"{below} or {above}" if below else f"{above}"
             shared = f"{accum} micro-batches cannot be shared out to {n} processes"
-            mend = f"{fits} can"
-            size, rest = divmod(config.batch_size * accum, above)
+            mend, fits = f"a multiple of {n} can", (accum // n + 1) * n
+            size, rest = divmod(config.batch_size * accum, fits)
             if not rest:
-                mend += f"; {above} with --batch_size={size} is the same training"
+                mend += f"; {fits} with --batch_size={size} is the same training"
             problems.append(f"gradient_accumulation_steps: {shared}; {mend}")
         if torch.cuda.is_available() and config.device != "cpu":
-            if config.device not in ("auto", "cuda"):
-                mend = "--device=cuda gives each its own"
-                problems.append(f"device: {config.device} for {n} processes; {mend}")
             here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
             if here > gpus:
                 problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")

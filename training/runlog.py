@@ -8,6 +8,7 @@ compilation never enter an iteration's time.
 
 import contextlib
 import hashlib
+import json
 import math
 import shlex
 import sys
@@ -29,7 +30,7 @@ from model import GPTConfig
 from training.build import count_flops, count_parameters, warn_of_epochs
 from training.clock import Clock, Ledger, clock_time
 from training.hardware import Hardware
-from training.metrics import add_record, drop_records, plain
+from training.metrics import drop_records, plain
 from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
@@ -96,7 +97,7 @@ class RunLog:
             metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
             if progress:
                 drop_records(metrics, progress.iter_num, progress.evaluated_at)
-            self.file = open(metrics, "ab+", buffering=0)
+            self.file = open(metrics, "ab", buffering=0)
             keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
 
     # -------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class RunLog:
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         if self.file:
             try:
-                add_record(self.file, record)
+                self.file.write(json.dumps(record).encode() + b"\n")
             except OSError as error:  # a full disk: the run is worth more than its record
                 warn(f"metrics.jsonl: {error.strerror}; the run continues")
         self.tracker.log(record)

@@ -24,13 +24,7 @@ from configurator import (
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
-from training.build import (
-    OPTIMIZERS,
-    build_shapes,
-    code_of,
-    optimizer_groups,
-    training_code,
-)
+from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups, training_code
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.clock import Clock
 from training.hardware import check_device, get_rng_state, set_rng_state
@@ -43,9 +37,6 @@ from training.runlog import RunLog
 ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in HOW_COMPUTED | {"vocab_size"}]
 # A resumed run must keep these
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
-# With another value of these, sums are rounded differently
-ROUNDING = {"device", "dtype", "compile", "tf32", "batch_size", "gradient_accumulation_steps"}
-ROUNDING |= HOW_COMPUTED - {"dropout"}
 
 
 @dataclass
@@ -78,11 +69,8 @@ def find_start(config: Config, ranks: Ranks) -> Start:
     out_dir, resuming = Path(config.out_dir), config.init_from in ("resume", "auto")
     start = Start()
     if not resuming and ranks.from_main(holds_run, out_dir):
-        if not config.eval_only:
+        if config.init_from == "scratch" or not config.eval_only:
             start.problems.append(in_the_way(out_dir))
-        elif config.init_from == "scratch":
-            problem = "scratch would evaluate random weights, not those of the run in"
-            start.problems.append(f"init_from: {problem} {out_dir}; --init_from=resume")
     try:
         if resuming:
             start.resumed = start.weights = load_together(out_dir, check_checkpoint, ranks)
@@ -198,21 +186,18 @@ def is_finished(config: Config, start: Start) -> bool:
     return True
 
 
-def changed_keys(config: Config, start: Start) -> list[str]:
-    """Those whose values are not the checkpoint's."""
-    values, saved = config_values(config), saved_values(start)
-    return [n for n in values if saved[n] != values[n] and n != "init_from"]
-
-
-def saved_values(start: Start) -> dict:
-    """The checkpoint's keys; those that came later have their defaults."""
-    return config_values(Config()) | start.resumed["config"]
+def changed_keys(config: Config, start: Start) -> dict:
+    """
+    The checkpoint's values of the keys whose values are others now. It has the defaults of those
+    that came later.
+    """
+    values, saved = config_values(config), config_values(Config()) | start.resumed["config"]
+    return {n: saved[n] for n in values if saved[n] != values[n] and n != "init_from"}
 
 
 def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, get_lr) -> None:
     """
-    Print how this start differs from the checkpoint's, and whether the run stays bit for bit.
-    `get_lr`: train.py's.
+    Print how this start differs from the checkpoint's. `get_lr`: train.py's.
     """
     if not start.resumed:
         if start.weights:
@@ -224,9 +209,9 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     if config.by_clock:
         end = f"after {clock.used() / 3600:.2f} hours; by the clock, not bit for bit the same run"
     say(f"resume: {path}, iteration {progress.iter_num:,} {end}")
-    changed, saved = changed_keys(config, start), saved_values(start)
-    for name in changed:
-        before, value = saved[name], getattr(config, name)
+    changed = changed_keys(config, start)
+    for name, before in changed.items():
+        value = getattr(config, name)
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     if start.resumed.get("training_code", training_code()) != training_code():
@@ -241,16 +226,10 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         warn(f"{config.out_dir}: {ends}; {mend}")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
-    rounding = [name for name in changed if name in ROUNDING]
-    if len(start.resumed["rng"]) != ranks.world_size:
-        rounding.append("number of processes")
     before = saved_config(start.resumed["config"]).iter_tokens
     if config.iter_tokens != before:
         chosen = f"not {before:,}, for which the learning rate was chosen"
         say(f"resume: {config.iter_tokens:,} tokens per iteration, {chosen}")
-    elif rounding:
-        what = ", ".join(rounding)
-        say(f"resume: not bit for bit the same run: sums round differently with another {what}")
 
 
 def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr) -> None:
@@ -326,14 +305,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
 
 
 def checkpoint_state(
-    config: Config,
-    data: Dataset,
-    model,
-    optimizer,
-    scaler,
-    progress: Progress,
-    log: RunLog,
-    ranks: Ranks,
+    data: Dataset, model, optimizer, scaler, progress: Progress, log: RunLog
 ) -> dict:
     """Everything that resuming needs, as of the last whole iteration. All ranks take part."""
     # of an optimizer whose state is spread over the ranks, all of it
@@ -342,7 +314,7 @@ def checkpoint_state(
         model=model.state_dict(),
         optimizer=optimizer_state(),
         scaler=scaler.state_dict(),
-        rng=ranks.gather(progress.rng),
+        rng=log.ranks.gather(progress.rng),
         progress=progress.state_dict(),
         ledger=dict(log.ledger.seconds),
         clock=log.clock.state_dict(),
@@ -353,7 +325,7 @@ def checkpoint_state(
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
         stream=data.stream and data.stream.position(progress.sequences),
-        config=config_values(config),
+        config=config_values(log.config),
     )
 
 

@@ -292,14 +292,6 @@ def test_a_problem_of_one_rank_alone_is_said_by_that_rank():
     assert error.value.on_all_ranks  # rank 0 says it for both
 
 
-def test_a_run_that_torchrun_did_not_start_is_one_line(script, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("common.console.end_process", sys.exit)
-    code, _, err = script(train.main)
-    assert code == 2 and len(err) == 1
-    assert "variable RANK expected, but not set; start with torchrun" in err[0]
-
-
 def test_what_the_system_refuses_is_one_line(script, tmp_path, dataset):
     code, _, err = script(train.main, *flags("a" * 300, tmp_path))
     assert code == 2 and err == [f"error: {'a' * 300}: File name too long"]

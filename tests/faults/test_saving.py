@@ -212,10 +212,11 @@ def test_weights_that_are_lost_do_not_replace_a_good_checkpoint(dataset, tmp_pat
     assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 4
 
 
-def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp_path):
+def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp_path, script):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another --out_dir"):
-        run_here(dataset, tmp_path / "file" / "run")
+    code, out, err = script(train.main, *flags(dataset, tmp_path / "file" / "run"))
+    assert code == 2 and err == [f"error: {tmp_path}/file/run: Not a directory"]
+    assert "iter 0" not in out
 
 
 def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
