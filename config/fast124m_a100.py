@@ -34,7 +34,7 @@ min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 125  # a rented machine may vanish: at most 6 minutes are lost
+checkpoint_interval = 125  # a rented machine may vanish: about 6 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

@@ -26,7 +26,7 @@ max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
 eval_interval = 500  # every 100 minutes
 eval_tokens = 2097152  # takes 32 seconds, 0.5 % of the time between two evaluations
-checkpoint_interval = 100  # at most 20 minutes are lost; 1.5 GB each
+checkpoint_interval = 100  # about 20 minutes are lost; 1.5 GB each
 log_interval = 10
 sample_tokens = 100
 

@@ -14,7 +14,7 @@ max_iters = 19073
 
 eval_interval = 1000  # every 45 minutes
 eval_tokens = 2097152
-checkpoint_interval = 250  # a rented machine may vanish: at most 11 minutes are lost
+checkpoint_interval = 250  # a rented machine may vanish: about 11 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

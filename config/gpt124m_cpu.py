@@ -15,4 +15,4 @@ log_interval = 1
 
 device = "cpu"
 dtype = "auto"  # bfloat16 where the processor supports it, else float32
-compile = True  # takes a minute; then 3.3 GiB instead of 3.7, at about the same speed
+compile = True  # takes a minute; then less memory, at about the same speed

@@ -14,7 +14,7 @@ max_iters = 19073
 
 eval_interval = 1000  # every 18 minutes
 eval_tokens = 2097152
-checkpoint_interval = 500  # at most 9 minutes are lost
+checkpoint_interval = 500  # about 9 minutes are lost
 log_interval = 10
 sample_tokens = 100
 
