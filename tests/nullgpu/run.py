@@ -514,6 +514,7 @@ def parameters(row: dict) -> int:
 
 
 TABLES = {
+    "docs/memory.md": [memory_table],
     "docs/benchmarks.md": [iteration_table, traffic_table, projection_table],
 }
 
