@@ -19,7 +19,7 @@ from data.loader import to_batch
 from model import GPTConfig
 from training import hardware
 from training.build import build_model, compile_model
-from training.memory import WORKSPACE_BYTES
+from training.memory import CONTEXT_BYTES
 from training.ranks import Ranks
 
 gpu = pytest.mark.gpu
@@ -230,7 +230,7 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
             load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1
         )
         modelled = (
-            result["mem_model_gib"] - WORKSPACE_BYTES / hardware.GIB
+            result["mem_model_gib"] - CONTEXT_BYTES / hardware.GIB
         )  # the allocator knows nothing of CUDA's own
         assert modelled == pytest.approx(result["mem_training_gib"], rel=0.1)
 

@@ -1,6 +1,7 @@
 """The memory model against hand-computed values, and the micro-batch it names."""
 
 import itertools
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ from configurator import Config, divisors, load_config
 from model import GPTConfig
 from training import hardware
 from training.build import model_config
-from training.gpus import resolve_gpu, short_name
+from training.gpus import GIB, resolve_gpu, short_name
 from training.memory import (
-    WORKSPACE_BYTES,
+    CONTEXT_BYTES,
     block_bytes,
+    element_bytes,
     fitting_batch,
+    logits_at_once,
     memory_bytes,
     memory_needed,
     out_of_memory_advice,
@@ -27,10 +30,14 @@ from training.memory import (
 
 BF16 = "bfloat16"
 GPT124M = GPTConfig(bias=False)
-CONFIG_FOLDER = Path(__file__).parent.parent / "config"
+ROOT = Path(__file__).parent.parent
+CONFIG_FOLDER = ROOT / "config"
 CONFIG_FILES = [
     path for path in sorted(CONFIG_FOLDER.glob("*.py")) if "# modelled" in path.read_text()
 ]
+# rows of tests/nullgpu/run.py, but nanoGPT's
+SIMULATED = json.loads((ROOT / "results" / "nullgpu.json").read_text())["rows"]
+SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] != "nanoGPT"}
 GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
 
 
@@ -54,12 +61,12 @@ def peak_bytes(trainee: measure.Trainee) -> int:
 
 @pytest.mark.parametrize(
     "batch_size, compiled, gigabytes",
-    [(8, False, 10.5), (8, True, 6.5), (16, False, 18.2), (16, True, 10.1)],
+    [(8, False, 11.4), (8, True, 6.5), (16, False, 20.0), (16, True, 10.1)],
 )
 def test_memory_of_gpt124m(batch_size, compiled, gigabytes):
     """
-    By hand: 18 N + B T (12 * 36.08 C + 6 C + k V) + 0.6 GB with N = 124.4M, k = 12 eager and 2
-    compiled; compiled another 2 C V = 0.08 GB; GB = 1e9.
+    By hand: 1.01 (18 N + B T (12 * 36.08 C + 6 C + k V)) + 0.55 GB with N = 124.4M, k = 12 eager
+    and 2 compiled; compiled another 2 C V = 0.08 GB, eager a gap of 2 B T V; GB = 1e9.
     """
     parts = memory_bytes(Config(compile=compiled), GPT124M, BF16, batch_size)
     assert sum(parts.values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
@@ -74,11 +81,11 @@ def test_parts_of_gpt124m_by_hand():
     assert parts["optimizer"] == 8 * 124_373_760
     # one momentum of 12 * 12 * 768^2 weights
     with_muon = memory_bytes(Config(optimizer="muon"), GPT124M, BF16, 8)
-    assert with_muon == parts | dict(optimizer=8 * 124_373_760 - 4 * 84_934_656)
+    assert with_muon["optimizer"] == 8 * 124_373_760 - 4 * 84_934_656
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (36 * 768 + 16 + 48) + 6 * 768)
     chunked = memory_bytes(Config(compile=False), replace(GPT124M, loss_chunk=1024), BF16, 8)
-    assert chunked["logits"] == 50304 * (10 * 1024 + 4 * 768)  # and the head's gradient in float32
+    assert chunked["logits"] == 50304 * (12 * 1024 + 4 * 768)  # and the head's gradient in float32
 
 
 def test_recompute_keeps_the_stream_at_each_blocks_entry():
@@ -177,7 +184,29 @@ def test_what_a_configs_comments_say_about_memory_is_modelled(path):
 
 
 # -----------------------------------------------------------------------------
-# The memory model on a CPU; the workspace in it is CUDA's
+# The memory model against torch's allocator on simulated cards
+
+
+def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> float:
+    """What the model says of the tensors alone."""
+    parts = memory_bytes(config, model, dtype, batch_size)
+    return sum(parts.values()) - parts["fragmentation"] - parts["context"]
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", SIMULATED)
+def test_memory_is_within_a_twentieth_of_the_allocators(name):
+    """Of the tensors at the peak, and within a tenth of what the allocator reserves for them."""
+    row = SIMULATED[name]
+    config = load_config(row["command"].split())
+    sizes = (config, model_config(config, 50257), config.dtype, config.batch_size)
+    assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
+    reserved = memory_needed(*sizes) - CONTEXT_BYTES
+    assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
+
+
+# -----------------------------------------------------------------------------
+# The memory model on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +240,9 @@ SHAPES = [
     HALF | dict(n_layer=8, recompute=True, dataset="tiny"),
     SMALL | FAST | dict(n_layer=4, recompute=True, dataset="tiny"),
 ]
-# compiled, or in bfloat16 for a minute where a processor only emulates it
+# compiled. The fast model in bfloat16 is left to the simulated cards: on a CPU its norms are
+# composed in float32
 SLOW_SHAPES = [
-    HALF | FAST | dict(n_embd=256, loss_chunk="256"),
-    HALF | FAST | dict(n_embd=256, recompute=True),
     HALF | dict(n_layer=2, compile=True),
     SMALL | dict(n_layer=4, n_embd=256, compile=True),
     HALF | dict(n_layer=2, n_embd=256, compile=True, loss_chunk="256"),
@@ -237,7 +265,10 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, words, tmp_path
     folders = dict(tiny=dataset, words=words, none="none")
     t = trainee(tmp_path, **changes | dict(dataset=folders[changes.get("dataset", "words")]))
     measured = peak_bytes(t)
-    modelled = memory_needed(t.config, t.model.config, t.hw.dtype_name, 4) - WORKSPACE_BYTES
+    modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)
+    if 0 < t.model.config.loss_chunk < 4 * 256 and not t.config.compile:
+        # on a CPU autograd has no thread of its own, which frees a chunk's gradient late
+        modelled -= element_bytes(t.hw.dtype_name) * logits_at_once(t.model.config, 4 * 256)
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
@@ -262,10 +293,16 @@ def saved_bytes(
 
 
 @pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+    "model, dtype, compiled",
+    [
+        *itertools.product(["gpt2"], ["float32", "bfloat16"], [False]),
+        ("fast", "float32", False),
+        *(
+            pytest.param(model, dtype, True, marks=pytest.mark.slow)
+            for model, dtype in itertools.product(["gpt2", "fast"], ["float32", "bfloat16"])
+        ),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
 def test_a_block_keeps_what_the_memory_model_says(
     model, dtype, compiled, words, tmp_path, monkeypatch
 ):
@@ -313,6 +350,6 @@ def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
     keys |= dict(gradient_accumulation_steps=2, device="cpu", compile=False, dataset="none")
     flags = [f"--{name}={value}" for name, value in keys.items()]
     result = measure.attempt(load_config(flags), trials=1)
-    modelled = result["mem_model_gib"] - WORKSPACE_BYTES / 2**30
+    modelled = result["mem_model_gib"] - CONTEXT_BYTES / 2**30
     assert 0.9 < result["mem_training_gib"] / modelled < 2.5
     assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 3 * 2**28

@@ -1,8 +1,8 @@
 """
 How much GPU memory training takes, and the micro-batch that fits.
 
-The bytes are counted from the tensors that autograd keeps, not measured on a GPU. docs/memory.md
-explains each number; tests/test_gpus.py checks them on a CPU.
+The bytes are counted from the tensors that autograd keeps. docs/memory.md explains each number;
+tests/test_gpus.py checks them on a CPU, and against torch's allocator on simulated cards.
 """
 
 from dataclasses import dataclass
@@ -13,92 +13,97 @@ from training.build import OPTIMIZERS, build_shapes, count_parameters, is_stock,
 
 # the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95
-# CUDA context, cuBLAS workspaces and fragmentation
-WORKSPACE_BYTES = 0.6e9
-# the residual stream, per token and channel: all that recompute keeps of a block
-STREAM_BYTES = 4
+# CUDA's context and its libraries' workspaces: an estimate, outside of what torch allocates
+CONTEXT_BYTES = 0.55e9
+# what the allocator holds beyond its tensors, as a share of them
+FRAGMENTATION = 0.01
 # both dropout masks of a block in eager mode, per token and channel; compiled code draws them again
 DROPOUT_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """What a model keeps in memory in one kind of dtype, in bytes."""
+class Kept:
+    """What a model keeps in memory until the backward pass."""
 
-    element: int  # of a number in a matrix product
-    block: int  # of a block until its backward pass, per token and channel
-    compiled: int  # the same in compiled code
-    logit: int  # the most that lives for one logit in eager mode; compiled: the logit alone
-    chunked: int  # the same where the loss is made in chunks with its gradients
-    recomputed: int  # gradients in the block that recompute runs again, per token and channel
+    block: int  # numbers of a block beside the residual stream, per token and channel
+    logit: int  # bytes: the most that lives for one logit in eager mode
+    chunked: int  # bytes: its float32 numbers where the loss is made in chunks with its gradients
+    recomputed: int  # numbers: gradients in the block that recompute runs again, as in `block`
 
 
-GPT2_HALF = Bytes(element=2, block=36, compiled=36, logit=12, chunked=10, recomputed=10)
-GPT2_FLOAT32 = Bytes(element=4, block=64, compiled=64, logit=12, chunked=8, recomputed=16)
-# compiled code computes the rotations again
-FAST_HALF = Bytes(element=2, block=48, compiled=36, logit=28, chunked=18, recomputed=18)
-FAST_FLOAT32 = Bytes(element=4, block=72, compiled=72, logit=28, chunked=16, recomputed=34)
+KEPT = dict(gpt2=Kept(14, 12, 8, 4), fast=Kept(16, 28, 16, 8))
 
 
-def bytes_of(model: GPTConfig, dtype: str) -> Bytes:
-    if model.model == "fast":
-        return FAST_FLOAT32 if dtype == "float32" else FAST_HALF
-    return GPT2_FLOAT32 if dtype == "float32" else GPT2_HALF
+def element_bytes(dtype: str) -> int:
+    """Of a number in a matrix product."""
+    return 4 if dtype == "float32" else 2
+
+
+def stream_bytes(model: GPTConfig, dtype: str) -> int:
+    """Of the residual stream, per channel: it is all that recompute keeps of a block."""
+    return 2 if model.model == "fast" and dtype == "bfloat16" else 4
 
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """GPU memory that training takes, in bytes, by part. `dtype`: that of matrix products."""
     params, in_products = count_parameters(model)
-    matrices_of_a_block = 12 * model.n_embd**2
-    weights = 4 * params
-    if dtype != "float32":
-        # autocast keeps a copy of each matrix; with recompute only of one block's at a time
-        weights += 2 * in_products
-        if model.recompute:
-            weights -= 2 * (model.n_layer - 1) * matrices_of_a_block
     moments = OPTIMIZERS[config.optimizer].moments
     groups = optimizer_groups(build_shapes(model), config)
     kept = sum(len(moments(group)) * p.numel() for group in groups for p in group["params"])
     tokens = batch_size * model.block_size
-    return dict(
-        weights=weights,
+    copies = 0 if dtype == "float32" else 2 * in_products  # autocast's, of each matrix
+    if model.recompute:
+        copies -= copies_of_other_blocks(model, dtype)
+    allocated = dict(
+        weights=4 * params + copies,
         gradients=4 * params,
         optimizer=4 * kept,
         activations=activation_bytes(model, tokens, dtype, config.compile),
         logits=logit_bytes(model, tokens, dtype, config.compile),
-        workspace=WORKSPACE_BYTES,
     )
+    reserved = FRAGMENTATION * sum(allocated.values())
+    if not config.compile:
+        # the last logit tensors that are freed leave a gap as large as one in a product's dtype
+        reserved += element_bytes(dtype) * logits_at_once(model, tokens)
+    return allocated | dict(fragmentation=reserved, context=CONTEXT_BYTES)
+
+
+def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
+    """Autocast's copies of the matrices of all blocks but one, in bytes."""
+    return 0 if dtype == "float32" else 2 * (model.n_layer - 1) * 12 * model.n_embd**2
 
 
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """What all blocks and the last norm keep, with recompute at its peak beside the logits."""
-    b, C = bytes_of(model, dtype), model.n_embd
-    block = block_bytes(model, dtype, compiled)
-    kept_of_a_block = STREAM_BYTES * C if model.recompute else block
-    kept = tokens * model.n_layer * kept_of_a_block
+    element, C = element_bytes(dtype), model.n_embd
+    stream, block = stream_bytes(model, dtype) * C, block_bytes(model, dtype, compiled)
+    kept = tokens * model.n_layer * (stream if model.recompute else block)
     # the stream at the last norm, and the head's input
-    beside_logits = kept + tokens * (STREAM_BYTES + b.element) * C
+    beside_logits = kept + tokens * (stream + element * C)
     # a token's row of each table, and the values it is added to in two layers
-    beside_logits += tokens * model.value_tables * 3 * b.element * C
+    beside_logits += tokens * model.value_tables * 3 * element * C
     if model.bigram_rows and compiled:
-        beside_logits += tokens * b.element * C  # the stream with token pairs
+        beside_logits += tokens * element * C  # the stream with token pairs
     if not model.recompute:
         return beside_logits
+    if not compiled and makes_gradients(model, tokens, dtype):
+        beside_logits += copies_of_other_blocks(model, dtype)  # the forward pass is not over
     # The peak may come later: the logits are gone, but one block is computed again, and gradients
     # exist beside it.
-    again = tokens * (block + b.recomputed * C)
-    again += 4 * count_parameters(model)[0] if compiled else 4 * b.element * C**2
+    again = tokens * (block + (KEPT[model.model].recomputed * element + 2) * C)
+    again += 4 * count_parameters(model)[0] if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
 
 
 def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """What one block keeps of a token until its backward pass, in bytes."""
-    b = bytes_of(model, dtype)
-    per_channel = b.compiled if compiled else b.block
+    element = element_bytes(dtype)
+    # the residual stream stands before each of the two norms
+    per_channel = KEPT[model.model].block * element + 2 * stream_bytes(model, dtype)
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
     if model.bigram_rows:
-        per_channel += b.element  # keys before and after their offset
+        per_channel += element  # keys before and after their offset
     # two float32 numbers for each of the two norms, one for each head
     size = per_channel * model.n_embd + 16 + 4 * model.n_head
     if not model.flash:
@@ -106,19 +111,29 @@ def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     return size
 
 
+def logits_at_once(model: GPTConfig, tokens: int) -> int:
+    return min(model.loss_chunk or tokens, tokens) * model.vocab_size
+
+
+def makes_gradients(model: GPTConfig, tokens: int, dtype: str) -> bool:
+    """Whether the forward pass makes the loss's gradients, chunk by chunk."""
+    return 0 < model.loss_chunk < tokens and dtype != "float16"
+
+
 def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """The logits, and beside them the gradient of the head where both exist at once."""
-    b, C, chunk = bytes_of(model, dtype), model.n_embd, model.loss_chunk
-    in_chunks = 0 < chunk < tokens
-    if in_chunks and compiled:
-        per_id = 2 * b.element * chunk + (4 if dtype == "float32" else 10) * C
-    elif in_chunks:
-        per_id = b.chunked * chunk + 4 * C
-    elif compiled:
-        per_id = b.element * (tokens + C)
-    else:
-        per_id = b.logit * tokens
-    return per_id * model.vocab_size
+    element, kept, head = element_bytes(dtype), KEPT[model.model], model.n_embd * model.vocab_size
+    logits = logits_at_once(model, tokens)
+    chunked = makes_gradients(model, tokens, dtype)
+    if compiled:
+        # the compiler makes the logits of all chunks before it reads the first one's
+        return element * (tokens * model.vocab_size + head) + (4 * logits if chunked else 0)
+    if chunked:
+        # Under autocast the logit that its float32 copies come from, and on a GPU the gradient of
+        # the chunk before, which autograd's thread may free late.
+        copies = element if dtype == "float32" else 2 * element
+        return (kept.chunked + copies) * logits + 4 * head
+    return kept.logit * logits
 
 
 def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> float:

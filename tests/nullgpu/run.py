@@ -1,0 +1,543 @@
+"""
+Train on GPUs that are not here: `python tests/nullgpu/run.py [ROW...]`; see README.md beside it.
+
+Each row trains a shipped configuration for a few iterations, in a process of its own, on a card
+that counts instead of computing (nullgpu.c). KERNELS ARE NOT RUN: nothing here is a time, a loss or
+a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of the code that they
+ran; the command runs those that are missing or stale, or the ones that are named.
+"""
+
+import argparse
+import ast
+import collections
+import ctypes
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+RESULTS = ROOT / "results" / "nullgpu.json"
+TORCH = "2.13.0"
+GIB = 2**30
+
+# name, compute capability, SMs, GiB, KiB of shared memory a block and SM, MiB of L2, threads on it
+CARDS = {
+    "4070": "NVIDIA GeForce RTX 4070|8|9|46|12|99|100|36|1536",
+    "t4": "Tesla T4|7|5|40|15|64|64|4|1024",
+    "a100": "NVIDIA A100-SXM4-80GB|8|0|108|80|163|164|40|2048",
+    "h200": "NVIDIA H200|9|0|132|140|227|228|50|2048",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration on a card. `whole`: train.py itself, else its train_step alone."""
+
+    card: str
+    config: str
+    flags: str = ""
+    whole: bool = False
+    nanogpt: bool = False  # nanoGPT's model in place of ours
+
+
+EAGER = "--compile=False"
+ROWS = {
+    "4070-classic": Row("4070", "gpt124m_4070", whole=True),
+    "4070-classic-chunked": Row("4070", "gpt124m_4070", "--loss_chunk=4096"),
+    "4070-classic-recompute": Row("4070", "gpt124m_4070", "--recompute=True"),
+    "4070-classic-dropout": Row("4070", "gpt124m_4070", "--dropout=0.1"),
+    "4070-classic-muon": Row("4070", "gpt124m_4070", "--optimizer=muon"),
+    "4070-classic-eager": Row("4070", "gpt124m_4070", EAGER),
+    "4070-classic-eager-off": Row("4070", "gpt124m_4070", f"{EAGER} --loss_chunk=off"),
+    "4070-classic-eager-recompute": Row("4070", "gpt124m_4070", f"{EAGER} --recompute=True"),
+    "4070-classic-eager-dropout": Row("4070", "gpt124m_4070", f"{EAGER} --dropout=0.1"),
+    "4070-classic-eager-float32": Row(
+        "4070", "gpt124m_4070", f"{EAGER} --dtype=float32 --batch_size=4"
+    ),
+    "4070-fast": Row("4070", "fast124m_4070", whole=True),
+    "4070-fast-eager": Row("4070", "fast124m_4070", EAGER),
+    "4070-fast-eager-recompute": Row("4070", "fast124m_4070", f"{EAGER} --recompute=True"),
+    "4070-nanogpt": Row("4070", "gpt124m_4070", nanogpt=True),
+    "t4-classic": Row("t4", "gpt124m_t4"),
+    "t4-classic-eager": Row("t4", "gpt124m_t4", EAGER, whole=True),
+    "t4-fast-eager": Row("t4", "fast124m_4070", f"{EAGER} --dtype=float16 --batch_size=4"),
+    "a100-classic": Row("a100", "gpt124m_a100"),
+    "a100-fast-eager-off": Row("a100", "fast124m_a100", f"{EAGER} --loss_chunk=off"),
+    "h200-classic": Row("h200", "gpt124m_h200"),
+    "h200-classic-64": Row("h200", "gpt124m_h200", "--batch_size=64 --loss_chunk=4096"),
+    "h200-nanogpt-64": Row("h200", "gpt124m_h200", "--batch_size=64", nanogpt=True),
+    "h200-fast": Row("h200", "fast124m_h200"),
+    "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=4096"),
+}
+
+# What a compiled kernel is for, by the first of these whose words are in its name
+KINDS = {
+    "cross-entropy": ["log_softmax", "nll_loss"],
+    "sines": ["_sin_"],
+    "activation of the MLP": ["gelu", "relu"],
+    "norms and residual stream": ["layer_norm", "rms_norm"],
+    "joining q, k and v": ["_cat_"],
+    "embeddings": ["embedding"],
+    "casts": ["_to_copy"],
+    "other": [""],
+}
+
+# -----------------------------------------------------------------------------
+# In the parent process: what the rows need, and which of them to run
+
+
+def prepare(folder: Path) -> Path:
+    """The Python of a venv with PyPI's CUDA build, beside the library; made where missing."""
+    python = folder / "venv" / "bin" / "python"
+    if not (folder / "venv" / "done").exists():
+        print(f"PyPI's CUDA build of torch, 4.8 GB, into {folder / 'venv'}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        # === takes the plain version alone, not a CPU build of it
+        packages = [f"torch==={TORCH}", "numpy", "tiktoken", "tokenizers", "safetensors", "tqdm"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        (folder / "venv" / "done").touch()
+    source, library = HERE / "nullgpu.c", folder / "lib" / "libcuda.so.1"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        library.parent.mkdir(exist_ok=True)
+        (headers,) = folder.glob("venv/lib/python*/site-packages/triton/backends/nvidia/include")
+        options = ["-O1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", f"-I{headers}"]
+        subprocess.run(["gcc", *options, source, "-o", library], check=True)
+        for name in ("libcuda.so", "libnvidia-ml.so.1"):
+            (library.parent / name).unlink(missing_ok=True)
+            (library.parent / name).symlink_to(library.name)
+    return python
+
+
+def environment(folder: Path, card: str) -> dict[str, str]:
+    return os.environ | dict(
+        NULLGPU=CARDS[card],
+        LD_PRELOAD=str(folder / "lib" / "libcuda.so.1"),
+        LD_LIBRARY_PATH=str(folder / "lib"),
+        TRITON_LIBCUDA_PATH=str(folder / "lib"),
+        # compiled code is kept between rows, for each card
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor" / card),
+        TRITON_CACHE_DIR=str(folder / "triton" / card),
+        TORCHINDUCTOR_COMPILE_THREADS="2",
+    )
+
+
+def command_of(row: Row) -> str:
+    return f"config/{row.config}.py {row.flags}".strip()
+
+
+def fingerprint(row: Row) -> str:
+    """Of the code that the row runs, without its comments and layout, and of what it asks for."""
+    files = ["train.py", "configurator.py", "model.py", f"config/{row.config}.py", "data/loader.py"]
+    files += ["training/build.py", "training/muon.py", "training/hardware.py"]
+    files += ["model_fast.py"] * row.config.startswith("fast")
+    code = [ast.unparse(ast.parse((ROOT / name).read_text("utf-8"))) for name in files]
+    asked = f"{row} {CARDS[row.card]} {TORCH}"
+    return hashlib.sha256("".join([asked, *code]).encode()).hexdigest()[:16]
+
+
+def run_row(name: str, python: Path, folder: Path, nanogpt: Path | None) -> dict | None:
+    """The row's figures, from a process of its own. None where it failed: its log tells."""
+    began, log, figures = time.time(), folder / f"{name}.log", folder / "figures.json"
+    figures.unlink(missing_ok=True)
+    command = [python, "-X", "faulthandler", __file__, name, f"--figures={figures}"]
+    command += [f"--nanogpt={nanogpt}"] if nanogpt else []
+    with log.open("w") as output:
+        env = environment(folder, ROWS[name].card)
+        subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+    if not figures.exists():
+        last = log.read_text().strip().rpartition("\n")[2]
+        print(f"{name}: failed: {last} ({log})", flush=True)
+        return None
+    print(f"{name}: {time.time() - began:.0f} s", flush=True)
+    return json.loads(figures.read_text())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of karpathy/nanoGPT")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".nullgpu", help="venv and caches")
+    parser.add_argument("--docs", action="store_true", help="only write the tables into the docs")
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)  # in a row's own process
+    options = parser.parse_args()
+    if unknown := set(options.rows) - ROWS.keys():
+        parser.error(f"no such row: {', '.join(sorted(unknown))}")
+    if options.figures:
+        measure_row(ROWS[options.rows[0]], options.figures, options.nanogpt)
+    if options.docs:
+        write_docs()
+        return 0
+    python = prepare(options.folder.absolute())
+    failed = []
+    for name in options.rows or ROWS:
+        row, finished = ROWS[name], read_results()
+        if row.nanogpt and not options.nanogpt:
+            print(f"{name}: left out, needs --nanogpt=")
+            continue
+        if not options.rows and finished.get(name, {}).get("fingerprint") == fingerprint(row):
+            continue
+        asked = fingerprint(row)  # of the code as it is before the row runs
+        nanogpt = options.nanogpt.absolute() if row.nanogpt else None
+        figures = run_row(name, python, options.folder.absolute(), nanogpt)
+        if figures is None:
+            failed.append(name)
+            continue
+        finished = read_results() | {name: dict(fingerprint=asked, **figures)}
+        write_results({name: finished[name] for name in ROWS if name in finished})
+    subprocess.run([python, __file__, "--docs"], check=True)
+    print(f"{len(failed)} failed" if failed else f"all rows are in {RESULTS}, their tables in docs")
+    return 1 if failed else 0
+
+
+def read_results() -> dict[str, dict]:
+    return json.loads(RESULTS.read_text("utf-8"))["rows"] if RESULTS.exists() else {}
+
+
+def write_results(rows: dict[str, dict]) -> None:
+    """A line for each row and each of its figures, so that differences can be read."""
+    note = "Simulated by tests/nullgpu/run.py: kernels not run. No figure here is a time."
+    text = json.dumps(dict(note=note, torch=TORCH, rows=rows), indent=1)
+    unfinished = RESULTS.with_suffix(".tmp")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(RESULTS)
+
+
+# -----------------------------------------------------------------------------
+# In a row's process, on its card
+
+
+class Counters:
+    """What the card has been asked for so far, by name."""
+
+    def __init__(self, path: Path):
+        self.library, self.path = ctypes.CDLL(None), path
+        self.launched = collections.Counter()  # what is counted in Python: see below
+        self.libraries = []
+
+    def count_triton(self) -> None:
+        """From now on each compiled kernel's bytes by Inductor's count, where it runs."""
+        import torch._inductor.config
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        torch._inductor.config.benchmark_combo_kernel = True  # writes kernel_num_gb
+        run = CachingAutotuner.run
+
+        def counted(kernel, *args, **kwargs):
+            name, gigabytes = kernel.fn.__name__, kernel.inductor_meta["kernel_num_gb"]
+            self.launched["bytes", name] += round(gigabytes * 1e9)
+            self.launched["compiled", name] += 1
+            return run(kernel, *args, **kwargs)
+
+        CachingAutotuner.run = counted
+
+    def read(self) -> collections.Counter:
+        self.library.nullgpu_report(str(self.path).encode())
+        counts = collections.Counter(self.launched)
+        for line in self.path.read_text().splitlines():
+            kind, number, *rest = line.split(maxsplit=2)
+            counts[(kind, *rest)] += int(number)
+        return counts
+
+
+def stand_in_for_cudnn(counters: Counters) -> None:
+    """
+    Where torch chooses cuDNN's attention, allocate what torch allocates around it, and count it.
+    cuDNN itself finds no card here. What it takes as a workspace is missing from the memory.
+    """
+    import torch
+
+    library = torch.library.Library("aten", "IMPL")
+    counters.libraries.append(library)  # or it goes, and its functions with it
+
+    def forward(q, k, v, *others, **keys):
+        counters.launched["kernel", "cudnn_forward"] += 1
+        numbers = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+        seed = q.new_empty((), dtype=torch.int64)
+        return torch.empty_like(q), numbers, None, None, q.size(2), k.size(2), seed, seed, None
+
+    def backward(dy, q, k, v, *others, **keys):
+        counters.launched["kernel", "cudnn_backward"] += 1
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
+
+
+class Watch:
+    """Stands in for train.train_step, and counts what each iteration asks of the card."""
+
+    def __init__(self, counters: Counters):
+        import train
+
+        self.train_step, self.counters, self.iterations = train.train_step, counters, []
+        train.train_step = self
+
+    def __call__(self, model, optimizer, scaler, next_batch, *others):
+        import torch
+        from torch._dynamo.utils import counters as dynamo
+
+        at_batch = []
+
+        def watched_batch():
+            at_batch.append(self.counters.read())
+            return next_batch()
+
+        graphs = dynamo["stats"]["unique_graphs"]
+        torch.cuda.reset_peak_memory_stats()
+        before = self.counters.read()
+        result = self.train_step(model, optimizer, scaler, watched_batch, *others)
+        self.iterations.append(
+            dict(
+                all=self.counters.read() - before,
+                # from the second batch on gradients are added to those of the batch before
+                micro_batch=at_batch[2] - at_batch[1],
+                allocated=torch.cuda.max_memory_allocated(),
+                reserved=torch.cuda.max_memory_reserved(),
+                graphs=graphs,
+            )
+        )
+        return result
+
+
+def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
+    """Train, write the figures to `path`, and end this process."""
+    sys.path.insert(0, str(ROOT))
+    counters = Counters(path.with_suffix(".counts"))
+    counters.count_triton()
+    stand_in_for_cudnn(counters)
+    watch = Watch(counters)
+    from configurator import load_config
+
+    flags = [*command_of(row).split(), "--gradient_accumulation_steps=3"]
+    config = load_config([*flags, "--dataset=none"])
+    with tempfile.TemporaryDirectory() as folder:
+        if row.whole:
+            train_whole(config, flags, Path(folder))
+        else:
+            train_steps(config, Path(folder), nanogpt)
+    path.write_text(json.dumps(figures_of(row, config, watch.iterations)))
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads for a card that is not there do not end by themselves
+
+
+def train_steps(config, folder: Path, nanogpt: Path | None) -> None:
+    """Four iterations, as bench.py trains."""
+    from benchmarks import measure
+    from benchmarks.peer import use_nanogpt
+    from training import hardware
+
+    data = measure.real_or_random_data(config, folder)
+    trainee = measure.Trainee(config, hardware.set_up(config), data)
+    if nanogpt:
+        use_nanogpt(trainee, nanogpt)
+    for _ in range(4):
+        trainee.step()
+
+
+def train_whole(config, flags: list[str], folder: Path) -> None:
+    """train.py: two iterations, an evaluation, a sample and a checkpoint, and all of it again."""
+    import train
+    from benchmarks import measure
+
+    measure.real_or_random_data(config, folder)
+    flags += [f"--dataset={folder}", f"--out_dir={folder / 'out'}", "--init_from=scratch"]
+    flags += ["--max_iters=4", "--eval_interval=2", "--eval_tokens=1024", "--checkpoint_interval=2"]
+    train.main([*flags, "--warmup_iters=1", "--sample_tokens=8", "--log_interval=1"])
+
+
+def figures_of(row: Row, config, iterations: list[dict]) -> dict:
+    """The row of results/nullgpu.json but its fingerprint."""
+    import torch
+    from torch._dynamo.utils import counters as dynamo
+
+    last = iterations[-1]
+    counts, micro_batch = last["all"], last["micro_batch"]
+    if config.compile and not of_kind(counts, "compiled"):
+        raise RuntimeError("compiling has failed")
+    graphs = dynamo["stats"]["unique_graphs"]
+    figures = dict(
+        card=row.card,
+        command=command_of(row),
+        model="nanoGPT" if row.nanogpt else config.model,
+        allocated_gib=round(max(it["allocated"] for it in iterations[1:]) / GIB, 3),
+        reserved_gib=round(torch.cuda.max_memory_reserved() / GIB, 3),
+        waits=max(it["all"]["waits",] for it in iterations[1:]),
+        launches=launches(counts),
+        launches_of_a_micro_batch=launches(micro_batch),
+        attention=attention_kernels(counts),
+        graphs=graphs,
+        graph_breaks=sum(dynamo["graph_break"].values()),
+        recompilations=graphs - iterations[1]["graphs"],
+        micro_batch_tokens=config.batch_size * config.block_size,
+        product_tflop=round(product_flops(micro_batch) / 1e12, 3),
+        attention_tflop=round(attention_flops(config) / 1e12, 3),
+    )
+    return figures | (memory_traffic(micro_batch) if config.compile else {})
+
+
+def of_kind(counts: collections.Counter, kind: str) -> dict[str, int]:
+    return {key[1]: n for key, n in counts.items() if key[0] == kind}
+
+
+def launches(counts: collections.Counter) -> int:
+    return sum(of_kind(counts, "kernel").values()) + sum(of_kind(counts, "product").values())
+
+
+def attention_kernels(counts: collections.Counter) -> str:
+    known = dict(flash="flash_fwd", efficient="fmha_cutlassF", cuDNN="cudnn_forward")
+    names = of_kind(counts, "kernel")
+    return next((k for k, part in known.items() if any(part in name for name in names)), "plain")
+
+
+def product_flops(counts: collections.Counter) -> int:
+    flops = 0
+    for sizes, n in of_kind(counts, "product").items():
+        rows, columns, depth, _ = map(int, sizes.split())
+        flops += 2 * rows * columns * depth * n
+    return flops
+
+
+def attention_flops(config) -> int:
+    """
+    Two products of T x T forward and five backward, half of each because of the causal mask, in
+    each layer (FlashAttention-2, arXiv:2307.08691).
+    """
+    return 7 * config.n_layer * config.batch_size * config.block_size**2 * config.n_embd
+
+
+def memory_traffic(counts: collections.Counter) -> dict:
+    """What the kernels that Inductor wrote read and write in one micro-batch, in GB."""
+    sizes = of_kind(counts, "bytes")
+    kinds = collections.Counter()
+    for name, size in sizes.items():
+        kinds[next(kind for kind, words in KINDS.items() if any(w in name for w in words))] += size
+    largest = sorted(sizes, key=sizes.get, reverse=True)[:10]
+    return dict(
+        compiled_gb=round(sum(sizes.values()) / 1e9, 3),
+        compiled_gb_by_kind={kind: round(kinds[kind] / 1e9, 3) for kind in KINDS if kinds[kind]},
+        largest_kernels_gb={name: round(sizes[name] / 1e9, 3) for name in largest},
+        compiled_launches=sum(of_kind(counts, "compiled").values()),
+    )
+
+
+# -----------------------------------------------------------------------------
+# The tables of the docs
+
+
+def memory_table(rows: dict[str, dict]) -> list[list]:
+    """GiB at the peak: simulated, and by the memory model without what CUDA itself takes."""
+    from training.memory import memory_bytes
+
+    table = [["row", "allocated", "modelled", "off", "reserved", "modelled", "off"]]
+    for name, row in rows.items():
+        if row["model"] == "nanoGPT":
+            table.append([name, f"{row['allocated_gib']:.2f}", "", ""])
+            table[-1] += [f"{row['reserved_gib']:.2f}", "", ""]
+            continue
+        config, model = config_and_model(row)
+        parts = memory_bytes(config, model, config.dtype, config.batch_size)
+        reserved = (sum(parts.values()) - parts["context"]) / GIB
+        allocated = reserved - parts["fragmentation"] / GIB
+        line = [name]
+        for modelled, simulated in (
+            (allocated, row["allocated_gib"]),
+            (reserved, row["reserved_gib"]),
+        ):
+            off = f"{100 * (modelled / simulated - 1):+.1f} %"
+            line += [f"{simulated:.2f}", f"{modelled:.2f}", off]
+        table.append(line)
+    return table
+
+
+def iteration_table(rows: dict[str, dict]) -> list[list]:
+    """What an iteration asks of the card. A whole run compiles a graph for evaluations too."""
+    table = [["row", "waits", "launches a micro-batch", "attention", "graphs", "recompilations"]]
+    for name, row in rows.items():
+        launches = f"{row['launches_of_a_micro_batch']:,}"
+        graphs = [row["graphs"], row["recompilations"]] if row["graphs"] else ["", ""]
+        table.append([name, row["waits"], launches, row["attention"], *graphs])
+    return table
+
+
+def traffic_table(rows: dict[str, dict]) -> list[list]:
+    """GB that one micro-batch's memory-bound kernels read and write."""
+    rows = {name: row for name, row in rows.items() if "compiled_gb" in row}
+    kinds = [kind for kind in KINDS if any(kind in r["compiled_gb_by_kind"] for r in rows.values())]
+    table = [["row", "tokens", "sum", *kinds, "adding gradients"]]
+    for name, row in rows.items():
+        added = 12 * parameters(row) / 1e9
+        parts = [row["compiled_gb_by_kind"].get(kind, 0) for kind in kinds]
+        figures = [row["compiled_gb"] + added, *parts, added]
+        table.append([name, f"{row['micro_batch_tokens']:,}", *(f"{gb:.2f}" for gb in figures)])
+    return table
+
+
+def projection_table(rows: dict[str, dict]) -> list[list]:
+    """The least time of a micro-batch, in ms: each part at the card's peak, one after the other."""
+    from training.gpus import find_row
+
+    table = [["row", "products", "attention", "memory", "sum", "tokens/s, at most"]]
+    for name, row in rows.items():
+        if "compiled_gb" not in row:
+            continue
+        card_name, _, _, sms, *_ = CARDS[row["card"]].split("|")
+        card = find_row(card_name, int(sms))
+        peak = float(card["fp16_tflops"])  # that of bfloat16 where there is one
+        gigabytes = row["compiled_gb"] + 12 * parameters(row) / 1e9
+        parts = [row["product_tflop"] / peak, row["attention_tflop"] / peak]
+        parts.append(gigabytes / float(card["bandwidth_gbs"]))
+        rate = row["micro_batch_tokens"] / sum(parts)
+        milliseconds = [f"{1000 * seconds:.1f}" for seconds in (*parts, sum(parts))]
+        table.append([name, *milliseconds, f"{rate:,.0f}"])
+    return table
+
+
+def config_and_model(row: dict) -> tuple:
+    from configurator import load_config
+    from training.build import model_config
+
+    config = load_config(row["command"].split())
+    return config, model_config(config, 50257)
+
+
+def parameters(row: dict) -> int:
+    from training.build import count_parameters
+
+    return count_parameters(config_and_model(row)[1])[0]
+
+
+TABLES = {
+    "docs/memory.md": [memory_table],
+    "docs/benchmarks.md": [iteration_table, traffic_table, projection_table],
+}
+
+
+def with_tables(text: str, tables: list) -> str:
+    """A page with each table in its place, between two comments that name it."""
+    for make in tables:
+        begin, end = f"<!-- {make.__name__}: tests/nullgpu/run.py -->\n\n", "\n<!-- end -->"
+        lines = make(read_results())
+        lines.insert(1, ["---"] * len(lines[0]))
+        markdown = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+        before, rest = text.split(begin)
+        text = before + begin + markdown + end + rest.split(end, 1)[1]
+    return text
+
+
+def write_docs() -> None:
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    for name, tables in TABLES.items():
+        path = ROOT / name
+        path.write_text(with_tables(path.read_text("utf-8"), tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
