@@ -388,7 +388,7 @@ from data import prepare_fineweb, sources, writer
 def slow(*arguments, encode_rows=writer.encode_rows):
     time.sleep(0.003)
     return encode_rows(*arguments)
-sources.MAX_ROWS = 5
+sources.ROWS_PER_READ = 5
 writer.encode_rows = slow
 run_main(prepare_fineweb.main)
 """
