@@ -33,7 +33,7 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, UserError, parse_count, raise_if_any, run_main
+from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import ROW_FILES, Batch, Rows, files_source, local_files
 from data.tokenizer import TOKENIZERS, pick_tokenizer
@@ -263,7 +263,7 @@ def tally(counts: Counter) -> str:
 
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
-    names, notes = arguments.files, []
+    names = arguments.files
     if names:
         title, files = " ".join(names)[:200], local_files(names, ENDINGS)
     else:
@@ -274,7 +274,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{title}: holds no text")
     if names:
         text.draw_validation(arguments.val_fraction)
-        notes = describe(text, names)
+        say(*describe(text, names))
     else:
         text.shares = dict.fromkeys(range(val_documents), 1)
     out = arguments.out or default_out(names, files)
@@ -283,7 +283,7 @@ def main(argv: list[str]) -> int:
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = total // bytes_per_token + len(text.sizes)
     plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
-    plan.val_documents, plan.least_tokens, plan.notes = len(text.shares), LEAST_TOKENS, notes
+    plan.val_documents, plan.least_tokens = len(text.shares), LEAST_TOKENS
     return prepare(plan, text, arguments.workers)
 
 

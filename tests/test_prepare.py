@@ -244,8 +244,7 @@ def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
             0.05,
             "300.txt: 16 tokens for validation and 286 for training, each needs at least 65",
         ),
-        (300, 0.05, "a larger --val_fraction"),
-        (300, 0.9, "a smaller --val_fraction"),
+        (300, 0.9, "give more text, or another --val_fraction"),
     ):
         Path(f"{size}.txt").write_text("x" * size)
         with pytest.raises(UserError, match=message) as raised:
@@ -473,7 +472,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(
         return original(path, tokens)
 
     monkeypatch.setattr(writer, "write_shard", full)
-    message = "train_000002.bin: No space left on device; .*the same command goes on"
+    message = f"{out}: No space left on device; .*the same command goes on"
     with pytest.raises(RunError, match=message):
         fineweb(*flags, f"--out={out}")
     monkeypatch.setattr(writer, "write_shard", original)
@@ -607,7 +606,11 @@ def bad_file(folder: Path, name: str) -> Path:
         ("garbage.parquet", 2, "not a parquet file"),
         ("empty.parquet", 2, "is empty; remove it"),
         ("notes.docx", 2, "notes.docx: holds no .parquet, .jsonl, .json, .jsonl.gz, "),
-        ("small.parquet", 2, "and 0 for training, each needs at least 1; a smaller --val_tokens"),
+        (
+            "small.parquet",
+            2,
+            "and 0 for training, each needs at least 1; give more text, or another --val_tokens",
+        ),
     ],
 )
 def test_a_source_that_cannot_be_used(bytes_for_tokens, tmp_path, name, code, message):
@@ -743,10 +746,6 @@ DAMAGE = {
     "no manifest": (
         lambda f: (f / "manifest.json").unlink(),
         "manifest.json: not readable as JSON",
-    ),
-    "no manifest of ours": (
-        lambda f: (f / "manifest.json").write_text("[]"),
-        "was not made by this program",
     ),
     "no JSON": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "not readable as JSON"),
 }
