@@ -130,7 +130,7 @@ def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_
     book.write_text(whole)
     assert from_text(book, f"--out={out}", "--val_fraction=0.25") == 0
     (val,) = validation_of(out, [whole])
-    assert f"validation: the end of {book}\n" in capsys.readouterr().out
+    assert f"validation: the end of {book} (1)\n" in capsys.readouterr().out
     assert val.startswith("paragraph") and 0.25 <= len(val) / len(whole) < 0.3
     with pytest.raises(UserError, match="was made from revision"):
         from_text(book, f"--out={out}", "--val_fraction=0.5")
@@ -164,7 +164,7 @@ def test_rows_for_validation_are_whole_and_never_trained_on(tmp_path, capsys):
     assert from_text(source, f"--out={tmp_path / 'out'}") == 0
     val = validation_of(tmp_path / "out", texts)
     assert set(val) < set(texts) and 30 < len(val) < 60
-    assert f"validation: {source} ({len(val)} rows)\n" in capsys.readouterr().out
+    assert f"validation: {source} ({len(val)})\n" in capsys.readouterr().out
     numbers = [texts.index(text) for text in val]
     assert max(b - a for a, b in zip([0, *numbers], [*numbers, 1000], strict=True)) < 150
 
@@ -185,7 +185,10 @@ UNREADABLE = {
         "line 41: byte 0xff is not UTF-8; the",
     ),
     "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "--encoding=utf-16-le"),
-    "twice.txt": (GERMAN.encode("cp1252").decode("latin1").encode(), "converted wrongly: give the"),
+    "twice.txt": (
+        GERMAN.encode("cp1252").decode("latin1").encode(),
+        "or converted wrongly: give the original",
+    ),
     "scan.txt": (b"%PDF-1.4\n" + random.Random(0).randbytes(9999), "binary: leave it out"),
 }
 
@@ -221,8 +224,8 @@ def test_an_encoding_is_for_the_files_that_are_not_utf8(tmp_path, capsys, name, 
     assert from_text(tmp_path, f"--out={tmp_path / 'out'}", f"--encoding={encoding}") == 0
     validation_of(tmp_path / "out", [GERMAN, GERMAN, content.decode(encoding)])
     printed = capsys.readouterr().out
-    assert f"read: 2 utf-8, 1 utf-16, 1 {encoding}\n" in printed
-    assert "left out: 1 .jpg, 1 empty\n" in printed
+    assert f"read: utf-8 (2), utf-16 (1), {encoding} (1)\n" in printed
+    assert "left out: .jpg (1), empty (1)\n" in printed
     # neither noise nor UTF-8 with a broken byte becomes text by it
     for other in ("scan.txt", "damaged.txt"):
         (tmp_path / other).write_bytes(UNREADABLE[other][0])
