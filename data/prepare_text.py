@@ -184,7 +184,7 @@ class OwnText:
         validation is the end, as in nanoGPT.
         """
         ends, taken = list(accumulate(self.sizes)), Counter()
-        wanted = fraction * ends[-1]
+        wanted = fraction * sum(self.sizes)
         draw = random.Random(SEED)
         while taken.total() < wanted:
             document = bisect.bisect(ends, draw.random() * ends[-1])
@@ -266,8 +266,6 @@ def main(argv: list[str]) -> int:
         title, files, val_documents = stdlib_source()
     text = OwnText(files, arguments.encoding)
     total = sum(text.sizes)
-    if not total:
-        raise UserError(f"{title}: holds no text")
     if names:
         text.draw_validation(arguments.val_fraction)
         say(*describe(text, names))

@@ -99,7 +99,7 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     start = writer.manifest["next"]
     begin = (start["file"], start["row"])
     batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
-    total, done = writer.plan.expected_tokens, writer.tokens
+    total, done = writer.plan.expected_tokens, sum(writer.totals.values())
     # disable=None: shown on a terminal only
     with tqdm(total=total, initial=done, unit="tok", unit_scale=True, disable=None) as bar:
         while not writer.has_all and (batch := next(batches, None)):
@@ -107,7 +107,7 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
             for row, tokens, size in documents:
                 done = start["token"] if (file, row) == begin else 0
                 writer.add(tokens, size, file, row, done)
-            bar.update(writer.tokens - bar.n)
+            bar.update(sum(writer.totals.values()) - bar.n)
     batches.close()  # ends the threads
     writer.complete()
 
@@ -181,10 +181,6 @@ class ShardWriter:
         self.train_tokens = plan.train_tokens or math.inf
         # documents that begin in the buffer, and the bytes of their text
         self.documents = self.bytes = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.totals.values())
 
     @property
     def has_all(self) -> bool:
