@@ -294,9 +294,8 @@ def error_line(error: BaseException, path: Path) -> int:
     """The line of a config file that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    if lines:
-        return lines[-1]
-    return getattr(error, "lineno", None) or 1  # it did not even run: a SyntaxError
+    # without such lines it did not even run: a SyntaxError
+    return lines[-1] if lines else getattr(error, "lineno", None) or 1
 
 
 def parse(text: str, kind: type) -> Any:
@@ -325,10 +324,8 @@ def fit(value: Any, f: Field, where: str) -> Any:
     if m["choices"] and value not in m["choices"]:
         hint = did_you_mean(value, m["choices"])
         raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
-    # up to here floats are exact for whole numbers
-    high = 2**53 if kind is int and m["high"] == math.inf else m["high"]
-    if kind in (int, float) and not m["low"] <= value <= high:
-        span = f"{m['low']} or more" if value < m["low"] else f"{high} or less"
+    if kind in (int, float) and not m["low"] <= value <= m["high"]:
+        span = f"{m['low']} or more" if value < m["low"] else f"{m['high']} or less"
         raise UserError(f"{where}: must be {span}, got {value}")
     if kind is str and not value.strip() and not m["free_text"]:
         raise UserError(f"{where}: must not be empty")

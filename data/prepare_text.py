@@ -24,6 +24,7 @@ import random
 import re
 import sys
 import sysconfig
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
@@ -33,7 +34,7 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, UserError, parse_count, raise_if_any, run_main
+from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import ROW_FILES, Batch, Rows, files_source, local_files
 from data.tokenizer import TOKENIZERS, pick_tokenizer
@@ -52,7 +53,7 @@ MOST_CONTROLS = 0.001  # of the characters of a text
 
 SEED = 1337
 PIECES = 16  # of large documents make up validation: more than one subject, or language
-MOST_NAMES = 20  # printed
+LONGEST_LINE = 2000  # of names that are printed
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 
 # -----------------------------------------------------------------------------
@@ -94,20 +95,18 @@ def encoding_of(path: str, given: str | None) -> str:
     damaged = broken and sum(char > "\x7f" for char in utf8) > 2 * broken
     if given and not damaged and is_read_by(given, content):
         return given
-    controls, nuls = count_controls(utf8), utf8.count("\0")
-    if controls and (nuls or not broken):
-        looks = "converted wrongly: give the original"
-        if nuls:
-            looks = "binary: leave it out; if it is UTF-16 without its mark, --encoding=utf-16-le"
+    if controls := count_controls(utf8):
         counts = f"{controls:,} NULs and control characters in {len(utf8):,}"
-        raise UserError(f"{path}: {counts}; looks {looks}")
+        looks = "binary: leave it out; or converted wrongly: give the original"
+        utf16 = "if it is UTF-16 without its mark, --encoding=utf-16-le"
+        raise UserError(f"{path}: {counts}; looks {looks}; {utf16}")
     at = len(utf8[: utf8.index("\ufffd")].encode())
     sample = " ".join(content[max(at - 20, 0) : at + 20].decode("cp1252", "replace").split())
     looks = f"as cp1252 it reads {sample!r}: if that is right, --encoding=cp1252, else its own"
     if damaged:
         looks = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
     line = 1 + content.count(b"\n", 0, at)
-    name = given if given and not damaged else "UTF-8"
+    name = f"UTF-8, nor is the text {given}" if given and not damaged else "UTF-8"
     raise UserError(f"{path}: line {line:,}: byte {content[at]:#x} is not {name}; {looks}")
 
 
@@ -185,7 +184,7 @@ class OwnText:
         validation is the end, as in nanoGPT.
         """
         ends, taken = list(accumulate(self.sizes)), Counter()
-        wanted = fraction * ends[-1]
+        wanted = fraction * sum(self.sizes)
         draw = random.Random(SEED)
         while taken.total() < wanted:
             document = bisect.bisect(ends, draw.random() * ends[-1])
@@ -248,33 +247,28 @@ def describe(text: OwnText, names: list[str]) -> list[str]:
     others = set(local_files(names, ("",))) - set(text.files)
     left_out = Counter(Path(name).suffix or "without ending" for name in others)
     left_out += Counter(empty=text.sizes.count(0))
-    drawn = Counter(map(text.name, text.shares)).items()
-    drawn = [f"{name} ({count:,} rows)" if count > 1 else name for name, count in drawn]
-    if len(drawn) > MOST_NAMES:
-        drawn[MOST_NAMES:] = [f"and {len(drawn) - MOST_NAMES:,} more"]
-    lines = {"read": tally(Counter(text.encodings.values())), "left out": tally(left_out)}
-    lines["validation"] = ", ".join(drawn)
-    return [f"{key}: {line}" for key, line in lines.items() if line]
+    lines = {"read": Counter(text.encodings.values()), "left out": left_out}
+    lines["validation"] = Counter(map(text.name, text.shares))
+    return [f"{key}: {tally(counts)}" for key, counts in lines.items() if counts]
 
 
 def tally(counts: Counter) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in counts.most_common())
+    line = ", ".join(f"{what} ({count:,})" for what, count in counts.items())
+    return textwrap.shorten(line, LONGEST_LINE, placeholder=" ...")
 
 
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
-    names, notes = arguments.files, []
+    names = arguments.files
     if names:
         title, files = " ".join(names)[:200], local_files(names, ENDINGS)
     else:
         title, files, val_documents = stdlib_source()
     text = OwnText(files, arguments.encoding)
     total = sum(text.sizes)
-    if not total:
-        raise UserError(f"{title}: holds no text")
     if names:
         text.draw_validation(arguments.val_fraction)
-        notes = describe(text, names)
+        say(*describe(text, names))
     else:
         text.shares = dict.fromkeys(range(val_documents), 1)
     out = arguments.out or default_out(names, files)
@@ -283,7 +277,7 @@ def main(argv: list[str]) -> int:
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = total // bytes_per_token + len(text.sizes)
     plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
-    plan.val_documents, plan.least_tokens, plan.notes = len(text.shares), LEAST_TOKENS, notes
+    plan.val_documents, plan.least_tokens = len(text.shares), LEAST_TOKENS
     return prepare(plan, text, arguments.workers)
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,9 +23,7 @@ Source = Callable[[int, int], Iterator[Batch]]
 
 COLUMN = "text"
 ROW_FILES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-ROWS_PER_READ = 256  # of jsonl
-BYTES_PER_READ = 4_000_000  # of parquet, but no more than MAX_ROWS
-MAX_ROWS = 1024
+ROWS_PER_READ = 64  # few, as each may be a book
 # Seconds to wait while the hub fails, on top of the attempts of the library itself
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
 
@@ -104,31 +103,23 @@ def quiet_datasets():
 # Reading a file
 
 
-# Which pieces of a source a worker reads, every n-th: (its number, how many workers there are)
-Turn = tuple[int, int]
-
-
-def has_turn(piece: int, turn: Turn) -> bool:
-    return piece % turn[1] == turn[0]
-
-
-def read_rows(
-    name: str, row: int, piece: int, turn: Turn
-) -> Iterator[tuple[int, int, Rows | None]]:
+def read_rows(name: str, row: int) -> Iterator[tuple[int, Any]]:
     """
-    The texts of a file, a path or an hf:// address, from `row` on in pieces: the piece's first row,
-    the row after its last, and its texts. The first piece has the number `piece`; pieces that are
-    the turn of others have None for texts and are not decoded. Raises UserError where there is no
-    text, and whatever reading throws.
+    The texts of a file, a path or an hf:// address, from `row` on in pieces that begin and end
+    where they do for any `row`: the piece's first row, and an Arrow column of texts. Raises
+    UserError where there is no text, and whatever reading throws.
     """
     read = read_parquet if name.lower().endswith(".parquet") else read_jsonl
-    return read(name, row, piece, turn)
+    for begin, column in read(name, row):
+        before = max(row - begin, 0)
+        if before < len(column):
+            yield begin + before, column[before:]
 
 
-def read_parquet(name: str, row: int, piece: int, turn: Turn):
+def read_parquet(name: str, row: int):
     """
-    read_rows of a parquet file, with pyarrow alone: the datasets library reads some 300 MB ahead of
-    a slower consumer and, when it begins in the middle of a file, downloads what it skips.
+    Pieces of a parquet file, with pyarrow alone: the datasets library reads some 300 MB ahead of a
+    slower consumer and, when it begins in the middle of a file, downloads what it skips.
     """
     import fsspec
     import pyarrow.parquet
@@ -137,39 +128,18 @@ def read_parquet(name: str, row: int, piece: int, turn: Turn):
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         check_column(name, parquet.schema_arrow)
-        group_begins = 0
+        end = 0
         for group in range(parquet.num_row_groups):
-            group_ends = group_begins + parquet.metadata.row_group(group).num_rows
-            size = rows_per_piece(parquet, group)
-            # Lazy: reads from the file when the first batch is asked for, decodes batch by batch
-            batches = parquet.iter_batches(size, row_groups=[group], columns=[COLUMN])
-            decoded = group_begins
-            for begin in range(group_begins, group_ends, size):
-                end = min(begin + size, group_ends)
-                if end <= row:
-                    continue
-                texts = None
-                if has_turn(piece, turn):
-                    while decoded < end:
-                        batch = next(batches)
-                        decoded += len(batch)
-                    texts = to_texts(batch.column(0))[max(row - begin, 0) :]
-                yield max(begin, row), end, texts
-                piece += 1
-            group_begins = group_ends
+            begin, end = end, end + parquet.metadata.row_group(group).num_rows
+            if end <= row:
+                continue  # is not downloaded
+            for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[COLUMN]):
+                yield begin, batch.column(0)
+                begin += len(batch)
 
 
-def rows_per_piece(parquet, group: int) -> int:
-    """As many rows of the row group as make up some BYTES_PER_READ, by its metadata."""
-    leaves = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
-    metadata = parquet.metadata.row_group(group)
-    text_bytes = metadata.column(leaves.index(COLUMN)).total_uncompressed_size
-    row_bytes = text_bytes // max(metadata.num_rows, 1) + 1
-    return min(max(BYTES_PER_READ // row_bytes, 1), MAX_ROWS)
-
-
-def read_jsonl(name: str, row: int, piece: int, turn: Turn):
-    """read_rows of a jsonl file, with the datasets library."""
+def read_jsonl(name: str, row: int):
+    """Pieces of a jsonl file from its beginning, with the datasets library."""
     files = [name if "://" in name else glob.escape(name)]
     # spelt "utf-8", the library would not look at encoding_errors
     encoding = dict(encoding="UTF-8", encoding_errors="replace")
@@ -178,14 +148,8 @@ def read_jsonl(name: str, row: int, piece: int, turn: Turn):
     begin = 0
     for table in rows.with_format("arrow").iter(batch_size=ROWS_PER_READ):
         check_column(name, table.schema)
-        end = begin + len(table)
-        if end > row:
-            texts = None
-            if has_turn(piece, turn):
-                texts = to_texts(table.column(COLUMN))[max(row - begin, 0) :]
-            yield max(begin, row), end, texts
-            piece += 1
-        begin = end
+        yield begin, table.column(COLUMN)
+        begin += len(table)
 
 
 def check_column(name: str, schema) -> None:
@@ -208,23 +172,24 @@ def to_texts(column) -> Rows:
 def files_source(
     files: list[str],
     backoff: tuple[float, ...] = (),
-    turn: Turn = (0, 1),
+    turn: tuple[int, int] = (0, 1),
     again_from: tuple[int, int] | None = None,
 ) -> Source:
     """
-    Files as a source of the pieces whose `turn` it is. A file that fails is opened again at the
-    same row after each wait of `backoff`, in seconds. The source ends with the last file, or, given
-    `again_from`, goes on for ever from that place.
+    Files as a source of the pieces whose `turn` it is: (i, n) is the i-th of n workers, which has
+    every n-th piece. A file that fails is opened again at the same row after each wait of
+    `backoff`, in seconds. The source ends with the last file, or, given `again_from`, goes on for
+    ever from that place.
     """
 
     def source(file: int, row: int) -> Iterator[Batch]:
         piece, failures = 0, 0
         while file < len(files):
             try:
-                for begin, end, texts in read_rows(files[file], row, piece, turn):
-                    if texts is not None:
-                        yield file, begin, texts
-                    row = end
+                for begin, column in read_rows(files[file], row):
+                    if piece % turn[1] == turn[0]:
+                        yield file, begin, to_texts(column)
+                    row = begin + len(column)
                     piece += 1
                     failures = 0
             except UserError:

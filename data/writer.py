@@ -14,7 +14,7 @@ import json
 import math
 import shlex
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,7 +58,6 @@ class Plan:
     val_documents: int = 1
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # of each split
-    notes: Sequence[str] = ()  # lines to print at the end
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
@@ -88,30 +87,29 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         except KeyboardInterrupt:
             complain(f"stopped: {GO_ON}")
             return 130
-    say(*plan.notes)
+        except OSError as error:  # a full disk, which names no file, or a text that has gone
+            path = error.filename or plan.folder
+            raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
     say_what_it_holds(plan.folder, writer.manifest)
     return 0
 
 
 def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
-    """Write what comes after the finished shards. Raises RunError."""
+    """Write what comes after the finished shards."""
     start = writer.manifest["next"]
     begin = (start["file"], start["row"])
     batches = encode_batches(source(*begin), writer.plan.tokenizer, workers)
-    with progress_bar(writer.plan.expected_tokens, writer.tokens) as bar:
+    total, done = writer.plan.expected_tokens, sum(writer.totals.values())
+    # disable=None: shown on a terminal only
+    with tqdm(total=total, initial=done, unit="tok", unit_scale=True, disable=None) as bar:
         while not writer.has_all and (batch := next(batches, None)):
             file, documents = batch
             for row, tokens, size in documents:
                 done = start["token"] if (file, row) == begin else 0
                 writer.add(tokens, size, file, row, done)
-            bar.update(writer.tokens - bar.n)
+            bar.update(sum(writer.totals.values()) - bar.n)
     batches.close()  # ends the threads
     writer.complete()
-
-
-def progress_bar(tokens: int, done: int) -> tqdm:
-    # disable=None: shown on a terminal only
-    return tqdm(total=tokens, initial=done, unit="tok", unit_scale=True, disable=None)
 
 
 def say_what_it_holds(folder: Path, manifest: dict) -> None:
@@ -185,10 +183,6 @@ class ShardWriter:
         self.documents = self.bytes = 0
 
     @property
-    def tokens(self) -> int:
-        return sum(self.totals.values())
-
-    @property
     def has_all(self) -> bool:
         return self.totals["train"] >= self.train_tokens
 
@@ -220,22 +214,16 @@ class ShardWriter:
 
     def finish_shard(self) -> None:
         """
-        Write the shard, then the manifest that names it and the place where the next begins. Raises
-        RunError.
+        Write the shard, then the manifest that names it and the place where the next begins.
         """
-        name = f"{self.split}_{len(self.manifest['shards']):06d}.bin"
-        path = self.folder / name
-        try:
-            if self.filled:
-                sha256 = write_shard(path, self.buffer[: self.filled])
-                shard = dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents)
-                self.manifest["shards"].append(dict(shard, bytes=self.bytes))
-                self.manifest["documents"] += self.documents
-                self.filled = self.documents = self.bytes = 0
-            path = self.folder / "manifest.json"
-            write_manifest(self.folder, self.manifest)
-        except OSError as error:
-            raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
+        if self.filled:
+            name = f"{self.split}_{len(self.manifest['shards']):06d}.bin"
+            sha256 = write_shard(self.folder / name, self.buffer[: self.filled])
+            shard = dict(name=name, tokens=self.filled, sha256=sha256, documents=self.documents)
+            self.manifest["shards"].append(dict(shard, bytes=self.bytes))
+            self.manifest["documents"] += self.documents
+            self.filled = self.documents = self.bytes = 0
+        write_manifest(self.folder, self.manifest)
 
     def complete(self) -> None:
         """
@@ -247,9 +235,7 @@ class ShardWriter:
             self.remove_all()
             held = "{val:,} tokens for validation and {train:,} for training".format(**self.totals)
             flag = "--val_tokens" if self.plan.val_tokens else "--val_fraction"
-            mend = f"a {'smaller' if self.totals['train'] < least else 'larger'} {flag}"
-            if self.tokens < 2 * least:
-                mend = "give more text"
+            mend = f"give more text, or another {flag}"
             raise UserError(f"{self.plan.source}: {held}, each needs at least {least}; {mend}")
         self.manifest["complete"] = True
         del self.manifest["next"]
@@ -292,10 +278,7 @@ def read_preparation(folder: Path) -> dict:
     is not the one that it tells of.
     """
     manifest = read_manifest(folder)
-    if manifest.get("format") != FORMAT:
-        problem = "was not made by this program; choose another folder"
-        raise UserError(f"{folder / 'manifest.json'}: {problem}")
-    if manifest["tokenizer"] == "bpe":
+    if manifest.get("tokenizer") == "bpe":
         read_bpe(folder / "tokenizer.json", manifest)
     return manifest
 
@@ -355,14 +338,12 @@ def check_folder(name: str) -> None:
     folder = dataset_folder(name)
     manifest = read_preparation(folder)
     problems = []
-    with progress_bar(sum(tokens_of(manifest).values()), done=0) as bar:
-        for shard in manifest["shards"]:
-            path = folder / shard["name"]
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 != shard["sha256"]:
-                problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
-            bar.update(shard["tokens"])
+    for shard in tqdm(manifest["shards"], unit="shard", disable=None):
+        path = folder / shard["name"]
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != shard["sha256"]:
+            problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
     raise_if_any(problems)
     say(f"{folder}: each sha256 agrees with manifest.json")
     tokenizer = f"tokenizer {manifest['tokenizer']}"

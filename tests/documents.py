@@ -62,9 +62,13 @@ def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
     """
     ends, begins = val[:], train[:]
     for text in texts:
-        begin = begins.pop(0) if begins and text.startswith(begins[0]) else ""
-        if begin != text:
-            assert begin + ends.pop(0) == text
+        if begins and begins[0] == text:
+            begins.pop(0)
+            continue
+        end = ends.pop(0)
+        assert text.endswith(end)
+        if begin := text.removesuffix(end):
+            assert begins.pop(0) == begin
     assert not begins and not ends
 
 
