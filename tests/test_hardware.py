@@ -301,12 +301,25 @@ def test_a_torch_that_compiles_to_nan_on_an_a100_is_warned_of(
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
     for name, value in (
         ("set_device", None),
+        ("device_count", 1),
         ("get_device_capability", capability),
         ("get_device_name", "NVIDIA A100-SXM4-80GB"),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     hardware.set_up(Config(device="cuda", compile=True))
     assert ("torch 2.10 compiles to NaN" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize("local_rank, gpus, device", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
+def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, device, monkeypatch):
+    """As SLURM gives each task a GPU of its own, which is cuda:0 for all of them."""
+    monkeypatch.setattr(hardware, "find_peak", lambda *_: None)
+    monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    hw = hardware.set_up(Config(device="cuda", dtype="float32"), local_rank)
+    assert hw.device == torch.device("cuda", device)
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():
