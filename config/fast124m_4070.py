@@ -15,7 +15,7 @@ n_embd = 768
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 131072  # for token pairs; no FLOPs, but memory
 block_size = 1024
-batch_size = 8  # modelled: 10.5 GB; 16 would need 14.4 GB
+batch_size = 8  # modelled: 10.6 GB; 16 would need 13.8 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

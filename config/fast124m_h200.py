@@ -14,7 +14,7 @@ n_embd = 768
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 251520  # for token pairs, 5 for each id; no FLOPs, but memory
 block_size = 1024
-batch_size = 32  # modelled: 23.6 GB; the logits of 64 would need 64-bit indices
+batch_size = 32  # modelled: 21.6 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

@@ -5,7 +5,7 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
-batch_size = 16  # modelled: 10.1 GB; 32 would need 17.3 GB
+batch_size = 16  # modelled: 9.5 GB; 32 would need 15.3 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 warmup_iters = 715

@@ -5,7 +5,7 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
-batch_size = 32  # modelled: 17.3 GB; the logits of 64 would need 64-bit indices
+batch_size = 32  # modelled: 15.3 GB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 warmup_iters = 715

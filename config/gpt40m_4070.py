@@ -6,7 +6,7 @@ dataset = "fineweb_edu"
 init_from = "auto"
 
 # 32 micro-batches of 16 * 1024 tokens
-batch_size = 16  # modelled: 5.8 GB
+batch_size = 16  # modelled: 5.1 GB
 block_size = 1024
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 

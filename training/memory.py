@@ -111,7 +111,9 @@ def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> in
     b, C, chunk = bytes_of(model, dtype), model.n_embd, model.loss_chunk
     in_chunks = 0 < chunk < tokens
     if in_chunks and compiled:
-        per_id = 2 * b.element * chunk + (4 if dtype == "float32" else 10) * C
+        # compiled code adds up the chunks' gradients of the head at the end
+        copies = 4 if dtype == "float32" else b.element * -(-tokens // chunk)
+        per_id = 2 * b.element * chunk + copies * C
     elif in_chunks:
         per_id = b.chunked * chunk + 4 * C
     elif compiled:
