@@ -76,6 +76,8 @@ def compile_model(model: nn.Module, **options) -> nn.Module:
     """torch.compile(model, **options): what it takes to have the model in one graph stands here."""
     # the compiler cannot follow its call of autograd, and need not
     torch.compiler.allow_in_graph(LossWithGradients)
+    if isinstance(model, FastGPT):
+        model.keep_rotary_tables()
     return torch.compile(model, **options)
 
 
@@ -294,7 +296,7 @@ TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py
 # as this process has imported them: they may be edited while it trains
 SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
 # code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="52181a2feee83300", fast="6ec232af14bdf169")
+SHIPPED_CODE = dict(gpt2="52181a2feee83300", fast="8f2cc4cf06b66b70")
 
 
 class DropDocstrings(ast.NodeTransformer):
