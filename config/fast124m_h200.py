@@ -32,7 +32,7 @@ lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30 %, then down to zero
 min_lr = 0.0
 
-eval_interval = 125
+eval_interval = 250  # each saves 5.3 GB, for 11 s
 eval_tokens = 2097152
 checkpoint_interval = 250
 log_interval = 10
