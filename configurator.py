@@ -80,7 +80,7 @@ class Config:
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "token embedding and output head share a matrix; fast: False")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
-    loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024 if not compiled")
+    loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024, compiled 4096")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
     value_tables: int = key(0, "tables of value embeddings: memory, no FLOPs", of="fast", low=0)
     bigram_rows: int = key(0, "rows of token pairs; 0: no offset", of="fast", low=0, high=2**31)

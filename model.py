@@ -32,8 +32,7 @@ class GPTConfig:
     flash: bool = True  # fused attention kernel; False: the plain formula
     model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
-    # keep only each block's input; the backward pass runs the block again
-    recompute: bool = False
+    recompute: bool = False  # keep each block's input alone; the backward pass runs it again
     # model_fast.py's tables of value embeddings, and the rows of its table of token pairs
     value_tables: int = 0
     bigram_rows: int = 0
@@ -41,11 +40,6 @@ class GPTConfig:
 
 # fields that only change how the model is computed; all others are its architecture
 HOW_COMPUTED = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
-
-
-def pad_vocab(vocab_size: int, multiple: int) -> int:
-    """The vocabulary size rounded up to a multiple: 50257, 128 -> 50304."""
-    return -(-vocab_size // multiple) * multiple
 
 
 # -----------------------------------------------------------------------------
@@ -88,7 +82,6 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
-        # q, k and v in one product
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -157,8 +150,7 @@ def mean_loss(
     not -1. x is (B, T, C), the head's weight (V, C), `cap` as in `cap_logits`.
 
     With a chunk > 0 the logits of only so many tokens exist at once. Their gradient is made along
-    with them, except in float16: its small gradients need GradScaler's factor, which is known only
-    in the backward pass, so that pass computes the logits again, for 2 C V more FLOPs a token.
+    with them, before it is divided, so that float16 has room for it without GradScaler's factor.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
     count = (targets != -1).sum()
@@ -168,15 +160,17 @@ def mean_loss(
 
     if not 0 < chunk < len(x):
         return loss(x, targets) / count
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    if torch.is_grad_enabled() and dtype != torch.float16:
-        return LossWithGradients.apply(x, weight, targets, count, chunk, cap, dtype)
-    sums = []
-    for part in zip(x.split(chunk), targets.split(chunk), strict=True):
-        sums.append(checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False))
-    return torch.stack(sums).sum() / count
+    if torch.is_grad_enabled():
+        by_hand = not torch.compiler.is_compiling()  # compiled, autograd's slope is one kernel
+        return LossWithGradients.apply(x, weight, targets, chunk, cap, product_dtype(x), by_hand)
+    parts = zip(x.split(chunk), targets.split(chunk), strict=True)
+    return torch.stack([loss(*part) for part in parts]).sum() / count
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products of x are computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
@@ -188,25 +182,26 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 class LossWithGradients(torch.autograd.Function):
     """
     `mean_loss` of x (N, C) and targets (N,) with its gradients, made in the forward pass chunk by
-    chunk. Products run in `dtype`; the weight's gradient is summed in at least float32. There is no
-    second derivative.
+    chunk. Products run in `dtype`; the weight's gradient is summed in at least float32.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, count, chunk, cap, dtype) -> Tensor:
+    def forward(ctx, x, weight, targets, chunk, cap, dtype, by_hand) -> Tensor:
         head = weight.to(dtype)
         dx, total = [], 0.0
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             logits = (x_part @ head.T).requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(logits, y_part, cap, by_hand=True)
+                loss = loss_sum(logits, y_part, cap, by_hand=by_hand)
             (dlogits,) = torch.autograd.grad(loss, logits)
             total = total + loss.detach()
             del loss, logits  # before the products
             dx.append(dlogits @ head)
             dweight += dlogits.T @ x_part
             del dlogits  # before the next chunk's are made
+        # only here: for a count made before, the compiler would make all chunks' logits at once
+        count = (targets != -1).sum()
         # without a target to count the loss is NaN and the gradients are 0, as in F.cross_entropy
         ctx.save_for_backward(torch.cat(dx), dweight, count.clamp(min=1))
         return total / count
@@ -297,6 +292,8 @@ class GPT(nn.Module):
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
+        if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream too; an eager CPU's norms would sum in it
         recompute = self.config.recompute and self.training and not caches
         blocks = self.transformer.h
         for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPTConfig, KVCache, cap_logits, mean_loss, plain_attention
+from model import GPTConfig, KVCache, cap_logits, mean_loss, plain_attention, product_dtype
 
 # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts
 # (records)
@@ -82,7 +82,7 @@ class CausalSelfAttention(nn.Module):
             self.value_gate = nn.Linear(gate_channels, config.n_head, bias=False)
 
     def forward(
-        self, x: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None
+        self, x: Tensor, values: Tensor | None, angles: tuple[Tensor, Tensor], cache: KVCache | None
     ) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
@@ -92,7 +92,7 @@ class CausalSelfAttention(nn.Module):
             gate = 3 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, nh)
             v = v + gate[..., None] * values.view_as(v)
         # QK-norm: scores cannot explode (arXiv:2010.04245). The angles were in float32.
-        qk = rotate(norm(qk), cos, sin).type_as(v)
+        qk = rotate(norm(qk), *angles).type_as(v)
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -123,14 +123,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x: Tensor,
-        values: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None = None,
+        self, x: Tensor, values: Tensor | None, angles: tuple, cache: KVCache | None = None
     ) -> Tensor:
-        x = x + self.attn(norm(x), values, cos, sin, cache)
+        x = x + self.attn(norm(x), values, angles, cache)
         return x + self.mlp(norm(x))
 
 
@@ -154,6 +149,7 @@ class FastGPT(nn.Module):
             # a hash table of token pairs, added to the token's embedding (modded-nanogpt, pull
             # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
+        self.rotary = None  # see keep_rotary_tables()
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
@@ -197,11 +193,9 @@ class FastGPT(nn.Module):
         x = norm(self.transformer.wte(idx))
         if self.config.bigram_rows:
             x = x + self.transformer.bigrams(self.pair_rows(idx, caches))
-        device = idx.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+        if product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too (records); weights stay in float32
-        positions = torch.arange(past, past + idx.size(1), device=idx.device)
-        cos, sin = rotary_tables(positions, self.config.n_embd // self.config.n_head)
+        angles = self.angles(past, past + idx.size(1), idx.device)
         recompute = self.config.recompute and self.training and not caches
         values = [table(idx).type_as(x) for table in self.transformer.value_tables]
         blocks = self.transformer.h
@@ -209,10 +203,24 @@ class FastGPT(nn.Module):
         for block, number, cache in zip(blocks, self.table_of_layer, of_layers, strict=True):
             embedded = None if number is None else values[number]
             if recompute:
-                x = checkpoint(block, x, embedded, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, embedded, angles, use_reentrant=False)
             else:
-                x = block(x, embedded, cos, sin, cache)
+                x = block(x, embedded, angles, cache)
         return norm(x)
+
+    def angles(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rotary_tables` of the positions from start up to end."""
+        if self.rotary and end <= self.config.block_size:
+            return self.rotary[0][start:end], self.rotary[1][start:end]
+        positions = torch.arange(start, end, device=device)
+        return rotary_tables(positions, self.config.n_embd // self.config.n_head)
+
+    def keep_rotary_tables(self) -> None:
+        """
+        For compiled code: it would compute the sines again in each layer, in both passes. As
+        buffers they would be cast with the weights, and DDP would send them around.
+        """
+        self.rotary = self.angles(0, self.config.block_size, self.lm_head.weight.device)
 
     def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
         """

@@ -280,6 +280,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         return 0
     signals = Signals(ranks)  # they set a flag; signals.check() raises Interrupted when safe
     hw = hardware.set_up(c, ranks.local_rank)
+    ranks.check_same("dtype", hw.dtype_name)  # auto is another one on another card
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state

@@ -15,7 +15,7 @@ n_embd = 768
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 131072  # for token pairs; no FLOPs, but memory
 block_size = 1024
-batch_size = 8  # modelled: 9.8 GiB; 16 would need 13.4 GiB
+batch_size = 8  # modelled: 9.9 GiB; 16 would need 12.9 GiB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

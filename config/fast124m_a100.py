@@ -14,7 +14,7 @@ n_embd = 768
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 251520  # for token pairs, 5 for each id; no FLOPs, but memory
 block_size = 1024
-batch_size = 32  # modelled: 21.9 GiB
+batch_size = 32  # modelled: 20.3 GiB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

@@ -14,7 +14,7 @@ n_embd = 384
 value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
 bigram_rows = 131072  # for token pairs; no FLOPs, but memory
 block_size = 1024
-batch_size = 16  # modelled: 7.5 GiB
+batch_size = 16  # modelled: 6.8 GiB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors

@@ -8,7 +8,7 @@ dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
 # 64 micro-batches of 8 * 1024 tokens: 524,288 per iteration, as GPT-3 of this size
-batch_size = 8  # modelled: 6.1 GiB; 16 would need 9.4 GiB
+batch_size = 8  # modelled: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 

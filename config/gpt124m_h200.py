@@ -5,7 +5,7 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and continues it after a stop
 
-batch_size = 32  # modelled: 16.1 GiB; the logits of 64 would need 64-bit indices
+batch_size = 32  # modelled: 13.2 GiB
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 
 warmup_iters = 715

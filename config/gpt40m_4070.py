@@ -7,7 +7,7 @@ dataset = "fineweb_edu"
 init_from = "auto"
 
 # 32 micro-batches of 16 * 1024 tokens
-batch_size = 16  # modelled: 5.4 GiB
+batch_size = 16  # modelled: 4.4 GiB
 block_size = 1024
 tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
 

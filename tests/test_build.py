@@ -11,9 +11,16 @@ import bench
 import train
 from common.console import UserError
 from configurator import FIELDS, Config
-from model import GPTConfig, pad_vocab
+from model import GPTConfig
 from training import build
-from training.build import OPTIMIZERS, OptimizerKind, adamw_groups, build_model, build_optimizer
+from training.build import (
+    OPTIMIZERS,
+    OptimizerKind,
+    adamw_groups,
+    build_model,
+    build_optimizer,
+    pad_vocab,
+)
 
 
 def test_the_choices_of_a_flag_are_the_optimizers_there_are():

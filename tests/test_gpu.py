@@ -14,30 +14,37 @@ from helpers import FAST, assert_same_state, load, records, run_here
 
 import train
 from benchmarks import measure
-from configurator import load_config
+from configurator import Config, load_config
 from data.loader import to_batch
 from model import GPTConfig
 from training import hardware
-from training.build import build_model, compile_model
+from training.build import build_model, build_optimizer, compile_model
 from training.memory import CONTEXT_BYTES
 from training.ranks import Ranks
 
 gpu = pytest.mark.gpu
 
 GPT2_124M = GPTConfig()
-FAST_124M = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False)
+FAST_124M = GPTConfig(
+    model="fast", n_head=6, bias=False, tie_weights=False, value_tables=3, bigram_rows=251520
+)
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=128)
+TINY_TABLES = dict(value_tables=1, bigram_rows=64)
 MODELS = [
     pytest.param("cpu", 2, dataclasses.replace(GPT2_124M, **TINY), id="cpu-gpt2"),
-    pytest.param("cpu", 2, dataclasses.replace(FAST_124M, **TINY), id="cpu-fast"),
+    pytest.param("cpu", 2, dataclasses.replace(FAST_124M, **TINY, **TINY_TABLES), id="cpu-fast"),
     pytest.param("cuda", 8, GPT2_124M, id="cuda-gpt2", marks=gpu),
     pytest.param("cuda", 8, FAST_124M, id="cuda-fast", marks=gpu),
 ]
 
 
 def compiled(model: torch.nn.Module, device: str) -> torch.nn.Module:
-    """Compiled as train.py does it. On a CPU it is only traced, which takes less time."""
-    return compile_model(model, backend="aot_eager" if device == "cpu" else "inductor")
+    """
+    Compiled as train.py does it. On a CPU it is only traced, which takes less time, into the small
+    steps that would be compiled: torch's own norms sum bfloat16 in bfloat16 there.
+    """
+    traced = "aot_eager_decomp_partition"
+    return compile_model(model, backend=traced if device == "cpu" else "inductor")
 
 
 def random_batch(device: str, batch_size: int, model: GPTConfig) -> tuple:
@@ -65,7 +72,8 @@ def test_compiled_bfloat16_gradients_are_those_of_float32(
 ):
     """
     At 124M and 8 x 1024 tokens these are the kernels of a real run. Rounding to bfloat16 alone
-    gives 1.05 % (GPT-2) and 1.3 % (fast) on a CPU, at 12 layers of 768 and 2 x 256 tokens.
+    gives 1.05 % (GPT-2) and 2.2 % (a gate of the fast one) on a CPU, at 12 layers of 768 and 2 x
+    256 tokens.
     """
     model = random_model(device, config)
     x, y = random_batch(device, batch_size, config)
@@ -84,7 +92,7 @@ def test_compiled_bfloat16_gradients_are_those_of_float32(
         record_property(name, errors[name])
     record_property("loss difference", (loss - exact_loss).item())
     assert loss.item() == pytest.approx(exact_loss.item(), rel=1e-3)
-    assert max(errors.values()) < 0.02, max(errors, key=errors.get)
+    assert max(errors.values()) < 0.03, max(errors, key=errors.get)
 
 
 @pytest.fixture
@@ -100,9 +108,14 @@ def world_of_one():
 def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     device, batch_size, config, world_of_one, record_property
 ):
-    """Three iterations of two micro-batches, without and with DDP around the compiled model."""
+    """
+    Three iterations of two micro-batches, without and with DDP around the compiled model; the fast
+    one's by Muon, which gathers over NCCL, be it from this process alone.
+    """
     hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, None)
     ranks = Ranks()
+    muon = dict(optimizer="muon", learning_rate=0.02)
+    recipe = Config(model=config.model, **muon if config.model == "fast" else {})
     raw_model = random_model(device, config)
     start = {name: weight.clone() for name, weight in raw_model.state_dict().items()}
     batches = [random_batch(device, batch_size, config) for _ in range(6)]
@@ -110,7 +123,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     def three_iterations(model) -> tuple[list[float], int]:
         """Losses, and the most bytes allocated meanwhile."""
         raw_model.load_state_dict(start)
-        optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-3, fused=True)
+        optimizer = build_optimizer(raw_model, recipe, hw.dtype)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         scaler, next_batch = hw.grad_scaler(), iter(batches).__next__

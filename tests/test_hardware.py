@@ -304,6 +304,20 @@ def test_a_rocm_build_is_let_through_with_one_line(hip, lines, monkeypatch, caps
     assert capsys.readouterr().err.count("nobody has tried this program with it\n") == lines
 
 
+@pytest.mark.parametrize("local_rank, gpus, device", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
+def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, device, monkeypatch):
+    """As SLURM gives each task a GPU of its own, which is cuda:0 for all of them."""
+    monkeypatch.setattr(hardware, "find_row", lambda *_: None)
+    monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    card = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    hw = hardware.set_up(Config(device="cuda", dtype="float32"), local_rank)
+    assert hw.device == torch.device("cuda", device)
+
+
 def test_every_row_of_the_table_can_be_found_by_its_own_name():
     """But for those of laptops, whose peak torch's name does not tell."""
     for row in read_gpu_table():

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,13 +16,14 @@ from weights import TRANSPOSED, as_transformers
 
 import model as model_file
 from configurator import Config
-from model import GPT, HOW_COMPUTED, GPTConfig, cap_logits, generate, mean_loss, pad_vocab
+from model import GPT, HOW_COMPUTED, GPTConfig, cap_logits, generate, mean_loss
 from training.build import (
     adamw_groups,
     build_model,
     compile_model,
     count_parameters,
     flops_per_token,
+    pad_vocab,
 )
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
@@ -338,6 +340,26 @@ def test_dynamo_takes_the_model_in_one_piece_and_once(model):
             loss = compiled(tokens(3, 50, 211, seed), tokens(3, 50, 211, seed + 1))
         loss.backward()
     assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("cap", [None, 15.0])
+def test_compiled_chunks_keep_no_logits_of_another_chunk(cap):
+    """
+    Targets are counted after the last product: before it, the scheduler would make the logits of
+    all chunks at once. And nothing scatters, which would write and read a softmax in float32.
+    """
+    steps = []
+
+    def forward(graph, inputs):
+        steps.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x, head = torch.randn(1, 12, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    ours = compile_model(mean_loss, backend=aot_autograd(fw_compiler=forward))
+    ours(x, head, tokens(1, 12, 37), 4, cap)
+    products = [number for number, step in enumerate(steps) if step.startswith("aten.mm")]
+    assert len(products) == 3 * 3 and "aten.sum.default" in steps[products[-1] :]
+    assert not [step for step in steps if "scatter" in step]
 
 
 COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in another order

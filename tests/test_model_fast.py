@@ -14,7 +14,7 @@ from configurator import UserError
 from model import GPTConfig, Sampling, generate
 from model_fast import FastGPT, rotary_tables, rotate
 from training import checkpoint
-from training.build import count_parameters, flops_per_token
+from training.build import compile_model, count_parameters, flops_per_token
 
 SMALL = GPTConfig(
     model="fast",
@@ -297,6 +297,24 @@ def test_a_shorter_context_needs_no_other_weights(dataset, tmp_path):
         run_here(dataset, tmp_path / "short", **FAST, init_from=tmp_path / "long", block_size=8)
         == 0
     )
+
+
+def test_compiled_code_looks_its_sines_up(monkeypatch):
+    """Computed in the graph, they would be computed in each layer, in both passes."""
+    model, idx = perturbed(), tokens(2, 24)
+    expected, graphs = model(idx), []
+    longer = model(tokens(2, 30))
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.testing.assert_close(compile_model(model, backend=backend)(idx), expected)
+    (graph,) = graphs
+    assert not [node for node in graph.graph.nodes if "sin" in str(node.target).split("_")]
+    # there are tables up to block_size; they are no part of a checkpoint
+    torch.testing.assert_close(model(tokens(2, 30)), longer)
+    assert model.state_dict().keys() == FastGPT(SMALL).state_dict().keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

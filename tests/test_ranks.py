@@ -650,6 +650,12 @@ BAD_STARTS = {
         {},
         "rank 1's configuration differs from rank 0's; start all processes with the same",
     ),
+    "a card with another dtype": (
+        "from train import hardware, torch\n"
+        "hardware.best_dtype = lambda _: torch.float32 if RANK == '0' else torch.bfloat16",
+        dict(dtype="auto"),
+        "rank 1 has another dtype than rank 0; start all processes with the same",
+    ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x
         {},

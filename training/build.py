@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.console import warn
 from configurator import Config
-from model import GPT, GPTConfig, LossWithGradients, pad_vocab
+from model import GPT, GPTConfig, LossWithGradients
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
@@ -31,8 +31,10 @@ BIGRAM_RATE = 0.1
 VECTOR_LR = 0.015  # highest rate of biases and norms (records)
 MATRIX_WEIGHT_DECAY = 0.05
 
-# Compiled code keeps 2 bytes of a bfloat16 logit, eager code 12: there it pays to chunk the loss.
-EAGER_LOSS_CHUNK = 1024  # tokens
+# Tokens whose logits exist at once. Eager code keeps 12 bytes of each logit. Compiled code keeps 2,
+# but it reads logits once less where it makes their gradient at once.
+LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
+MOST_CHUNKS = 8  # compiled code of 16 kept the gradients of all logits
 # repeating data up to four times is nearly as good as new data, more is not (arXiv:2305.16264)
 MOST_EPOCHS = 4
 
@@ -54,10 +56,16 @@ def model_config(
     return GPTConfig(**values, **{name: getattr(config, name) for name in names})
 
 
+def pad_vocab(vocab_size: int, multiple: int) -> int:
+    """The vocabulary size rounded up to a multiple: 50257, 128 -> 50304."""
+    return -(-vocab_size // multiple) * multiple
+
+
 def loss_chunk(config: Config) -> int:
     """The key's words as a number of tokens, 0 for off."""
     if config.loss_chunk == "auto":
-        return 0 if config.compile else EAGER_LOSS_CHUNK
+        least = config.batch_size * config.block_size // MOST_CHUNKS
+        return max(COMPILED_LOSS_CHUNK, least) if config.compile else LOSS_CHUNK
     return 0 if config.loss_chunk == "off" else int(config.loss_chunk)
 
 
@@ -69,6 +77,8 @@ def compile_model(model: nn.Module, **options) -> nn.Module:
     """torch.compile(model, **options): what it takes to have the model in one graph stands here."""
     # the compiler cannot follow its call of autograd, and need not
     torch.compiler.allow_in_graph(LossWithGradients)
+    if isinstance(model, FastGPT):
+        model.keep_rotary_tables()
     return torch.compile(model, **options)
 
 
@@ -287,7 +297,7 @@ TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py
 # as this process has imported them: they may be edited while it trains
 SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
 # code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="f3eafe6b8210473b", fast="6f8b4894e166e989")
+SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="52289fd32b1230e8")
 
 
 class DropDocstrings(ast.NodeTransformer):

@@ -184,13 +184,13 @@ def best_dtype(device: torch.device) -> torch.dtype:
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
     Choose device and dtype, set torch's switches for them, and look up the peak. Where the device
-    has no number, each local rank takes its own GPU. On a CPU freed memory is kept, unless
-    `keep_memory` is off.
+    has no number, each local rank takes its own of the GPUs that it sees. On a CPU freed memory is
+    kept, unless `keep_memory` is off.
     """
     device = choose_device(config)
     if device.type == "cuda":
         if device.index is None:
-            device = torch.device("cuda", local_rank)
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         forbid_spilling(device)
     if device.type == "cpu" and keep_memory:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from configurator import Config, divisors
 from model import GPTConfig
-from training.build import OPTIMIZERS, build_shapes, count_parameters, is_stock, optimizer_groups
+from training.build import (
+    MOST_CHUNKS,
+    OPTIMIZERS,
+    build_shapes,
+    count_parameters,
+    is_stock,
+    optimizer_groups,
+)
 
 # the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
 USABLE_MEMORY = 0.95
@@ -39,9 +46,9 @@ def element_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def stream_bytes(model: GPTConfig, dtype: str) -> int:
+def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """Of the residual stream, per channel: it is all that recompute keeps of a block."""
-    return 2 if model.model == "fast" and dtype == "bfloat16" else 4
+    return 2 if dtype == "bfloat16" and (compiled or model.model == "fast") else 4
 
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
@@ -76,7 +83,7 @@ def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """What all blocks and the last norm keep, with recompute at its peak beside the logits."""
     element, C = element_bytes(dtype), model.n_embd
-    stream, block = stream_bytes(model, dtype) * C, block_bytes(model, dtype, compiled)
+    stream, block = stream_bytes(model, dtype, compiled) * C, block_bytes(model, dtype, compiled)
     kept = tokens * model.n_layer * (stream if model.recompute else block)
     # the stream at the last norm, and the head's input
     beside_logits = kept + tokens * (stream + element * C)
@@ -86,7 +93,7 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
         beside_logits += tokens * element * C  # the stream with token pairs
     if not model.recompute:
         return beside_logits
-    if not compiled and makes_gradients(model, tokens, dtype):
+    if not compiled and 0 < model.loss_chunk < tokens:
         beside_logits += copies_of_other_blocks(model, dtype)  # the forward pass is not over
     # The peak may come later: the logits are gone, but one block is computed again, and gradients
     # exist beside it.
@@ -99,7 +106,7 @@ def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """What one block keeps of a token until its backward pass, in bytes."""
     element = element_bytes(dtype)
     # the residual stream stands before each of the two norms
-    per_channel = KEPT[model.model].block * element + 2 * stream_bytes(model, dtype)
+    per_channel = KEPT[model.model].block * element + 2 * stream_bytes(model, dtype, compiled)
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
     if model.bigram_rows:
@@ -115,20 +122,18 @@ def logits_at_once(model: GPTConfig, tokens: int) -> int:
     return min(model.loss_chunk or tokens, tokens) * model.vocab_size
 
 
-def makes_gradients(model: GPTConfig, tokens: int, dtype: str) -> bool:
-    """Whether the forward pass makes the loss's gradients, chunk by chunk."""
-    return 0 < model.loss_chunk < tokens and dtype != "float16"
-
-
 def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """The logits, and beside them the gradient of the head where both exist at once."""
     element, kept, head = element_bytes(dtype), KEPT[model.model], model.n_embd * model.vocab_size
     logits = logits_at_once(model, tokens)
-    chunked = makes_gradients(model, tokens, dtype)
+    if 0 < model.loss_chunk < tokens and compiled:
+        # the head's gradient from each chunk, one chunk's logits and their gradient
+        chunks = -(-tokens // model.loss_chunk)
+        most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
+        return element * (most + chunks * head)
     if compiled:
-        # the compiler makes the logits of all chunks before it reads the first one's
-        return element * (tokens * model.vocab_size + head) + (4 * logits if chunked else 0)
-    if chunked:
+        return element * (logits + head)
+    if 0 < model.loss_chunk < tokens:
         # Under autocast the logit that its float32 copies come from, and on a GPU the gradient of
         # the chunk before, which autograd's thread may free late.
         copies = element if dtype == "float32" else 2 * element
@@ -172,8 +177,8 @@ def out_of_memory_advice(
         return f"out of memory with batch_size=1; {smaller_run}"
     fits = fitting_batch(config, model, dtype, sequences, capacity)
     batch_size = min(fits or 1, smaller[-1])
-    gigabytes = f"{memory_needed(config, model, dtype, batch_size) / 1e9:.1f} GB"
+    memory = f"{memory_needed(config, model, dtype, batch_size) / 2**30:.1f} GiB"
     accumulation = sequences // batch_size * world_size
     pair = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
-    fitting = f"the same tokens per iteration in about {gigabytes}{memory_caveat(model)}: {pair}"
+    fitting = f"the same tokens per iteration in about {memory}{memory_caveat(model)}: {pair}"
     return f"out of memory with batch_size={config.batch_size}; {fitting}"

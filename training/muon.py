@@ -140,7 +140,7 @@ class Muon(torch.optim.Optimizer):
         The directions of all of `same`, (n * parts, rows / parts, cols), from those of this
         process's share, `own`.
         """
-        if self.world_size == 1:
+        if not dist.is_initialized():
             return own
         most = max(Counter(self.owner[p] for p in same).values()) * parts
         padded = own.new_zeros(most, *own.shape[1:])

@@ -71,10 +71,10 @@ ROWS = {
     "a100-classic": Row("a100", "gpt124m_a100"),
     "a100-fast-eager-off": Row("a100", "fast124m_a100", f"{EAGER} --loss_chunk=off"),
     "h200-classic": Row("h200", "gpt124m_h200"),
-    "h200-classic-64": Row("h200", "gpt124m_h200", "--batch_size=64 --loss_chunk=4096"),
+    "h200-classic-64": Row("h200", "gpt124m_h200", "--batch_size=64 --loss_chunk=8192"),
     "h200-nanogpt-64": Row("h200", "gpt124m_h200", "--batch_size=64", nanogpt=True),
     "h200-fast": Row("h200", "fast124m_h200"),
-    "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=4096"),
+    "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=8192"),
 }
 
 # What a compiled kernel is for, by the first of these whose words are in its name
