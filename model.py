@@ -292,6 +292,8 @@ class GPT(nn.Module):
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
+        if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream too; an eager CPU's norms would sum in it
         recompute = self.config.recompute and self.training and not caches
         blocks = self.transformer.h
         for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):

@@ -296,7 +296,7 @@ TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py
 # as this process has imported them: they may be edited while it trains
 SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
 # code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="52181a2feee83300", fast="8f2cc4cf06b66b70")
+SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="52289fd32b1230e8")
 
 
 class DropDocstrings(ast.NodeTransformer):
