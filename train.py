@@ -189,9 +189,8 @@ def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) 
 
 def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable:
     """
-    The compiled model where compile is on. Compilation is lazy: it happens here, on throw-away
-    data, so that no iteration's time holds it; gradients and random states change. Where it does
-    not work: a warning, and `config.compile` is switched off. The model's own errors are raised.
+    The compiled model where compile is on, made on throw-away data, so that no iteration's time
+    holds it; gradients and random states change. Where it fails: a warning, and compile is off.
     """
     if not config.compile:
         return model

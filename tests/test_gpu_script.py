@@ -1,5 +1,5 @@
 """
-results/gpu.sh: every part on a CPU with a tiny model, as on a machine without network, matplotlib
+results/gpu.sh: both queues on a CPU with tiny models, as on a machine without network, matplotlib
 and datasets.
 """
 
@@ -15,18 +15,16 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs GNU timeout")
+needed = ("timeout", "setsid")
+pytestmark = pytest.mark.skipif(not all(map(shutil.which, needed)), reason="needs GNU tools")
 
-# What each part writes in a dry run, besides its archive
-PARTS = {
-    "correct": ["machine.json", "real_shapes.json", "other_tests.json"],
-    "speed": ["step_4.json", "fast_step.json"],
-    "knobs": ["baseline.json", "bf16_stream.json", "loss_chunk.json"],
-    "recipe": ["prepare.json", "classic.json", "classic.jsonl", "fast.json", "fast.jsonl"]
-    + ["first_edition.json", "first_edition.jsonl"]
-    + ["compare.json"],
-    "eager": ["peer_eager.json"],
-    "ladder": ["ladder.json"],
+# The rows of each queue
+TRAINED = ["classic", "fast", "no_tables"]
+QUEUES = {
+    "1": ["machine", "prepare", "real_shapes", "step", "fast_step", "peer", "step_before"]
+    + ["fast_step_before", "fast_no_tables", *TRAINED, "compare", "loss_off", "cudnn_off"],
+    "2": ["machine", "fast_128", "other_tests", "max_autotune", "baseline_again", "peer_eager"]
+    + ["ladder"],
 }
 # Stands for nanoGPT's model.py: our own model behind its interface
 NANOGPT = """
@@ -44,70 +42,80 @@ class GPT(Ours):
 """
 
 
-def start(part: str, folder: Path) -> subprocess.Popen:
-    """gpu.sh with its output below `folder`. It leads a group of processes of its own."""
+def start(
+    queue: str, folder: Path, rows: list[str] | None = None, **environment
+) -> subprocess.Popen:
+    """gpu.sh with its output below `folder`; all but `rows` were measured on another machine."""
     (folder / "inputs/nanoGPT").mkdir(parents=True, exist_ok=True)
     (folder / "inputs/nanoGPT/model.py").write_text(NANOGPT)
+    (folder / "inputs/done").mkdir(exist_ok=True)
+    before = {} if rows is None else dict.fromkeys(set(QUEUES[queue]) - {*rows}, {"step_ms": 1.0})
+    (folder / f"inputs/done/rows_{queue}.json").write_text(json.dumps(before))
     for name in ("matplotlib", "datasets"):
         module = folder / "missing" / f"{name}.py"
         module.parent.mkdir(exist_ok=True)
         module.write_text(f"raise ImportError('no {name} here')")
-    environment = os.environ | {"PYTHONPATH": str(folder / "missing")}
+    environment = os.environ | {"PYTHONPATH": str(folder / "missing")} | environment
     environment |= {"GPU_INPUTS": str(folder / "inputs"), "WORK": str(folder / "work")}
     environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
     return subprocess.Popen(
-        ["bash", "results/gpu.sh", part, "dry"],
+        ["bash", "results/gpu.sh", queue, "dry"],
         cwd=ROOT,
         env=environment | {"OUT": str(folder / "out")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
 
 
-def archived(archive: Path) -> set[str]:
-    with tarfile.open(archive) as files:
-        return {Path(name).name for name in files.getnames()}
+def measured(folder: Path, queue: str) -> dict:
+    return json.loads((folder / f"out/rows_{queue}.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_a_dry_run_leaves_the_json_of_each_row_and_an_archive(part, tmp_path):
-    output, _ = start(part, tmp_path).communicate(timeout=300)
-    out = tmp_path / "out"
-    assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS[part], f"{part}.tgz"]), (
-        output
-    )
-    rows = [name for name in PARTS[part] if name.endswith(".json")]
-    assert all(json.loads((out / name).read_text()) for name in rows)
-    if part == "ladder":
-        ladder = json.loads((out / "ladder.json").read_text())["rows"]
-        assert len(ladder) == 2 and all(row["first"]["tokens_per_sec"] > 0 for row in ladder)
-    logs = {name.replace(".json", ".log") for name in rows}
-    assert archived(out / f"{part}.tgz") >= {*rows, *logs}
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_dry_run_brings_back_every_row_in_a_few_files(queue, tmp_path):
+    output, _ = start(queue, tmp_path).communicate(timeout=600)
+    files = {f"rows_{queue}.json", f"logs_{queue}.tgz", f"queue_{queue}.log"}
+    files |= {f"{run}.jsonl" for run in TRAINED} if queue == "1" else set()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == files, output
+    rows = measured(tmp_path, queue)
+    assert rows.keys() == {*QUEUES[queue]} and not [r for r in rows if "unfinished" in rows[r]]
+    if queue == "2":
+        assert all(row["tokens_per_sec"] > 0 for row in (rows["fast_128"], rows["max_autotune"]))
+    with tarfile.open(tmp_path / f"out/logs_{queue}.tgz") as archive:
+        logs = {Path(name).name for name in archive.getnames()}
+    assert logs >= {f"{row}.log" for row in QUEUES[queue]}
 
 
-def test_a_part_that_is_killed_keeps_its_rows_and_goes_on_after_them(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    # as if the first row had been measured on another machine
-    done = tmp_path / "inputs" / "done"
-    done.mkdir(parents=True)
-    (done / "step_4.json").write_text('{"step_ms": 1.0}')
-    process = start("speed", tmp_path)
-    while process.poll() is None and not (out / "fast_step_unfinished.json").exists():
+def test_a_queue_outlives_its_call_and_the_next_call_waits_for_it(tmp_path):
+    output, _ = start("2", tmp_path, ["machine"], WAIT="0").communicate(timeout=60)
+    pid = int((tmp_path / "work/2/pid").read_text())
+    os.kill(pid, 0)  # raises where there is no such process
+    output, _ = start("2", tmp_path, ["machine"]).communicate(timeout=120)
+    assert int((tmp_path / "work/2/pid").read_text()) == pid
+    assert output.count("machine: exit 0") == 1 and "step_ms" in measured(tmp_path, "2")["ladder"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_queue_that_is_killed_keeps_its_rows_and_goes_on_after_them(tmp_path):
+    rows = ["machine", "baseline_again"]
+    process = start("2", tmp_path, rows)
+    while (
+        process.poll() is None and not (tmp_path / "work/2/rows/baseline_again.unfinished").exists()
+    ):
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    output, _ = process.communicate()
-    assert "step_4: measured before" in output
-    assert json.loads((out / "step_4.json").read_text()) == {"step_ms": 1.0}
-    assert not (out / "fast_step.json").exists()
+    os.killpg(int((tmp_path / "work/2/pid").read_text()), signal.SIGKILL)
+    process.communicate(timeout=60)
+    stopped = measured(tmp_path, "2")
+    assert stopped["baseline_again"] == {"unfinished": {"exit": None}}
 
-    output, _ = start("speed", tmp_path).communicate(timeout=300)
-    assert "step_4: measured before" in output and "fast_step: exit 0" in output
-    assert json.loads((out / "fast_step.json").read_text())["tokens_per_sec"] > 0
-    assert not (out / "fast_step_unfinished.json").exists()
+    output, _ = start("2", tmp_path, rows).communicate(timeout=300)
+    assert "machine: measured before" in output and "baseline_again: exit 0" in output
+    finished = measured(tmp_path, "2")
+    assert finished["baseline_again"]["tokens_per_sec"] > 0
+    assert finished["machine"] == stopped["machine"]
 
 
 # python3, but for train.py and compare.py, which fail as without a dataset: in no time
@@ -121,17 +129,26 @@ def test_a_row_that_fails_does_not_stop_the_next_one(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").write_text(FAILING.format(python=shutil.which("python3")))
     (tmp_path / "bin" / "python3").chmod(0o755)
-    (tmp_path / "work").mkdir()
+    (tmp_path / "work/1").mkdir(parents=True)
     # a file in place of the dataset's folder
-    (tmp_path / "work" / "prose").write_text("")
-    output, _ = start("recipe", tmp_path).communicate(timeout=300)
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    rows = ("prepare", "classic", "fast", "first_edition", "compare")
-    assert names == {f"{row}_unfinished.json" for row in rows} | {"recipe.tgz"}, output
-    assert json.loads((tmp_path / "out" / "prepare_unfinished.json").read_text())["exit"] == 2
+    (tmp_path / "work/1/prose").write_text("")
+    rows = ["prepare", *TRAINED, "compare"]
+    output, _ = start("1", tmp_path, rows).communicate(timeout=300)
+    found = measured(tmp_path, "1")
+    assert [found[row]["unfinished"]["exit"] for row in rows if row != "prepare"] == [2] * 4, output
+    # its figures are of another machine, whose dataset is not here
+    assert found["prepare"] != {"step_ms": 1.0}
 
 
-def test_an_unknown_part_is_one_line(tmp_path):
-    process = start("everything", tmp_path)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and output.count("\n") == 1 and "correct|speed" in output
+@pytest.mark.parametrize("queue, line", [("3", "usage: "), ("1", "python3's torch sees no CUDA")])
+def test_what_cannot_be_measured_is_one_line(queue, line):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", "results/gpu.sh", queue],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(line)

@@ -362,6 +362,20 @@ def test_compiled_chunks_keep_no_logits_of_another_chunk(cap):
     assert not [step for step in steps if "scatter" in step]
 
 
+def test_the_compiled_stream_is_bfloat16_under_its_autocast_and_no_other():
+    """float32 stays as it is, and float16 has no room for a sum over all blocks."""
+    model, found = build_model(GPTConfig(**SMALL)), []
+    model.transformer.h[0].register_forward_pre_hook(lambda _, x: found.append(x[0].dtype))
+    for dtype, stream in ((torch.bfloat16,) * 2, (torch.float16, torch.float32)):
+        torch._dynamo.reset()
+        hidden = compile_model(model.hidden, backend="aot_eager")
+        with torch.autocast("cpu", dtype):
+            hidden(tokens(2, 8, 211))
+            assert found[-1] == stream
+            model.hidden(tokens(2, 8, 211))
+            assert found[-1] == torch.float32
+
+
 COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in another order
 
 
