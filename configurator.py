@@ -358,8 +358,10 @@ def resolve(config: Config) -> list[str]:
     if highest < config.min_lr and "min_lr" not in config.given:
         config.min_lr = highest / 10  # a rate must not rise to min_lr
     is_time = re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", config.until)
-    if config.until and (config.hours or not is_time):
-        problems.append(f"until: {config.until!r}; write a clock time, --until=07:00, and no hours")
+    if config.until and config.hours:
+        problems.append("until: hours is set too; give one of them")
+    elif config.until and not is_time:
+        problems.append(f"until: {config.until!r}; write a clock time, --until=07:00")
     if config.tokenizer != "gpt2" and not config.stream:
         problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
     return problems

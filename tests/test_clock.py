@@ -529,7 +529,7 @@ def test_until_is_a_clock_time(text):
 
 
 def test_hours_and_until_exclude_each_other():
-    with pytest.raises(UserError, match="and no hours"):
+    with pytest.raises(UserError, match="give one of them"):
         load_config(["--hours=8", "--until=07:00"])
 
 

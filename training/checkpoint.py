@@ -28,7 +28,6 @@ from training.progress import Progress
 from training.ranks import Ranks, Signals
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no space left, or none of this user's
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)  # waiting does not change these
 RETRY_SECONDS = 60  # between two tries of the last save; other ranks wait for each
 
 # -----------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Checkpoints:
         """
         Save `state`, that of `progress`; rank 0 writes, all ranks take part. Where saving fails,
         the run continues without. The `last` save is tried again each minute, until a signal comes.
-        Then, and where waiting does not help, it raises RunError.
+        Then it raises RunError.
         """
         began = time.perf_counter()
         if progress.evaluated_at == progress.iter_num:
@@ -141,7 +140,7 @@ class Checkpoints:
             size = self.save_somehow(state, path, log)
         except OSError as error:
             problem = f"checkpoint {it} is not saved: {error.strerror or error}"
-            if final or last and error.errno in DENIED:
+            if final:
                 raise RunError(f"{problem}; once that is mended, {self.newest()}") from None
             again = "at the next save"
             if last:
