@@ -58,9 +58,9 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     assert p["tokens_per_sec"] == pytest.approx(134_433, abs=1)
     assert p["mfu"] == pytest.approx(0.692, abs=5e-4)
     assert p["kwh"] == pytest.approx(4.333, abs=1e-3)
-    # 12 (36.08 C + ...) see test_gpus: 0.73 + 16384 * (12 * (36 * 384 + 40) + 6 * 384 + 2 * 50304)
-    # + 0.04 + 0.6 = 5.79 GB
-    assert p["vram_gib"] == pytest.approx(5.79e9 / 2**30, abs=0.02) and p["fits"]
+    # see test_gpus: 1.01 * (0.74 + 16384 * (12 * (32 * 384 + 40) + 4 * 384)
+    # + 2 * 50304 * (2 * 4096 + 4 * 384)) + 0.55 = 4.76 GB
+    assert p["vram_gib"] == pytest.approx(4.76e9 / 2**30, abs=0.02) and p["fits"]
     out = capsys.readouterr().out
     for words in ("2.85 epochs of 3.68B", "mfu 69.2%", "21.7 h", "134,433 tok/s"):
         assert words in out
