@@ -343,7 +343,7 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
     )
     (tmp_path / "file").touch()
     code, _, err = run_process("-c", code, *flags(dataset, tmp_path / "file/out"))
-    problem = f"error: out_dir: {tmp_path / 'file/out'}: "
+    problem = f"error: {tmp_path / 'file/out'}: "
     assert code == 2 and err.splitlines()[-1].startswith(problem)
 
 

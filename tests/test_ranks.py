@@ -654,7 +654,7 @@ BAD_STARTS = {
         "from train import hardware, torch\n"
         "hardware.best_dtype = lambda _: torch.float32 if RANK == '0' else torch.bfloat16",
         dict(dtype="auto"),
-        "rank 1 has another dtype than rank 0; start all processes with the same",
+        "rank 1's dtype differs from rank 0's; start all processes with the same",
     ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x
