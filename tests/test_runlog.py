@@ -24,6 +24,7 @@ from training.metrics import drop_records, plain
 from training.ranks import Ranks
 from training.runlog import Iteration, RunLog, tokenizer_name
 from training.skips import Skips
+from training.tracker import Tracker
 
 KINDS = ("step", "eval", "checkpoint", "event")
 
@@ -366,6 +367,32 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
     assert sys.stdout.name == sys.stderr.name == os.devnull
 
 
+class Disk:
+    """A file on a disk with room for so many bytes."""
+
+    def __init__(self, room: int):
+        self.room, self.content = room, b""
+
+    def write(self, content: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        size = min(len(content), self.room)
+        self.content += content[:size]
+        self.room -= size
+        return size
+
+
+def test_records_that_a_full_disk_refuses_are_written_once_there_is_room(capsys):
+    log = RunLog.__new__(RunLog)
+    log.file, log.tracker, log.unwritten = Disk(300), Tracker(Config()), b""
+    for it in range(9):
+        if it == 7:
+            log.file.room = 10_000
+        log.record("step", iter=it, loss=3.0)
+    assert [json.loads(line)["iter"] for line in log.file.content.splitlines()] == list(range(9))
+    assert capsys.readouterr().err.count("metrics.jsonl: No space left on device") == 1
+
+
 class Interrupted(io.RawIOBase):
     """A file whose first write is interrupted by a signal whose handler speaks."""
 
@@ -396,11 +423,11 @@ def test_a_signal_in_the_middle_of_a_line_costs_its_own_line_not_the_run(place, 
     assert not raw.handlers and raw.content == b"iter 4: loss spike\n"
 
 
-def test_a_full_disk_costs_the_record_not_the_run(tmp_path, clock, capsys):
+def test_a_full_disk_does_not_cost_the_run(tmp_path, clock, capsys):
     log = make_log(tmp_path, clock, Ledger(0.0, clock))
     log.file = open("/dev/full", "wb", buffering=0)
     log.evaluation(0, 1.0, 1.0)
-    assert "No space left on device; the run continues" in capsys.readouterr().err
+    assert "No space left on device; its records wait in memory" in capsys.readouterr().err
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path, clock, capsys, monkeypatch):

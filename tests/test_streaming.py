@@ -240,7 +240,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_a_killed_worker_ends_the_run_with_its_name_and_a_checkpoint(parquet, tmp_path):
+def test_a_killed_worker_ends_the_run_with_one_line_and_a_checkpoint(parquet, tmp_path):
     # DataLoader looks for dead workers every 5 seconds
     hasty = "from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Iterator\n"
     hasty += "Iterator._try_get_data.__defaults__ = (0.2,)\n"
@@ -252,7 +252,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_checkpoint(parquet, tm
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert stderr.startswith("error: a data worker failed (") and stderr.count("\n") == 1
-    assert str(workers[1]) in stderr and stderr.endswith("--init_from=resume goes on\n")
+    assert stderr.endswith("--init_from=resume goes on\n")
     saved = checkpoint.load_newest(tmp_path)
     assert saved["progress"]["iter_num"] > 20
     assert saved["stream"]["sequence"] == saved["progress"]["sequences"]

@@ -521,7 +521,7 @@ def ledgers(dataset, tmp_path, **changes):
 
 
 def test_the_ledger_leaves_under_one_percent_unexplained(dataset, tmp_path):
-    options = dict(max_iters=30, eval_interval=10, n_embd=128, block_size=64, log_interval=5)
+    options = dict(max_iters=30, eval_interval=10, n_embd=256, block_size=64, log_interval=5)
     assert any(
         ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
         for ledger in ledgers(dataset, tmp_path, **options)

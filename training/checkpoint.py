@@ -136,6 +136,8 @@ class Checkpoints:
             # saved, it would in time push out the good ones
             problem = f"iter {it}: some weights are not finite and are not saved"
             raise RunError(f"{problem}; with a lower learning_rate, {self.newest()}")
+        if not (self.out_dir / "lock").exists():
+            log.warn(it, f"{self.out_dir} has gone, with the log in it; making it anew")
         try:
             size = self.save_somehow(state, path, log)
         except OSError as error:

@@ -76,6 +76,7 @@ class RunLog:
         """
         self.draw_run = draw_run
         self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
+        self.unwritten = b""  # records that a full disk has refused
         self.began, self.ledger = began, Ledger(began)
         threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
         progress = Progress(**resumed["progress"]) if resumed else None
@@ -154,10 +155,14 @@ class RunLog:
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         if self.file:
+            waiting = bool(self.unwritten)
+            self.unwritten += json.dumps(record).encode() + b"\n"
             try:
-                self.file.write(json.dumps(record).encode() + b"\n")
-            except OSError as error:  # a full disk: the run is worth more than its record
-                warn(f"metrics.jsonl: {error.strerror}; the run continues")
+                while self.unwritten:
+                    self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            except OSError as error:  # a full disk: the run is worth more than its records
+                if not waiting:
+                    warn(f"metrics.jsonl: {error.strerror}; its records wait in memory for room")
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:

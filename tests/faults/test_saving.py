@@ -255,7 +255,7 @@ def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
     assert run_here(dataset, tmp_path, init_from="auto", max_iters=20) == 0  # the dead hold no lock
 
 
-def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch):
+def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch, capsys):
     original = train.train_step
     calls = iter(range(100))
 
@@ -266,6 +266,7 @@ def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeyp
 
     monkeypatch.setattr(train, "train_step", deleting)
     assert run_here(dataset, tmp_path / "run") == 0
+    assert f"iter 8: {tmp_path}/run has gone, with the log in it" in capsys.readouterr().err
     monkeypatch.undo()
     run_here(dataset, tmp_path / "straight")
     assert_same_state(load(tmp_path / "run", 8), load(tmp_path / "straight", 8))
