@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, records, run_here, start_process
+from helpers import ROOT, records, run_here
 
 from configurator import Config
 from model import GPTConfig
@@ -394,20 +394,3 @@ def test_each_log_line_counts_the_processor_time_of_its_own_iterations(
     )
     run_here(dataset, tmp_path, max_iters=6, log_interval=2)
     assert seen == [1, 2, 2, 1]  # of iterations 0, 1 and 2, 3 and 4, and the last
-
-
-@pytest.mark.slow
-def test_the_quickstart_beside_other_programs_names_one_thread(tmp_path):
-    """One thread for each core, and another program on each."""
-    cores = len(os.sched_getaffinity(0))
-    busy = [start_process("-c", "while True: pass") for _ in range(2 * cores)]
-    flags = ["--max_iters=1000", "--max_minutes=0.5", f"--out_dir={tmp_path}", "--log_interval=3"]
-    try:
-        threads = dict(OMP_NUM_THREADS=str(cores))
-        run = start_process("train.py", "config/quickstart.py", *flags, cold=True, **threads)
-        _, err = run.communicate(timeout=300)
-    finally:
-        for process in busy:
-            process.kill()
-    assert run.returncode == 0
-    assert len(re.findall(r"OMP_NUM_THREADS=\d+ before", err)) == (cores > 1)
