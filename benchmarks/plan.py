@@ -28,8 +28,8 @@ from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_c
 from training.metrics import read_record
 
 # What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
-# no published measurement of it. Published: four GeForce cards 55 to 84 %, nine kinds of others 25
-# to 57 %. A laptop's lowest boost clock is 0.6 to 0.8 of the highest, which its peak is for.
+# no published measurement of it. Published: four GeForce cards 55 to 84 %, 18 kinds of others 25
+# to 58 %. A laptop's lowest boost clock is 0.6 to 0.8 of the highest, which its peak is for.
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 LAPTOP_MFU = (0.25, 0.50, 0.80)
 OTHER_MFU = (0.25, 0.35, 0.50)
@@ -73,7 +73,7 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
     if "Laptop" in card["gpu"]:
         return LAPTOP_MFU, "a laptop's power limit decides"
     of_its_kind = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
-    return of_its_kind, "no public measurement of this card"
+    return of_its_kind, "no measurement in training/gpus.csv"
 
 
 # -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # The fast recipe: GPT-124M on FineWeb-Edu with an RTX 4090 (24 GB).
-# Not measured on that card. Estimated for 1.30B tokens: 3.1 hours (2.5 to 3.8), by
+# Not measured on that card. Estimated for 1.30B tokens: 3.3 hours (3.0 to 3.8), by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"

@@ -1,5 +1,5 @@
 # GPT-124M on FineWeb-Edu with an RTX 4090 (24 GB).
-# Not measured on that card. Estimated for 10B tokens: 24 hours (20 to 29), by
+# Not measured on that card. Estimated for 10B tokens: 26 hours (23 to 29), by
 # python bench.py plan config/gpt124m_4090.py --gpu=4090
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
@@ -12,9 +12,9 @@ warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT. For the reasons see config/gpt124m_4070.py
 max_iters = 19073
 
-eval_interval = 1000  # every 75 minutes
+eval_interval = 1000  # every 81 minutes
 eval_tokens = 2097152
-checkpoint_interval = 250  # about 19 minutes are lost
+checkpoint_interval = 250  # about 20 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

@@ -142,9 +142,9 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("gpu", "mfu", "basis"),
     [
-        ("4070", 0.65, "no public measurement of this card"),
+        ("4070", 0.65, "no measurement in training/gpus.csv"),
         ("5090", 0.80, "others measured 80% in bfloat16 on this card"),
-        ("A40", 0.35, "no public measurement of this card"),
+        ("A30", 0.35, "no measurement in training/gpus.csv"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "a laptop's power limit decides"),
     ],
 )
