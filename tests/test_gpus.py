@@ -89,6 +89,22 @@ def test_parts_of_gpt124m_by_hand():
     assert chunked["logits"] == 50304 * (12 * 1024 + 4 * 768)  # and the head's gradient in float32
 
 
+def test_the_example_in_memory_md_is_what_the_model_counts():
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    text = text.split("\n## An example\n")[1].split("\n## ")[0]
+    rows = dict((r[0], r[1:]) for r in re.findall(r"^\| (\S+) \| (.*?) ?\| (\S+) \|$", text, re.M))
+    config = load_config([str(CONFIG_FOLDER / "gpt124m_4070.py")])
+    parts = memory_bytes(config, model_config(config, 50257), BF16, config.batch_size)
+    for name, size in parts.items():
+        formula, shown = rows[name]
+        assert float(shown) == pytest.approx(size / 1e9, abs=0.0051), name
+        if name not in ("fragmentation", "context"):
+            assert eval(formula, dict(N=124_373_760)) == size, name
+    gib, shown = rows["**sum**"]
+    assert shown == f"**{sum(parts.values()) / 1e9:.2f}**"
+    assert gib == f"{sum(parts.values()) / GIB:.1f} GiB"
+
+
 def test_recompute_keeps_the_stream_at_each_blocks_entry():
     """
     By hand: 6.2 GB less 8 * 1024 * 12 * (30 * 768 + 64) = 2.27 and autocast's copies of 11 blocks,
