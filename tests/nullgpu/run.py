@@ -483,7 +483,8 @@ def projection_table(rows: dict[str, dict]) -> list[list]:
     """The least time of a micro-batch, in ms: each part at the card's peak, one after the other."""
     from training.gpus import find_row
 
-    table = [["row", "products", "attention", "memory", "sum", "tokens/s, at most"]]
+    speed = "tokens/s at the data sheet's clocks"
+    table = [["row", "products", "attention", "memory", "sum", speed]]
     for name, row in rows.items():
         if "compiled_gb" not in row:
             continue
