@@ -145,6 +145,7 @@ def main(argv: list[str]) -> None:
     print_table(rows, target)
     command = shlex.join(["python", "-m", "benchmarks.ablate", *argv])
     result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
+    result |= {"commit": subprocess.getoutput("git rev-parse --short HEAD")}
     result |= {"target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
     draw(args.out / "ablation.png", rows, target)

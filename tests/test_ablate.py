@@ -3,6 +3,7 @@ benchmarks/ablate.py: a small study that is stopped and continued, and studies t
 """
 
 import json
+import re
 
 import pytest
 
@@ -64,6 +65,7 @@ def test_a_study_continues_where_it_stopped_and_compares_at_equal_tokens(study, 
     code, out, _ = study("--seeds=2", "slow=--rate=0.2", "quick=--rate=0.5")
     assert code == 0 and first.stat().st_mtime_ns == written
     result = json.loads((tmp_path / "study" / "ablation.json").read_text())
+    assert re.fullmatch("[0-9a-f]{7,40}", result["commit"])
     slow, quick = result["variants"]
     # 2 - 0.2 less 0.01 and 0.02
     assert slow["val_loss"] == result["target"] == pytest.approx(1.785)
