@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import Parser, UserError, duration, run_main, warn
+from common.console import Parser, UserError, duration, run_main, table_lines, warn
 from configurator import FIELDS, NEVER
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
@@ -38,7 +38,6 @@ LOSS_NOISE = 0.005
 SAME, SAME_TO_LOSS = 0.005, 0.05
 BITS = "bits per byte"
 BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
-CPUS = {"x86_64", "AMD64", "aarch64", "arm64", "arm"}  # names that Python has for them
 TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
 FOOTNOTE = """\
 Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
@@ -129,10 +128,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):
         values = [getattr(run, key) for run in runs]
-        known = set(values) - {None}
-        if "cpu" in known:  # nanoGPT's logs do not say which
-            known -= CPUS
-        rows.append(Row(key, key, values, str, "differs" if len(known) > 1 else ""))
+        rows.append(Row(key, key, values, str, "differs" if len(set(values) - {None}) > 1 else ""))
     names = [run.name for run in runs]
     figures = [figures_of(run) for run in runs]
     equal_batches = len({run.tokens_per_iter for run in runs}) == 1
@@ -222,14 +218,14 @@ def time_text(hours: float) -> str:
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:
-    lines = [["", *names, ""]]
+    cells = [["", *names]]
     for row in rows:
-        cells = ["n/a" if value is None else row.format(value) for value in row.values]
-        lines.append([row.label, *cells, row.verdict])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    for label, *cells, end in lines:
-        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True)]
-        print("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
+        values = ["n/a" if value is None else row.format(value) for value in row.values]
+        cells.append([row.label, *values])
+    header, *lines = table_lines(cells)
+    print(header)
+    for line, row in zip(lines, rows, strict=True):
+        print(f"{line}  {row.verdict}".rstrip())
     if len(names) > 1:
         print(FOOTNOTE)
 
