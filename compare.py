@@ -39,9 +39,6 @@ SAME, SAME_TO_LOSS = 0.005, 0.05
 BITS = "bits per byte"
 BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
 TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
-FOOTNOTE = """\
-Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
-iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
 
 # -----------------------------------------------------------------------------
 # Figures of one run
@@ -227,7 +224,7 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     for line, row in zip(lines, rows, strict=True):
         print(f"{line}  {row.verdict}".rstrip())
     if len(names) > 1:
-        print(FOOTNOTE)
+        print("a loss is n/a where no evaluation is near enough: docs/compare.md")
 
 
 # -----------------------------------------------------------------------------

@@ -127,10 +127,9 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
 
 def count_pauses(config: Config) -> tuple[int, int]:
     """(evaluations, checkpoints) of the whole run; each evaluation but the first saves one."""
-    n, evals, saves = config.max_iters, config.eval_interval, config.checkpoint_interval
-    saved_at = {n, *range(evals, n, evals)}
-    if saves:
-        saved_at |= {*range(saves, n, saves)}
+    n, evals = config.max_iters, config.eval_interval
+    saves = config.checkpoint_interval or evals
+    saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}
     return math.ceil(n / evals) + 1, len(saved_at)
 
 

@@ -28,7 +28,7 @@ class RunPicture:
     def draw(self) -> None:
         """Any failure is only a warning."""
         try:
-            save_picture([self.metrics.read(most_steps=6_000)], self.path)
+            save_picture([self.metrics.read()], self.path)
         except ImportError:  # matplotlib is not needed to train
             pass
         except Exception as error:  # an odd record or a full disk: the run is worth more

@@ -71,16 +71,14 @@ class Records:
         elif kind in COLUMNS:
             self.rows[kind].extend([number(record.get(name)) for name in COLUMNS[kind]])
 
-    def columns(self, kind: str, most: int | None = None) -> dict[str, np.ndarray]:
+    def columns(self, kind: str) -> dict[str, np.ndarray]:
         names = COLUMNS[kind]
         # no copy: what is freed may stay with the process
         rows = np.frombuffer(self.rows[kind]).reshape(-1, len(names))
-        size = len(rows) // most + 1 if most else 1
-        rows = rows[: len(rows) // size * size].reshape(-1, size, len(names)).mean(axis=1)
         return dict(zip(names, rows[np.argsort(rows[:, 0], kind="stable")].T, strict=True))
 
-    def tabulate(self, name: str, most_steps: int | None = None) -> RunRecords:
-        """What has come so far; of steps the means over at most so many groups of neighbours."""
+    def tabulate(self, name: str) -> RunRecords:
+        """What has come so far."""
         # a resume may have changed what the first start said
         first, last = (self.starts[0], self.starts[-1]) if self.starts else ({}, {})
         run = RunRecords(
@@ -93,7 +91,7 @@ class Records:
             tokens_per_iter=number(last.get("tokens_per_iter")),
             # tok/s are those of all cards together, but MFU is that of one card
             flops_per_token=number(last.get("flops_per_token")) / last.get("world_size", 1),
-            step=self.columns("step", most_steps),
+            step=self.columns("step"),
             eval=self.columns("eval"),
             checkpoint=self.columns("checkpoint"),
             end=self.end,
@@ -108,7 +106,7 @@ class MetricsFile:
     def __init__(self, path: Path):
         self.path, self.records, self.end = path, Records(), 0
 
-    def read(self, most_steps: int | None = None) -> RunRecords:
+    def read(self) -> RunRecords:
         """
         All of the run so far, as tabulate() gives it. Lines that are no records are left out.
         Raises OSError.
@@ -118,7 +116,7 @@ class MetricsFile:
             for line in file:
                 self.records.add(read_record(line))
             self.end = file.tell()
-        return self.records.tabulate(self.path.resolve().parent.name, most_steps)
+        return self.records.tabulate(self.path.resolve().parent.name)
 
 
 def known_keys(values: dict) -> dict:

@@ -440,14 +440,10 @@ def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tm
     from matplotlib.figure import Figure
 
     path = write_run(tmp_path / "a", 10, {it: 3.0 for it in range(0, 13_001, 5)}) / "metrics.jsonl"
-    exact, found = MetricsFile(path).read(), MetricsFile(path).read(most_steps=6_000)
-    # 13,000 steps by threes; the last one has no company
-    assert found.step["iter"].tolist() == list(range(1, 12_999, 3))
-    assert columns_of(found)["eval", "tokens"] == columns_of(exact)["eval", "tokens"]
     figure = Figure()
-    picture.draw(figure, [found])
+    picture.draw(figure, [MetricsFile(path).read()])
     train_line, val_line = figure.axes[0].lines
-    assert 300 < len(train_line.get_xdata()) <= 2_000
+    assert 300 < len(train_line.get_xdata()) <= picture.PICTURE_POINTS
     assert len(val_line.get_xdata()) == 13_000 / 5
 
 
@@ -474,11 +470,12 @@ with open(folder / "metrics.jsonl", "a") as file:
 
 
 @pytest.mark.slow
-def test_a_run_grows_by_less_than_100_bytes_an_iteration(tmp_path):
+def test_a_run_grows_by_less_than_200_bytes_a_log_line(tmp_path):
+    """Half a million lines may take 100 MB."""
     code, out, err = run_process("-c", GROWING, str(tmp_path), cold=True)
     assert code == 0 and not err, err
     early, late = map(int, out.split())
-    assert 0 < late - early < 100 * 190_000
+    assert 0 < late - early < 200 * 190_000
 
 
 DAMAGED_LINES = """\

@@ -155,19 +155,10 @@ def test_a_name_may_be_written_in_one_word(typed, meant):
         assert row["memory_gib"] == "12"
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("407", "4070"), ("RTX 4O90", "4090"), ("4070 Tii", "4070 ti")]
-)
-def test_a_mistyped_card_gets_a_suggestion(typed, meant):
-    with pytest.raises(UserError, match=f"is not in gpus.csv; did you mean {meant}\\?; --gpu=all"):
+@pytest.mark.parametrize("typed", ["407", "RTX 4O90", "M3", "GTX1080", ""])
+def test_an_unknown_card_is_one_line_that_says_where_they_are_listed(typed):
+    with pytest.raises(UserError, match="is not in gpus.csv; --gpu=all lists it"):
         resolve_gpu(typed)
-
-
-@pytest.mark.parametrize("typed", ["M3", "GTX1080", ""])
-def test_no_other_card_is_suggested_for_an_unknown_one(typed):
-    with pytest.raises(UserError, match="is not in gpus.csv") as error:
-        resolve_gpu(typed)
-    assert "did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
