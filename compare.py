@@ -27,7 +27,7 @@ from configurator import FIELDS, NEVER
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
-from reports.records import MetricsFile, RunRecords, percentile
+from reports.records import Records, RunRecords, percentile
 from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
@@ -238,7 +238,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        run = MetricsFile(file).read() if file.suffix == ".jsonl" else read_nanogpt_log(file)
+        run = Records(file).read() if file.suffix == ".jsonl" else read_nanogpt_log(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
@@ -289,18 +289,14 @@ def use_one_unit(runs: list[RunRecords]) -> None:
     runs[0].warnings.append(f"unequal tokenizers ({unequal}), so {meaning}")
 
 
-def path_of(text: str) -> Path:
-    return Path(text).expanduser()  # a shell leaves the ~ of --png=~/x alone
-
-
 def main(argv: list[str]) -> None:
     parser = Parser(description="The figures and picture of a run, or of several side by side.")
     add = parser.add_argument
-    add("runs", nargs="+", type=path_of, metavar="RUN", help="out_dir, or file of nanoGPT's output")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="out_dir, or file of nanoGPT's output")
     add("--loss", type=float, help="tokens and time to this val loss; default: one that all reach")
     add("--gpu", help="card of the runs that do not know their MFU, such as 4070")
-    add("--png", type=path_of, help="write the picture here; default for one run: its loss.png")
-    add("--json", type=path_of, help="write the table here")
+    add("--png", type=Path, help="write the picture here; default for one run: its loss.png")
+    add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
 
     paths, png = list(dict.fromkeys(args.runs)), args.png

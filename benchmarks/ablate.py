@@ -28,7 +28,7 @@ from tqdm import tqdm
 from common.console import Parser, UserError, duration, run_main, table_lines
 from reports.curves import learning_curve, reach
 from reports.picture import COLORS, MARKERS, count4, finish
-from reports.records import MetricsFile, RunRecords
+from reports.records import Records, RunRecords
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
     rows, target = [], None
     for name in variants:
         files = [args.out / f"{name}-{seed}" / "metrics.jsonl" for seed in seeds]
-        runs = [MetricsFile(file).read() for file in files]
+        runs = [Records(file).read() for file in files]
         rows.append(summarize(name, variants[name], runs, target))
         target = rows[0]["val_loss"]
     print(*lines_of(rows, target), sep="\n")

@@ -19,7 +19,7 @@ from configurator import NEVER, Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
-from reports.records import MetricsFile, percentile
+from reports.records import Records, percentile
 from training import hardware
 from training.build import count_flops, count_parameters, model_config, warn_of_epochs
 from training.clock import SAVE_EVERY, next_time, wall
@@ -106,12 +106,12 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
-    metrics, step_ms = MetricsFile(run / "metrics.jsonl"), math.nan
-    if metrics.path.is_file():
-        step_ms = percentile(metrics.read().step["step_ms"], 50)
+    records, step_ms = Records(run / "metrics.jsonl"), math.nan
+    if records.path.is_file():
+        step_ms = percentile(records.read().step["step_ms"], 50)
     if math.isnan(step_ms):
-        raise UserError(f"from_run: {metrics.path} holds no iteration; give the out_dir of a run")
-    start = metrics.records.starts[-1]
+        raise UserError(f"from_run: {records.path} holds no iteration; give the out_dir of a run")
+    start = records.starts[-1]
     theirs, ours = start["flops_per_token"] / 1e6, count_flops(model)[0] / 1e6
     if theirs != ours:
         differ = f"trained {theirs:.1f} MFLOP/token, this configuration and code {ours:.1f}"

@@ -14,7 +14,7 @@ from helpers import records, run_here, run_process
 import compare
 import reports.records
 from reports import picture
-from reports.records import MetricsFile
+from reports.records import Records
 
 NANOGPT_LOG = """\
 Overriding config with config/train_4070.py:
@@ -421,7 +421,7 @@ def test_each_reading_takes_in_the_new_lines_alone_and_gives_all(tmp_path, monke
     path = write_run(tmp_path / "a", 10, {0: 8.0, 40: 4.0, 80: 3.0}) / "metrics.jsonl"
     whole, lines = path.read_bytes(), []
     path.write_bytes(b"")
-    growing = MetricsFile(path)
+    growing = Records(path)
     read_record = reports.records.read_record
     for count in (0, 5, 50, 83, 83, 84, 88):
         path.write_bytes(b"".join(whole.splitlines(keepends=True)[:count]))
@@ -430,7 +430,7 @@ def test_each_reading_takes_in_the_new_lines_alone_and_gives_all(tmp_path, monke
                 reports.records, "read_record", lambda line: lines.append(line) or read_record(line)
             )
             found = growing.read()
-        assert columns_of(found) == columns_of(MetricsFile(path).read())
+        assert columns_of(found) == columns_of(Records(path).read())
         assert b"".join(lines) == path.read_bytes()
     assert found.step["iter"].tolist() == list(range(80)) and found.config["dataset"] == "d"
     assert found.eval["val_loss"].tolist() == [8.0, 4.0, 3.0]
@@ -441,7 +441,7 @@ def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tm
 
     path = write_run(tmp_path / "a", 10, {it: 3.0 for it in range(0, 13_001, 5)}) / "metrics.jsonl"
     figure = Figure()
-    picture.draw(figure, [MetricsFile(path).read()])
+    picture.draw(figure, [Records(path).read()])
     train_line, val_line = figure.axes[0].lines
     assert 300 < len(train_line.get_xdata()) <= picture.PICTURE_POINTS
     assert len(val_line.get_xdata()) == 13_000 / 5
