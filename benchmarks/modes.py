@@ -172,11 +172,7 @@ def ladder(config: Config, options: Namespace) -> dict:
     amp_dtype = "auto" if config.dtype == "float32" else config.dtype
     arguments = dict(trials=options.trials or 3)
     rows, rates = [], []
-    for name, changes, more_arguments in LADDER:
-        if why := missing(name, device, config):
-            rows.append(dict(name=name, tokens_per_sec=None, why=why))
-            say(f"{name:<18}   n/a: {why}")
-            continue
+    for name, changes, more_arguments in possible_rows(device, config):
         config = replace(config, **changes)
         if name == "AMP":
             config = replace(config, dtype=amp_dtype)
@@ -199,14 +195,14 @@ def ladder(config: Config, options: Namespace) -> dict:
     return dict(rows=rows)
 
 
-def missing(name: str, device: torch.device, config: Config) -> str | None:
-    """Why this machine or model cannot have the row. None where it can."""
-    if name == "tied weights" and config.model == "fast":
-        return "the fast model has a head of its own"
-    if name == "TF32":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            return "needs a GPU of the Ampere generation or later"
-    return None
+def possible_rows(device: torch.device, config: Config) -> list[tuple]:
+    """The rows of LADDER that this machine and this model can have."""
+    left_out = set()
+    if config.model == "fast":  # it has a head of its own
+        left_out.add("tied weights")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        left_out.add("TF32")  # needs a GPU of the Ampere generation or later
+    return [row for row in LADDER if row[0] not in left_out]
 
 
 # -----------------------------------------------------------------------------

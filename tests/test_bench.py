@@ -496,8 +496,7 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
     monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), f"--png={tmp_path}/ladder.png")
     rows = {row["name"]: row for row in r["rows"]}
-    tf32 = rows.pop("TF32")
-    assert tf32["tokens_per_sec"] is None and "Ampere" in tf32["why"]
+    assert "TF32" not in rows  # needs a GPU
     rates = [row["tokens_per_sec"] for row in rows.values()]
     assert rates == [100, 100, 200, 300, 600, 630, 600, 600]
     assert rows["AMP"]["gain"] == 2 and rows["flash attention"]["total_gain"] == 6
