@@ -82,8 +82,7 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     if not card["peak_tflops"]:
         mend = "name a card, as in --gpu=4070, or give --iter_seconds or --from_run"
-        pace = f"unknown peak of {card['gpu']} in {card['dtype']}; {mend}"
-        return dict(pace=pace, iter_seconds=None)
+        raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {mend}")
     (low, likely, high), basis = assumed_mfu(card)
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
     flops, _ = count_flops(model)
@@ -174,10 +173,8 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
 def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, options) -> Config:
     """
     For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
-    Start-up and compilation, some minutes, are not counted. Raises UserError without a pace.
+    Start-up and compilation, some minutes, are not counted.
     """
-    if not pace["iter_seconds"]:
-        raise UserError(f"hours: {pace['pace']}")
     hours = config.hours
     if config.until:
         hours = (next_time(config.until, wall()) - wall()) / 3600
@@ -192,9 +189,6 @@ def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, op
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
-    """The figures that need the time of an iteration. Without it hours and kwh are None."""
-    if not p["iter_seconds"]:
-        return dict(hours=None, kwh=None)
     hours = config.max_iters * p["iter_seconds"] / 3600
     spread = [config.max_iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
     rate = config.iter_tokens / p["iter_seconds"]
@@ -260,6 +254,9 @@ def plan_lines(p: dict) -> list[str]:
     if low < high:
         epochs += f"; {count(low)} to {count(high)} by the range of speeds"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
+    mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
+    low, high = p["hours_range"]
+    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return [
@@ -270,25 +267,14 @@ def plan_lines(p: dict) -> list[str]:
         f"{p['total_tokens']:,}, {epochs}",
         f"compute  {p['total_flops']:.2e} FLOPs",
         f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
-        *time_lines(p),
-        *memory_lines(p),
-        f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}",
-        energy_line(p),
-    ]
-
-
-def time_lines(p: dict) -> list[str]:
-    if p["hours"] is None:
-        return [f"time     n/a, {p['pace']}"]
-    mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
-    low, high = p["hours_range"]
-    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
-    return [
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
         f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",
         f"time     {hours_text(p['hours'])}{span} of iterations; {hours_text(p['hours_total'])} "
         f"with {p['evaluations']} evaluations of {p['eval_seconds']:.1f} s and "
         f"{p['checkpoints']} checkpoints of {p['checkpoint_seconds']:.1f} s",
+        *memory_lines(p),
+        f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}",
+        energy_line(p),
     ]
 
 
@@ -310,7 +296,7 @@ def memory_lines(p: dict) -> list[str]:
 
 def energy_line(p: dict) -> str:
     if p["kwh"] is None:
-        return f"energy   n/a ({'--watts= the draw of one GPU' if p['hours'] else 'no time'})"
+        return "energy   n/a (--watts= the draw of one GPU)"
     energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all"
     power = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
@@ -320,12 +306,10 @@ def energy_line(p: dict) -> str:
 def card_lines(plans: list[dict]) -> list[str]:
     """One line for each card, the fastest first."""
     rows = [["GPU", "GiB", "dtype", "TFLOP/s", "mfu", "tok/s", "time", "(range)", "batch_size"]]
-    for p in sorted(plans, key=lambda p: p["hours"] or math.inf):
-        card = [p["gpu"], f"{p['gpu_memory_gib']:.0f}", p["dtype"], str(p["peak_tflops"] or "n/a")]
-        speed = ["n/a", "n/a", "n/a", ""]
-        if p["hours"]:
-            span = " to ".join(map(hours_text, p["hours_range"]))
-            speed = [f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"]), span]
+    for p in sorted(plans, key=lambda p: p["hours"]):
+        card = [p["gpu"], f"{p['gpu_memory_gib']:.0f}", p["dtype"], str(p["peak_tflops"])]
+        span = " to ".join(map(hours_text, p["hours_range"]))
+        speed = [f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"]), span]
         rows.append([*card, *speed, str(p["batch_size_that_fits"] or "too small")])
     fits = f"batch_size is the largest that fits by the memory model{plans[0]['memory_caveat']}"
     return [*table_lines(rows), f"mfu is assumed, see docs/benchmarks.md; {fits}"]
@@ -349,10 +333,11 @@ def main(config: Config, options: Namespace) -> dict:
         options.dataset_tokens = options.dataset_tokens or len(data.train)
     model = model_config(config, vocab)
     if options.gpu == "all":
-        cards = [card_of_row(row, config) for row in read_gpu_table()]
-        paces = [estimated_pace(config, model, card, options.gpus) for card in cards]
-        pairs = zip(cards, paces, strict=True)
-        plans = [make_plan(config, model, card, pace, options) for card, pace in pairs]
+        plans = []
+        for card in [card_of_row(row, config) for row in read_gpu_table()]:
+            if card["peak_tflops"]:  # else nobody knows how fast it is
+                pace = estimated_pace(config, model, card, options.gpus)
+                plans.append(make_plan(config, model, card, pace, options))
         say(*card_lines(plans))
         return dict(plans=plans)
     card, pace = card_and_pace(config, model, options)
