@@ -11,6 +11,7 @@ import resource
 import signal
 import statistics
 from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime
 from itertools import pairwise
 
 import psutil
@@ -20,7 +21,7 @@ from helpers import ROOT, records, run_here, run_process, start_process, write_d
 
 import bench
 import train
-from benchmarks import measure, modes
+from benchmarks import measure, modes, plan
 from benchmarks.plan import count_pauses
 from common.console import UserError
 from configurator import Config, load_config
@@ -170,10 +171,8 @@ def test_all_cards_in_one_table(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     # the config asks for bfloat16, which a T4 only emulates
     known = [row for row in read_gpu_table() if row_peak(row, "bfloat16", True)]
-    assert [p["gpu"] for p in plans] == list(map(short_name, known)) and len(lines) == len(
-        known
-    ) + 2
-    assert "Tesla T4" not in {p["gpu"] for p in plans}
+    assert [p["gpu"] for p in plans] == [short_name(row) for row in known]
+    assert len(lines) == len(known) + 2 and "Tesla T4" not in {p["gpu"] for p in plans}
     found = [line.split("  ")[0] for line in lines if "3080 Ti" in line]
     assert sorted(found) == ["GeForce RTX 3080 Ti", "GeForce RTX 3080 Ti Laptop GPU"]
 
@@ -207,7 +206,18 @@ def test_a_card_without_bfloat16_is_told_float16(gpu, tmp_path):
     assert run(tmp_path, "plan", GPT124M, f"--gpu={gpu}", "--dtype=float16")["hours"] > 0
 
 
-@pytest.mark.parametrize("mode, flag", [("plan", "--watts"), ("sweep", "--write")])
+def test_a_plan_until_a_clock_time_says_that_it_counts_from_now(tmp_path, monkeypatch, capsys):
+    evening = datetime(2026, 3, 4, 22, 30).timestamp()
+    monkeypatch.setattr(plan, "wall", lambda: evening)
+    p = run(tmp_path, "plan", GPT124M, "--gpu=4070", "--until=07:00")
+    assert p["hours_total"] == pytest.approx(8.5, rel=0.01)
+    assert capsys.readouterr().out.startswith("until    07:00, 8.5 h from now\n")
+
+
+@pytest.mark.parametrize(
+    "mode, flag",
+    [("plan", "--watts"), ("plan", "--hours"), ("plan", "--until"), ("sweep", "--write")],
+)
 def test_help_of_a_mode_lists_its_flags(mode, flag, capsys):
     with pytest.raises(SystemExit) as end:
         bench.main([mode, "--help"])
@@ -420,6 +430,18 @@ def test_sweep_writes_the_fastest_as_a_config_of_its_own(tmp_path, monkeypatch, 
     assert written.out_dir == "out/mine"
     assert (tmp_path / "sweep.png").stat().st_size > 5000
     assert "<- fastest" in capsys.readouterr().out
+
+
+def test_a_picture_shows_the_range_of_each_row(monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    fits = dict(name="1 x 2", tokens_per_sec=100, tokens_per_sec_range=[80, 130])
+    modes.draw("x.png", "title", [fits, dict(name="2 x 1", tokens_per_sec=None)])
+    (bars,) = [c for c in figures[0].axes[0].containers if getattr(c, "errorbar", None)]
+    _, _, (spans,) = bars.errorbar.lines
+    assert [span[:, 0].tolist() for span in spans.get_segments()] == [[80, 130], [0, 0]]
 
 
 def test_sweep_sizes_divide_the_sequences_of_an_iteration():
