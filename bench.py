@@ -78,10 +78,11 @@ def main(argv: list[str]) -> int:
     if mode not in MODES:
         hint = did_you_mean(mode, MODES)
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
-    parser = Parser(
-        usage=f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]",
-        epilog="Configuration keys: python train.py --help",
-    )
+    epilog = "Configuration keys: python train.py --help"
+    if mode == "plan":
+        epilog += "; with --hours=8 or --until=07:00 the plan is for that time from now"
+    usage = f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]"
+    parser = Parser(usage=usage, epilog=epilog)
     for name in [*MODES[mode], "json"]:
         kind, metavar, meaning = FLAGS[name]
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)

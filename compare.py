@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import Parser, UserError, duration, run_main, warn
+from common.console import Parser, UserError, duration, run_main, table_lines, warn
 from configurator import FIELDS, NEVER
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, save_picture
-from reports.records import MetricsFile, RunRecords, percentile
+from reports.records import Records, RunRecords, percentile
 from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
@@ -38,11 +38,7 @@ LOSS_NOISE = 0.005
 SAME, SAME_TO_LOSS = 0.005, 0.05
 BITS = "bits per byte"
 BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
-CPUS = {"x86_64", "AMD64", "aarch64", "arm64", "arm"}  # names that Python has for them
 TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
-FOOTNOTE = """\
-Between two evaluations a value is read off a straight line. It is n/a if the line would begin at
-iteration 0 or, for a loss, if the evaluations are further apart than a fifth of the way there."""
 
 # -----------------------------------------------------------------------------
 # Figures of one run
@@ -129,10 +125,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):
         values = [getattr(run, key) for run in runs]
-        known = set(values) - {None}
-        if "cpu" in known:  # nanoGPT's logs do not say which
-            known -= CPUS
-        rows.append(Row(key, key, values, str, "differs" if len(known) > 1 else ""))
+        rows.append(Row(key, key, values, str, "differs" if len(set(values) - {None}) > 1 else ""))
     names = [run.name for run in runs]
     figures = [figures_of(run) for run in runs]
     equal_batches = len({run.tokens_per_iter for run in runs}) == 1
@@ -222,16 +215,16 @@ def time_text(hours: float) -> str:
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:
-    lines = [["", *names, ""]]
+    cells = [["", *names]]
     for row in rows:
-        cells = ["n/a" if value is None else row.format(value) for value in row.values]
-        lines.append([row.label, *cells, row.verdict])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    for label, *cells, end in lines:
-        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True)]
-        print("  ".join([label.ljust(widths[0]), *cells, end]).rstrip())
+        values = ["n/a" if value is None else row.format(value) for value in row.values]
+        cells.append([row.label, *values])
+    header, *lines = table_lines(cells)
+    print(header)
+    for line, row in zip(lines, rows, strict=True):
+        print(f"{line}  {row.verdict}".rstrip())
     if len(names) > 1:
-        print(FOOTNOTE)
+        print("a loss is n/a where no evaluation is near enough: docs/compare.md")
 
 
 # -----------------------------------------------------------------------------
@@ -245,7 +238,7 @@ def read_run(path: Path, gpu: str | None) -> RunRecords:
     hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        run = MetricsFile(file).read() if file.suffix == ".jsonl" else read_nanogpt_log(file)
+        run = Records(file).read() if file.suffix == ".jsonl" else read_nanogpt_log(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
@@ -296,18 +289,14 @@ def use_one_unit(runs: list[RunRecords]) -> None:
     runs[0].warnings.append(f"unequal tokenizers ({unequal}), so {meaning}")
 
 
-def path_of(text: str) -> Path:
-    return Path(text).expanduser()  # a shell leaves the ~ of --png=~/x alone
-
-
 def main(argv: list[str]) -> None:
     parser = Parser(description="The figures and picture of a run, or of several side by side.")
     add = parser.add_argument
-    add("runs", nargs="+", type=path_of, metavar="RUN", help="out_dir, or file of nanoGPT's output")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="out_dir, or file of nanoGPT's output")
     add("--loss", type=float, help="tokens and time to this val loss; default: one that all reach")
     add("--gpu", help="card of the runs that do not know their MFU, such as 4070")
-    add("--png", type=path_of, help="write the picture here; default for one run: its loss.png")
-    add("--json", type=path_of, help="write the table here")
+    add("--png", type=Path, help="write the picture here; default for one run: its loss.png")
+    add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
 
     paths, png = list(dict.fromkeys(args.runs)), args.png

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.console import Parser, UserError, duration, raise_if_any, run_main
+from common.console import Parser, UserError, duration, run_main, table_lines
 from reports.curves import learning_curve, reach
 from reports.picture import COLORS, MARKERS, count4, finish
-from reports.records import MetricsFile
+from reports.records import Records, RunRecords
 
 
 def read_variants(given: list[str], file: Path) -> dict[str, str]:
@@ -37,19 +37,16 @@ def read_variants(given: list[str], file: Path) -> dict[str, str]:
     were given. Raises UserError.
     """
     known = json.loads(file.read_text()) if file.exists() else {}
-    variants, problems = {}, []
+    variants = {}
     for text in given:
         name, _, arguments = text.partition("=")
         if not name or not arguments:
-            problems.append(f"{text}: needs NAME='ARGUMENTS'")
-        elif name in variants:
-            problems.append(f"{name}: two variants have this name; rename one")
-        elif known.get(name, arguments) != arguments:
-            problems.append(f"{name}: was {known[name]!r} in this folder; choose another name")
+            raise UserError(f"{text}: needs NAME='ARGUMENTS'")
+        if known.setdefault(name, arguments) != arguments:
+            raise UserError(f"{name}: was {known[name]!r} before; choose another name")
         variants[name] = arguments
-    raise_if_any(problems)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(known | variants, indent=1))
+    file.write_text(json.dumps(known, indent=1))
     return variants
 
 
@@ -61,62 +58,55 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
         raise UserError(f"{shlex.join(command)}: exit code {code}; {hint}")
 
 
-def read_curve(out_dir: Path) -> dict:
-    """Tokens and val loss at each evaluation after iteration 0, time in steps, parameters."""
-    run = MetricsFile(out_dir / "metrics.jsonl").read()
-    tokens, losses = learning_curve(run, "tokens")
-    seconds = float(run.step["seconds"].sum())
-    curve = {"tokens": tokens.tolist(), "val_loss": losses.tolist(), "step_seconds": seconds}
-    return curve | {"parameters": run.parameters}
-
-
-def summarize(name: str, arguments: str, curves: list[dict], target: float) -> dict:
-    """One variant's means over its seeds, whose evaluations are at the same tokens."""
-    tokens = np.array(curves[0]["tokens"])
-    losses = np.array([curve["val_loss"] for curve in curves])
+def summarize(name: str, arguments: str, runs: list[RunRecords], target: float | None) -> dict:
+    """
+    One variant's means over its seeds, whose evaluations are at the same tokens. `target`: the val
+    loss to reach; None for the first variant, whose last one it is.
+    """
+    curves = [learning_curve(run, "tokens") for run in runs]
+    tokens, losses = curves[0][0], np.array([losses for _, losses in curves])
+    mean = losses.mean(axis=0)
     return {
         "name": name,
         "arguments": arguments,
         "tokens": tokens[-1],
-        "val_loss": losses.mean(axis=0)[-1],
+        "val_loss": mean[-1],
         "spread": np.ptp(losses[:, -1]),
-        "tokens_to_target": reach(tokens, losses.mean(axis=0), target),
-        "step_seconds": float(np.mean([curve["step_seconds"] for curve in curves])),
-        "parameters": curves[0]["parameters"],
-        "curves": curves,
+        "tokens_to_target": reach(tokens, mean, mean[-1] if target is None else target),
+        "step_seconds": np.mean([run.step["seconds"].sum() for run in runs]),
+        "parameters": runs[0].parameters,
+        "curves": dict(tokens=tokens.tolist(), val_loss=losses.tolist()),  # a row for each seed
     }
 
 
-def print_table(rows: list[dict], target: float) -> None:
-    columns = ("variant", "tokens", "val loss", "spread", f"tokens to {target:.3f}", "steps")
-    print("{:<20}{:>10}{:>10}{:>8}{:>18}{:>8}".format(*columns))
+def lines_of(rows: list[dict], target: float) -> list[str]:
+    """The table for people."""
+    cells = [["variant", "tokens", "val loss", "spread", f"tokens to {target:.3f}", "steps"]]
     for row in rows:
         reached = count4(row["tokens_to_target"]) if row["tokens_to_target"] else "n/a"
-        print(
-            f"{row['name']:<20}{count4(row['tokens']):>10}{row['val_loss']:>10.4f}"
-            f"{row['spread']:>8.4f}{reached:>18}{row['step_seconds']:>7.0f}s"
-        )
+        losses = [f"{row['val_loss']:.4f}", f"{row['spread']:.4f}"]
+        seconds = f"{row['step_seconds']:.0f}s"
+        cells.append([row["name"], count4(row["tokens"]), *losses, reached, seconds])
+    return table_lines(cells)
 
 
-def draw(path: Path, rows: list[dict], target: float) -> None:
+def draw(path: Path, rows: list[dict]) -> None:
     """The mean curve of each variant, within a band from the lowest of its seeds to the highest."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for row, color, marker in zip(rows, itertools.cycle(COLORS), itertools.cycle(MARKERS)):
-        losses = np.array([curve["val_loss"] for curve in row["curves"]])
-        tokens, minutes = row["curves"][0]["tokens"], duration(row["step_seconds"])
+        tokens, losses = row["curves"]["tokens"], np.array(row["curves"]["val_loss"])
         label = f"{row['name']}, {count4(row['parameters'])} parameters: "
-        label += f"{row['val_loss']:.3f} after {minutes} of steps"
+        label += f"{row['val_loss']:.3f} after {duration(row['step_seconds'])} of steps"
         style = dict(color=color, marker=marker, markersize=4)
         axes.plot(tokens, losses.mean(axis=0), label=label, **style)
         axes.fill_between(tokens, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.25)
     name = f"{rows[0]['name']}'s last loss"
-    axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--", label=name)
+    axes.axhline(rows[0]["val_loss"], color="0.5", linewidth=0.8, linestyle="--", label=name)
     finish(axes, "tokens", "val loss, nats per token")
-    seeds = f"mean of {len(rows[0]['curves'])} seeds, band: min to max"
-    axes.set_title(f"{path.stem}: {seeds}", fontsize=10, loc="left")
+    axes.set_title(f"mean of {len(losses)} seeds, band: min to max", fontsize=10, loc="left")
     figure.legend(frameon=False, loc="outside lower center")
     figure.savefig(path, dpi=120)
 
@@ -136,19 +126,19 @@ def main(argv: list[str]) -> None:
     for name, seed in tqdm([(name, seed) for seed in seeds for name in variants], unit="run"):
         train(args.script, variants[name], args.out / f"{name}-{seed}", seed)
 
-    curves = {}
+    rows, target = [], None
     for name in variants:
-        curves[name] = [read_curve(args.out / f"{name}-{seed}") for seed in seeds]
-    first = next(iter(curves.values()))
-    target = np.mean([curve["val_loss"][-1] for curve in first])
-    rows = [summarize(name, variants[name], curves[name], target) for name in variants]
-    print_table(rows, target)
+        files = [args.out / f"{name}-{seed}" / "metrics.jsonl" for seed in seeds]
+        runs = [Records(file).read() for file in files]
+        rows.append(summarize(name, variants[name], runs, target))
+        target = rows[0]["val_loss"]
+    print(*lines_of(rows, target), sep="\n")
     command = shlex.join(["python", "-m", "benchmarks.ablate", *argv])
     result = {"command": command, "date": str(date.today()), "torch": torch.__version__}
     result |= {"commit": subprocess.getoutput("git rev-parse --short HEAD")}
     result |= {"target": target, "variants": rows}
     (args.out / "ablation.json").write_text(json.dumps(result, indent=1))
-    draw(args.out / "ablation.png", rows, target)
+    draw(args.out / "ablation.png", rows)
 
 
 if __name__ == "__main__":

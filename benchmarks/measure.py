@@ -11,9 +11,8 @@ import platform
 import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,10 +24,9 @@ import train
 from common.console import RunError, raise_if_any
 from configurator import Config
 from data.loader import Batch, TrainBatches, to_batch
-from data.shards import Dataset, check_dataset, dataset_folder, open_dataset
+from data.shards import Dataset, HeldTokens, check_dataset, dataset_folder, open_dataset
 from data.stream import set_up_worker
 from data.tokenizer import GPT2_VOCAB
-from data.writer import write_shard
 from training import build, hardware
 from training.gpus import GIB
 from training.memory import memory_needed
@@ -53,14 +51,16 @@ class Trainee:
     def __init__(
         self,
         config: Config,
-        hw: hardware.Hardware,
-        data: Dataset,
         read_ahead: bool = True,
         host_sync: bool = False,
+        keep_memory: bool = True,
     ):
+        """Raises UserError. `keep_memory`: see hardware.set_up."""
+        self.config, self.host_sync = config, host_sync
+        self.hw = hw = hardware.set_up(config, keep_memory=keep_memory)
+        self.memory_before = hw.peak_memory_gib()
         torch.manual_seed(config.seed)
-        self.config = config
-        self.hw = hw
+        data = real_or_random_data(config)
         gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
         self.model = build.build_model(gpt_config).to(hw.device)
         # what train_step calls
@@ -70,7 +70,6 @@ class Trainee:
         self.batches = TrainBatches(data, config, hw.device)
         if not read_ahead:
             self.batches = load_when_needed(self.batches)
-        self.host_sync = host_sync
 
     def step(self) -> Tensor:
         """One iteration. Returns the losses of its micro-batches, nats per token."""
@@ -95,6 +94,11 @@ class Trainee:
         self.hw.synchronize()
         return (time.perf_counter() - began) / iters
 
+    def memory_gib(self) -> float | None:
+        """The most memory that training has added to the process, GiB; None where unknown."""
+        peak = self.hw.peak_memory_gib()
+        return None if peak is None else peak - self.memory_before
+
 
 def load_when_needed(batches: TrainBatches) -> Iterator:
     """The same batches, each loaded only when it is asked for."""
@@ -102,19 +106,17 @@ def load_when_needed(batches: TrainBatches) -> Iterator:
         yield to_batch(batches.load(first), batches.device)
 
 
-def real_or_random_data(config: Config, folder: Path) -> Dataset:
+def real_or_random_data(config: Config) -> Dataset:
     """
-    The config's dataset. Where there is none, random tokens, which are written to `folder`. Raises
-    UserError if the dataset does not suit the config.
+    The config's dataset, or random tokens where there is none. Raises UserError if the dataset does
+    not suit the config.
     """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         raise_if_any(check_dataset(config))
         return open_dataset(config.dataset)
-    size = max(RANDOM_TOKENS, 8 * config.block_size)
-    tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, size)
-    write_shard(folder / "train_000000.bin", tokens)
-    write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
-    return open_dataset(str(folder))
+    random = np.random.default_rng(config.seed)
+    tokens = HeldTokens(random.integers(0, GPT2_VOCAB, RANDOM_TOKENS, dtype=np.uint16))
+    return Dataset("random tokens", tokens, tokens, GPT2_VOCAB, dict(kind="gpt2"), "random")
 
 
 @contextlib.contextmanager
@@ -135,44 +137,43 @@ def readable_errors() -> Iterator[None]:
 # The measurement
 
 
-def time_training(
-    config: Config, trials: int, examine: Callable[[Trainee], dict] | None = None, **how
-) -> dict:
+def time_training(config: Config, trials: int, **how) -> dict:
     """
-    Train with random weights for a few seconds: compile first, then time `trials` windows.
-    `examine` may look at the trainee afterwards; what it returns is added to the result. `how` may
-    hold read_ahead and host_sync, for the trainee. Raises OutOfMemory.
+    time_windows() with random weights. `how` may hold read_ahead and host_sync, for the trainee.
+    Raises OutOfMemory.
     """
-    hw = hardware.set_up(config)
-    memory_before = hw.peak_memory_gib() or 0
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, readable_errors():
-        trainee = Trainee(config, hw, real_or_random_data(config, Path(folder)), **how)
-        first = trainee.timed(1)
-        iters = window_iters(trainee.timed(1))
-        windows = [trainee.timed(iters) for _ in range(trials)]
-        seconds = statistics.median(windows)
-        model = trainee.model.config
-        result = micro_batch(config)
-        result["trials"] = trials
-        result["iters_per_trial"] = iters
-        result["step_ms"] = 1000 * seconds
-        result["step_ms_range"] = [1000 * min(windows), 1000 * max(windows)]
-        result["tokens_per_iter"] = config.iter_tokens
-        result["tokens_per_sec"] = config.iter_tokens / seconds
-        result["mfu"] = hw.mfu(build.flops_per_token(model), result["tokens_per_sec"])
-        # what the whole process has, what training added to it, and what the memory model says
-        peak = hw.peak_memory_gib()
-        result["mem_gib"] = peak
-        result["mem_training_gib"] = (peak or 0) - memory_before
-        if hw.device.type == "cuda":
-            result["mem_training_gib"] = torch.cuda.max_memory_reserved() / GIB
-        needed = memory_needed(config, model, hw.dtype_name, config.batch_size)
-        result["mem_model_gib"] = needed / GIB
-        result["compile_seconds"] = max(first - seconds, 0.0) if config.compile else 0.0
-        result["machine"] = machine(hw)
-        if examine:
-            result |= examine(trainee)
-        return result
+    with readable_errors():
+        return time_windows(Trainee(config, **how), trials)
+
+
+def time_windows(trainee: Trainee, trials: int) -> dict:
+    """Train for a few seconds: compile first, then time `trials` windows."""
+    config, hw, model = trainee.config, trainee.hw, trainee.model.config
+    first = trainee.timed(1)
+    iters = window_iters(trainee.timed(1))
+    windows = [trainee.timed(iters) for _ in range(trials)]
+    seconds = statistics.median(windows)
+    rate = config.iter_tokens / seconds
+    # what the whole process has, what training added to it, and what the memory model says
+    memory, added = hw.peak_memory_gib(), trainee.memory_gib()
+    if hw.device.type == "cuda":
+        added = torch.cuda.max_memory_reserved() / GIB
+    modelled = memory_needed(config, model, hw.dtype_name, config.batch_size) / GIB
+    return micro_batch(config) | dict(
+        trials=trials,
+        iters_per_trial=iters,
+        step_ms=1000 * seconds,
+        step_ms_range=[1000 * min(windows), 1000 * max(windows)],
+        tokens_per_iter=config.iter_tokens,
+        tokens_per_sec=rate,
+        tokens_per_sec_range=[config.iter_tokens / max(windows), config.iter_tokens / min(windows)],
+        mfu=hw.mfu(build.flops_per_token(model), rate),
+        mem_gib=memory,
+        mem_training_gib=added,
+        mem_model_gib=modelled,
+        compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0,
+        machine=machine(hw),
+    )
 
 
 def micro_batch(config: Config) -> dict[str, int]:

@@ -3,16 +3,16 @@ bench.py's modes step, sweep and ladder.
 """
 
 import math
-import statistics
 import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.measure import Trainee, attempt, time_training
+from benchmarks.measure import Trainee, attempt, readable_errors, time_windows
 from common.console import UserError, say
 from configurator import Config, divisors, print_config
 from training import hardware
@@ -27,14 +27,15 @@ MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
 
 def step(config: Config, options: Namespace) -> dict:
     trials = options.trials or 5
-
-    def examine(trainee: Trainee) -> dict:
+    say("compiling and warming up, about a minute" if config.compile else "warming up")
+    with readable_errors():
+        trainee = Trainee(config)
+        r = time_windows(trainee, trials)
+        r["matmul_tflops"] = matmul_tflops(trainee.hw)
         if options.profile:
             profile_step(trainee, options.profile)
-        return compare_with_matmul(trainee, trials)
-
-    say("compiling and warming up, about a minute" if config.compile else "warming up")
-    r = time_training(config, trials, examine=examine)
+    tflops = flops_per_token(trainee.model.config) * r["tokens_per_sec"] / 1e12
+    r["mfu_of_matmul"] = tflops / r["matmul_tflops"]
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {speed_text(r)}")
@@ -42,9 +43,8 @@ def step(config: Config, options: Namespace) -> dict:
     fastest, slowest = r["step_ms_range"]
     say(f"         median of {windows}, {fastest:.1f} to {slowest:.1f} ms")
     say(f"compile  {r['compile_seconds']:.1f} s")
-    low, high = r["mfu_of_matmul_range"]
-    share = f"{r['mfu_of_matmul']:.1%} of that ({low:.1%} to {high:.1%}, measured in turn)"
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; the step reaches {share}")
+    share = f"the step reaches {r['mfu_of_matmul']:.1%} of that"
+    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; {share}")
     return r
 
 
@@ -57,21 +57,6 @@ def speed_text(r: dict) -> str:
 
 def percent(fraction: float | None) -> str:
     return "n/a" if fraction is None else f"{fraction:.1%}"
-
-
-def compare_with_matmul(trainee: Trainee, trials: int) -> dict:
-    """
-    The rate of the step as a share of what a large matrix product reaches on this machine. The two
-    are timed in turn, so that other work on the machine slows both.
-    """
-    flops = flops_per_token(trainee.model.config) * trainee.config.iter_tokens
-    pairs = [(matmul_tflops(trainee.hw), trainee.timed(1)) for _ in range(trials)]
-    shares = [flops / seconds / 1e12 / rate for rate, seconds in pairs]
-    return dict(
-        matmul_tflops=statistics.median(rate for rate, _ in pairs),
-        mfu_of_matmul=statistics.median(shares),
-        mfu_of_matmul_range=[min(shares), max(shares)],
-    )
 
 
 def matmul_tflops(hw: hardware.Hardware) -> float:
@@ -114,7 +99,6 @@ def sweep(config: Config, options: Namespace) -> dict:
         listed = ", ".join(map(str, sizes))
         raise UserError(f"batch_size: {listed} all ran out of memory; try a smaller one")
     best = max(measured, key=lambda row: row["tokens_per_sec"])
-    largest = measured[-1]
     machine = best["machine"]
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
@@ -122,14 +106,12 @@ def sweep(config: Config, options: Namespace) -> dict:
         line = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {speed_text(row)}"
         if row is best:
             line += "  <- fastest"
-        if row is largest:
-            line += "  <- largest that fits"
         say(line)
     if options.write:
         write_config(Path(options.write), config, best)
     if options.png:
         draw(options.png, "micro-batch x accumulation", rows)
-    return dict(rows=rows, fastest=best["batch_size"], largest_that_fits=largest["batch_size"])
+    return dict(rows=rows, fastest=best["batch_size"])
 
 
 def with_batch(config: Config, batch_size: int) -> Config:
@@ -190,11 +172,7 @@ def ladder(config: Config, options: Namespace) -> dict:
     amp_dtype = "auto" if config.dtype == "float32" else config.dtype
     arguments = dict(trials=options.trials or 3)
     rows, rates = [], []
-    for name, changes, more_arguments in LADDER:
-        if why := missing(name, device, config):
-            rows.append(dict(name=name, tokens_per_sec=None, why=why))
-            say(f"{name:<18}   n/a: {why}")
-            continue
+    for name, changes, more_arguments in possible_rows(device, config):
         config = replace(config, **changes)
         if name == "AMP":
             config = replace(config, dtype=amp_dtype)
@@ -217,14 +195,14 @@ def ladder(config: Config, options: Namespace) -> dict:
     return dict(rows=rows)
 
 
-def missing(name: str, device: torch.device, config: Config) -> str | None:
-    """Why this machine or model cannot have the row. None where it can."""
-    if name == "tied weights" and config.model == "fast":
-        return "the fast model has a head of its own"
-    if name == "TF32":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            return "needs a GPU of the Ampere generation or later"
-    return None
+def possible_rows(device: torch.device, config: Config) -> list[tuple]:
+    """The rows of LADDER that this machine and this model can have."""
+    left_out = set()
+    if config.model == "fast":  # it has a head of its own
+        left_out.add("tied weights")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        left_out.add("TF32")  # needs a GPU of the Ampere generation or later
+    return [row for row in LADDER if row[0] not in left_out]
 
 
 # -----------------------------------------------------------------------------
@@ -232,12 +210,19 @@ def missing(name: str, device: torch.device, config: Config) -> str | None:
 
 
 def draw(path: str, title: str, rows: list[dict]) -> None:
-    """Horizontal bars of tokens/s, one for each row, the first on top."""
+    """
+    Horizontal bars of tokens/s, one for each row, the first on top, with the range of its windows.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.45 * len(rows) + 1.4), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="tokens per second")
-    bars = axes.barh([row["name"] for row in rows], [row["tokens_per_sec"] or 0 for row in rows])
+    label = "tokens per second: median, and from the slowest window to the fastest"
+    axes = figure.add_subplot(title=title, xlabel=label)
+    rates = np.array([row["tokens_per_sec"] or 0 for row in rows])
+    # a row that ran out of memory has no bar
+    low, high = np.transpose([row.get("tokens_per_sec_range", (0, 0)) for row in rows])
+    names = [row["name"] for row in rows]
+    bars = axes.barh(names, rates, xerr=(rates - low, high - rates), capsize=3)
     axes.bar_label(bars, fmt="{:,.0f}", padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.12)

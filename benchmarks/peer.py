@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import io
 import statistics
-import tempfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tqdm import tqdm
 from benchmarks import measure
 from common.console import UserError, say
 from configurator import Config
-from data.shards import Dataset
 from training import hardware
 
 SIDES = ("ours", "nanoGPT")
@@ -67,16 +65,11 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, 
     For each side: its first loss, the seconds per iteration of each trial, and its memory in GiB.
     Raises UserError where the sides do not do the same work.
     """
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        measure.new_process() as our_process,
-        measure.new_process() as their_process,
-    ):
+    with measure.new_process() as our_process, measure.new_process() as their_process:
         processes = dict(ours=our_process, nanoGPT=their_process)
-        data = measure.real_or_random_data(config, Path(folder))
         # one after the other, so that only one needs the memory of starting
-        ours = our_process.submit(start_side, config, data).result()
-        theirs = their_process.submit(start_side, config, data, nanogpt).result()
+        ours = our_process.submit(start_side, config).result()
+        theirs = their_process.submit(start_side, config, nanogpt).result()
         if abs(ours - theirs) > SAME_LOSS:
             raise UserError(f"nanogpt: other work: first loss {ours:.4f} here, {theirs:.4f} there")
         slower = max(process.submit(time_side, 1).result()[0] for process in processes.values())
@@ -91,41 +84,32 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, 
     return dict(ours=ours, nanoGPT=theirs), seconds, memory
 
 
-# in the process of one side: what start_side built, and the memory in use before, GiB
-started: tuple[measure.Trainee, float]
+started: measure.Trainee  # in the process of one side: what start_side built
 
 
-def start_side(config: Config, data: Dataset, nanogpt: Path | None = None) -> float:
+def start_side(config: Config, nanogpt: Path | None = None) -> float:
     """
     Build one side in this process and run its first iteration. Returns the loss. nanoGPT's side
     keeps the system's own handling of memory, as its users have it.
     """
     global started
-    hw = hardware.set_up(config, keep_memory=not nanogpt)
-    before = hw.peak_memory_gib() or 0
     with measure.readable_errors():
-        side = measure.Trainee(config, hw, data)
+        started = measure.Trainee(config, keep_memory=not nanogpt)
         if nanogpt:
-            use_nanogpt(side, nanogpt)
-        started = side, before
-        first_loss = side.step()[0].item()
+            use_nanogpt(started, nanogpt)
+        first_loss = started.step()[0].item()
         torch.cuda.empty_cache()  # the other side comes next
         return first_loss
 
 
 def time_side(iters: int) -> tuple[float, float | None]:
-    """
-    Seconds per iteration of the side in this process, and the most memory it has taken, GiB; None
-    where unknown.
-    """
-    side, before = started
+    """Seconds per iteration of the side in this process, and its memory as Trainee has it."""
     with measure.readable_errors():
-        if side.hw.device.type == "cuda":
-            side.timed(1)  # takes back the memory that the last call released
-        seconds = side.timed(iters)
-        peak = side.hw.peak_memory_gib()
+        if started.hw.device.type == "cuda":
+            started.timed(1)  # takes back the memory that the last call released
+        seconds = started.timed(iters)
         torch.cuda.empty_cache()
-        return seconds, None if peak is None else peak - before
+        return seconds, started.memory_gib()
 
 
 class LossOnly(torch.nn.Module):

@@ -8,24 +8,23 @@ Memory is in GiB, disk in GB.
 """
 
 import math
-import statistics
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from common.console import UserError, count, raise_if_any, say
+from common.console import UserError, count, raise_if_any, say, table_lines
 from configurator import NEVER, Config
 from data.shards import dataset_folder, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
+from reports.records import Records, percentile
 from training import hardware
 from training.build import count_flops, count_parameters, model_config, warn_of_epochs
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
-from training.metrics import read_record
 
 # What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
 # no published measurement of it. Published: four GeForce cards 55 to 84 %, 18 kinds of others 25
@@ -83,8 +82,7 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     if not card["peak_tflops"]:
         mend = "name a card, as in --gpu=4070, or give --iter_seconds or --from_run"
-        pace = f"unknown peak of {card['gpu']} in {card['dtype']}; {mend}"
-        return dict(pace=pace, iter_seconds=None)
+        raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {mend}")
     (low, likely, high), basis = assumed_mfu(card)
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
     flops, _ = count_flops(model)
@@ -107,19 +105,17 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
-    file = run / "metrics.jsonl"
-    lines = file.read_bytes().splitlines() if file.is_file() else []
-    records = [read_record(line) for line in lines]
-    starts = [r for r in records if r.get("kind") == "start"]
-    seconds = [r["step_ms"] / 1000 for r in records if r.get("kind") == "step"]
-    if not starts or not seconds:
-        raise UserError(f"from_run: {file} holds no iteration; give the out_dir of a run")
-    start = starts[-1]
+    records, step_ms = Records(run / "metrics.jsonl"), math.nan
+    if records.path.is_file():
+        step_ms = percentile(records.read().step["step_ms"], 50)
+    if math.isnan(step_ms):
+        raise UserError(f"from_run: {records.path} holds no iteration; give the out_dir of a run")
+    start = records.starts[-1]
     theirs, ours = start["flops_per_token"] / 1e6, count_flops(model)[0] / 1e6
     if theirs != ours:
         differ = f"trained {theirs:.1f} MFLOP/token, this configuration and code {ours:.1f}"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, and its code")
-    per_token = statistics.median(seconds) / start["tokens_per_iter"] * start.get("world_size", 1)
+    per_token = step_ms / 1000 / start["tokens_per_iter"] * start.get("world_size", 1)
     card = card_figures(start["device"], start["dtype"], start["peak_tflops"], None)
     return per_token * config.iter_tokens, card
 
@@ -130,10 +126,9 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
 
 def count_pauses(config: Config) -> tuple[int, int]:
     """(evaluations, checkpoints) of the whole run; each evaluation but the first saves one."""
-    n, evals, saves = config.max_iters, config.eval_interval, config.checkpoint_interval
-    saved_at = {n, *range(evals, n, evals)}
-    if saves:
-        saved_at |= {*range(saves, n, saves)}
+    n, evals = config.max_iters, config.eval_interval
+    saves = config.checkpoint_interval or evals
+    saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}
     return math.ceil(n / evals) + 1, len(saved_at)
 
 
@@ -178,11 +173,12 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
 def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, options) -> Config:
     """
     For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
-    Start-up and compilation, some minutes, are not counted. Raises UserError without a pace.
+    Start-up and compilation, some minutes, are not counted.
     """
-    if not pace["iter_seconds"]:
-        raise UserError(f"hours: {pace['pace']}")
-    hours = config.hours or (next_time(config.until, wall()) - wall()) / 3600
+    hours = config.hours
+    if config.until:
+        hours = (next_time(config.until, wall()) - wall()) / 3600
+        say(f"until    {config.until}, {hours_text(hours)} from now")
     most = min(config.max_iters, int(3600 * hours / pace["iter_seconds"]))
     evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / pace["iter_seconds"])
@@ -193,9 +189,6 @@ def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, op
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
-    """The figures that need the time of an iteration. Without it, hours=None alone."""
-    if not p["iter_seconds"]:
-        return dict(hours=None)
     hours = config.max_iters * p["iter_seconds"] / 3600
     spread = [config.max_iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
     rate = config.iter_tokens / p["iter_seconds"]
@@ -261,7 +254,12 @@ def plan_lines(p: dict) -> list[str]:
     if low < high:
         epochs += f"; {count(low)} to {count(high)} by the range of speeds"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
-    lines = [
+    mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
+    low, high = p["hours_range"]
+    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
+    shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
+    kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
+    return [
         f"model    {p['params'] / 1e6:.2f}M parameters, {p['flops_per_token'] / 1e6:.1f} "
         f"MFLOP/token ({p['flops_formula']}, N = {p['params_in_products'] / 1e6:.2f}M), "
         f"vocabulary {p['vocab_size']}",
@@ -269,27 +267,15 @@ def plan_lines(p: dict) -> list[str]:
         f"{p['total_tokens']:,}, {epochs}",
         f"compute  {p['total_flops']:.2e} FLOPs",
         f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
-    ]
-    if p["hours"] is None:
-        return [*lines, f"time     n/a, {p['pace']}", *memory_lines(p), disk_line(p)]
-    mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
-    low, high = p["hours_range"]
-    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
-    lines += [
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
         f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",
         f"time     {hours_text(p['hours'])}{span} of iterations; {hours_text(p['hours_total'])} "
         f"with {p['evaluations']} evaluations of {p['eval_seconds']:.1f} s and "
         f"{p['checkpoints']} checkpoints of {p['checkpoint_seconds']:.1f} s",
         *memory_lines(p),
-        disk_line(p),
+        f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}",
+        energy_line(p),
     ]
-    if p["kwh"] is None:
-        return [*lines, "energy   n/a (--watts= the draw of one GPU)"]
-    cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
-    energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all"
-    power = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
-    return [*lines, f"energy   {energy} at {power}; cost {cost}"]
 
 
 def memory_lines(p: dict) -> list[str]:
@@ -301,36 +287,32 @@ def memory_lines(p: dict) -> list[str]:
     verdict = "fits into" if p["fits"] else "DOES NOT FIT into"
     verdict += f" {USABLE_MEMORY * p['gpu_memory_gib']:.1f} GiB"
     advice = ", nor does batch_size 1; --recompute=True, a smaller model or block_size may"
-    if p["batch_size_that_fits"]:
-        best = p["batch_size_that_fits"]
+    if best := p["batch_size_that_fits"]:
         accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
         pair = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
         advice = f"; the largest that does: {pair}"
     return [line, f"         {verdict}{advice}"]
 
 
-def disk_line(p: dict) -> str:
-    shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
-    kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
-    return f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}"
+def energy_line(p: dict) -> str:
+    if p["kwh"] is None:
+        return "energy   n/a (--watts= the draw of one GPU)"
+    energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all"
+    power = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
+    cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
+    return f"energy   {energy} at {power}; cost {cost}"
 
 
-def table_lines(plans: list[dict]) -> list[str]:
+def card_lines(plans: list[dict]) -> list[str]:
     """One line for each card, the fastest first."""
-    head = f"{'GPU':<50}  GiB    dtype  TFLOP/s   mfu      tok/s      time"
-    lines = [f"{head} {'(range)':>20} batch_size"]
-    for p in sorted(plans, key=lambda p: p["hours"] or math.inf):
-        mfu, speed, time, span = ["n/a"] * 3 + [""]
-        if p["hours"]:
-            mfu, speed = f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}"
-            time, span = hours_text(p["hours"]), " to ".join(map(hours_text, p["hours_range"]))
-        lines.append(
-            f"{p['gpu']:<50} {p['gpu_memory_gib']:>4.0f} {p['dtype']:>8} "
-            f"{p['peak_tflops'] or 'n/a':>8} {mfu:>5} {speed:>10} {time:>9} {span:>20} "
-            f"{p['batch_size_that_fits'] or 'too small':>10}"
-        )
+    rows = [["GPU", "GiB", "dtype", "TFLOP/s", "mfu", "tok/s", "time", "(range)", "batch_size"]]
+    for p in sorted(plans, key=lambda p: p["hours"]):
+        card = [p["gpu"], f"{p['gpu_memory_gib']:.0f}", p["dtype"], str(p["peak_tflops"])]
+        span = " to ".join(map(hours_text, p["hours_range"]))
+        speed = [f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"]), span]
+        rows.append([*card, *speed, str(p["batch_size_that_fits"] or "too small")])
     fits = f"batch_size is the largest that fits by the memory model{plans[0]['memory_caveat']}"
-    return [*lines, f"mfu is assumed, see docs/benchmarks.md; {fits}"]
+    return [*table_lines(rows), f"mfu is assumed, see docs/benchmarks.md; {fits}"]
 
 
 # -----------------------------------------------------------------------------
@@ -351,11 +333,12 @@ def main(config: Config, options: Namespace) -> dict:
         options.dataset_tokens = options.dataset_tokens or len(data.train)
     model = model_config(config, vocab)
     if options.gpu == "all":
-        cards = [card_of_row(row, config) for row in read_gpu_table()]
-        paces = [estimated_pace(config, model, card, options.gpus) for card in cards]
-        pairs = zip(cards, paces, strict=True)
-        plans = [make_plan(config, model, card, pace, options) for card, pace in pairs]
-        say(*table_lines(plans))
+        plans = []
+        for card in [card_of_row(row, config) for row in read_gpu_table()]:
+            if card["peak_tflops"]:  # else nobody knows how fast it is
+                pace = estimated_pace(config, model, card, options.gpus)
+                plans.append(make_plan(config, model, card, pace, options))
+        say(*card_lines(plans))
         return dict(plans=plans)
     card, pace = card_and_pace(config, model, options)
     if config.by_clock:

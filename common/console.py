@@ -61,6 +61,16 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
             transcript.flush()
 
 
+def table_lines(rows: list[list[str]]) -> list[str]:
+    """A table's rows as lines: the first column flush left, all others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines
+
+
 def warn(message: str) -> None:
     complain(f"warning: {message}")
 

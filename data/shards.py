@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, did_you_mean
+from common.console import RunError, UserError, count, did_you_mean
 from common.files import read_json, replacing
 from configurator import Config
 from data.tokenizer import GPT2_VOCAB, read_bpe, read_meta
@@ -25,6 +25,8 @@ from data.tokenizer import GPT2_VOCAB, read_bpe, read_meta
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 CHECKED_TOKENS = 32768  # at both ends of a shard, looked at when it is opened
+MOST_TOKENS = 10**10  # of FineWeb-Edu's usual sample
+HOURS_TOKENS = 2 * 10**9  # more than a card for games reads in a night by the clock
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset: train.py makes it itself
 
 # -----------------------------------------------------------------------------
@@ -171,14 +173,14 @@ def dataset_folder(name: str) -> Path:
     return Path("data", name)
 
 
-def open_dataset(name: str) -> Dataset:
+def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     """
     Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per
-    problem.
+    problem. `tokens`: what a run needs, for the command that makes a dataset.
     """
     folder = dataset_folder(name)
     if not folder.is_dir():
-        raise UserError(missing_dataset(name, folder))
+        raise UserError(missing_dataset(name, folder, tokens))
     listed, vocab, tokenizer = read_description(folder)
     shards = open_shards(folder, listed)
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
@@ -187,13 +189,14 @@ def open_dataset(name: str) -> Dataset:
     return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, bytes_per_token=size)
 
 
-def missing_dataset(name: str, folder: Path) -> str:
+def missing_dataset(name: str, folder: Path, tokens: int) -> str:
     """The message where the folder is not there."""
     problem = f"dataset: there is no folder {folder}"
     if name == "openwebtext":  # the default of --dataset: most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
-    command = "prepare_fineweb.py --tokens=10B" if "fineweb" in name else "prepare_text.py FILE"
+    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
+    command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     make = f"make it with: python data/{command} --out={folder}"
     return f"{problem}{did_you_mean(name, made)}; {make}"
 
@@ -282,7 +285,8 @@ def check_dataset(config: Config) -> list[str]:
     try:
         if is_made_on_demand(config):
             return []
-        data = open_dataset(config.dataset)
+        tokens = (config.tokens_per_iter or config.iter_tokens) * config.max_iters
+        data = open_dataset(config.dataset, HOURS_TOKENS if config.by_clock else tokens)
     except UserError as error:
         return error.problems
     problems = []

@@ -42,10 +42,10 @@ def read_nanogpt_log(path: Path) -> RunRecords:
             if match := re.match(pattern, line):
                 it = int(match["iter"])
                 found[kind, it] = match.groupdict() | {"kind": kind, "iter": it}
-    records = Records()
+    records = Records(path)
     for record in [settings(text.splitlines()), *found.values()]:
         records.add(record)
-    run = records.tabulate(path.stem)
+    run = RunRecords(path.stem, records)
     if tokens := re.search(r"tokens per iteration will be: ([\d,]+)", text):
         run.tokens_per_iter = float(tokens[1].replace(",", ""))
     else:

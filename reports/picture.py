@@ -9,7 +9,7 @@ import numpy as np
 from common.console import count, warn
 from common.files import replacing
 from reports.curves import learning_curve
-from reports.records import MetricsFile, RunRecords
+from reports.records import Records, RunRecords
 
 PICTURE_POINTS = 600  # a line has at most this many, so that a long run stays readable
 SHORT = 1_000  # a run of fewer iterations is mostly the fall of its first losses
@@ -23,12 +23,12 @@ class RunPicture:
 
     def __init__(self, out_dir: str):
         self.path = Path(out_dir) / "loss.png"
-        self.metrics = MetricsFile(Path(out_dir) / "metrics.jsonl")
+        self.records = Records(Path(out_dir) / "metrics.jsonl")
 
     def draw(self) -> None:
         """Any failure is only a warning."""
         try:
-            save_picture([self.metrics.read(most_steps=6_000)], self.path)
+            save_picture([self.records.read()], self.path)
         except ImportError:  # matplotlib is not needed to train
             pass
         except Exception as error:  # an odd record or a full disk: the run is worth more

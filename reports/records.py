@@ -4,7 +4,6 @@ What a run left behind: metrics.jsonl as columns of numbers.
 
 import math
 from array import array
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,47 +19,27 @@ COLUMNS = {
 }
 
 
-@dataclass
-class RunRecords:
-    """
-    One run. What holds for all of it comes from its last start record. A number is NaN and a text
-    None if it is not known, and `config` holds only the keys that are known.
-
-    Its records are columns, ordered by iteration: one array for each value of a kind of record. A
-    value that is not known is NaN. Added to the values in metrics.jsonl are
-
-    - `step["iters"]`: how many iterations a record is the mean of
-    - `step["seconds"]`: the time of those iterations
-    - `eval["tokens"]`: tokens trained on before the evaluation
-    - `eval["hours"]`: time spent until the end of the evaluation: iterations, evaluations and
-      checkpoints, without start-up and compilation
-    """
-
-    name: str
-    config: dict
-    device: str | None
-    dtype: str | None
-    tokenizer: str | None
-    parameters: float
-    tokens_per_iter: float
-    flops_per_token: float  # divided by the number of cards
-    step: dict[str, np.ndarray]
-    eval: dict[str, np.ndarray]
-    checkpoint: dict[str, np.ndarray]
-    end: dict  # the end record; empty while the run trains, and after a kill
-    iterations: float = math.nan  # made so far
-    tokens: float = math.nan  # trained on so far
-    loss_unit: str = "nats per token"
-    warnings: list[str] = field(default_factory=list)
-
-
 class Records:
     """The records of one run, taken in as they come. One of a step takes 48 bytes."""
 
-    def __init__(self):
+    def __init__(self, path: Path):
+        """`path`: a metrics.jsonl for read(), or a file whose records are added one by one."""
+        self.path, self.position = path, 0
         self.starts: list[dict] = []
         self.end: dict = {}
         self.rows = {kind: array("d") for kind in COLUMNS}  # one after the other
+
+    def read(self) -> "RunRecords":
+        """
+        All of the run so far. Each reading goes on where the one before has ended. Lines that are
+        no records are left out. Raises OSError.
+        """
+        with open(self.path, "rb") as file:
+            file.seek(self.position)
+            for line in file:
+                self.add(read_record(line))
+            self.position = file.tell()
+        return RunRecords(self.path.resolve().parent.name, self)
 
     def add(self, record: dict) -> None:
         kind = record.get("kind")
@@ -71,54 +50,49 @@ class Records:
         elif kind in COLUMNS:
             self.rows[kind].extend([number(record.get(name)) for name in COLUMNS[kind]])
 
-    def columns(self, kind: str, most: int | None = None) -> dict[str, np.ndarray]:
+    def columns(self, kind: str) -> dict[str, np.ndarray]:
         names = COLUMNS[kind]
         # no copy: what is freed may stay with the process
         rows = np.frombuffer(self.rows[kind]).reshape(-1, len(names))
-        size = len(rows) // most + 1 if most else 1
-        rows = rows[: len(rows) // size * size].reshape(-1, size, len(names)).mean(axis=1)
         return dict(zip(names, rows[np.argsort(rows[:, 0], kind="stable")].T, strict=True))
 
-    def tabulate(self, name: str, most_steps: int | None = None) -> RunRecords:
-        """What has come so far; of steps the means over at most so many groups of neighbours."""
+
+class RunRecords:
+    """
+    One run, as far as its records have come. What holds for all of it comes from its last start
+    record. A number is NaN and a text None if it is not known, and `config` holds only the keys
+    that are known.
+
+    Its records are columns, ordered by iteration: one array for each value of a kind of record. A
+    value that is not known is NaN. Added to the values in metrics.jsonl are
+
+    - `step["iters"]`: how many iterations a record is the mean of
+    - `step["seconds"]`: the time of those iterations
+    - `eval["tokens"]`: tokens trained on before the evaluation
+    - `eval["hours"]`: time spent until the end of the evaluation: iterations, evaluations and
+      checkpoints, without start-up and compilation
+    - `iterations` and `tokens`: made, and trained on, so far
+    """
+
+    def __init__(self, name: str, records: Records):
         # a resume may have changed what the first start said
-        first, last = (self.starts[0], self.starts[-1]) if self.starts else ({}, {})
-        run = RunRecords(
-            name=name,
-            config=known_keys(last.get("config") or {}),
-            device=last.get("device"),
-            dtype=last.get("dtype"),
-            tokenizer=last.get("tokenizer"),
-            parameters=number(last.get("parameters")),
-            tokens_per_iter=number(last.get("tokens_per_iter")),
-            # tok/s are those of all cards together, but MFU is that of one card
-            flops_per_token=number(last.get("flops_per_token")) / last.get("world_size", 1),
-            step=self.columns("step", most_steps),
-            eval=self.columns("eval"),
-            checkpoint=self.columns("checkpoint"),
-            end=self.end,
-        )
-        add_totals(run, first.get("iter", 0))
-        return run
-
-
-class MetricsFile:
-    """A run's metrics.jsonl. Each reading goes on where the one before has ended."""
-
-    def __init__(self, path: Path):
-        self.path, self.records, self.end = path, Records(), 0
-
-    def read(self, most_steps: int | None = None) -> RunRecords:
-        """
-        All of the run so far, as tabulate() gives it. Lines that are no records are left out.
-        Raises OSError.
-        """
-        with open(self.path, "rb") as file:
-            file.seek(self.end)
-            for line in file:
-                self.records.add(read_record(line))
-            self.end = file.tell()
-        return self.records.tabulate(self.path.resolve().parent.name, most_steps)
+        first, last = (records.starts[0], records.starts[-1]) if records.starts else ({}, {})
+        self.name = name
+        self.config = known_keys(last.get("config") or {})
+        self.device: str | None = last.get("device")
+        self.dtype: str | None = last.get("dtype")
+        self.tokenizer: str | None = last.get("tokenizer")
+        self.parameters = number(last.get("parameters"))
+        self.tokens_per_iter = number(last.get("tokens_per_iter"))
+        # tok/s are those of all cards together, but MFU is that of one card
+        self.flops_per_token = number(last.get("flops_per_token")) / last.get("world_size", 1)
+        self.step = records.columns("step")
+        self.eval = records.columns("eval")
+        self.checkpoint = records.columns("checkpoint")
+        self.end = records.end  # empty while the run trains, and after a kill
+        self.loss_unit = "nats per token"
+        self.warnings: list[str] = []
+        add_totals(self, first.get("iter", 0))
 
 
 def known_keys(values: dict) -> dict:

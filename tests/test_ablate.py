@@ -45,9 +45,9 @@ def study(script, tmp_path):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["a=--rate=2", "a=--rate=3"], "a: two variants have this name"),
+        (["a=--rate=2", "a=--rate=3"], "a: was '--rate=2' before"),
         (["config/quickstart.py"], "config/quickstart.py: needs NAME="),
-        (["old=--rate=3"], "old: was '--rate=2' in this folder"),
+        (["old=--rate=3"], "old: was '--rate=2' before"),
         (["b=--rate=2", "--seeds=0"], "--seeds"),
     ],
 )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import convert
 import model as gpt2
 import sample
-from benchmarks.plan import card_figures, estimated_pace, make_plan, plan_lines, table_lines
+from benchmarks.plan import card_figures, card_lines, estimated_pace, make_plan, plan_lines
 from configurator import Config
 from model import GPT, CausalSelfAttention, GPTConfig, plain_attention
 from training import build
@@ -183,7 +183,7 @@ def test_memory_of_a_changed_model_is_said_to_be_the_shipped_ones(patch):
         p = make_plan(config, GPT124M, card, pace, options)
         (memory,) = [line for line in plan_lines(p) if line.startswith("memory")]
         advice = out_of_memory_advice(config, GPT124M, "float16", 12e9)
-        return [memory, table_lines([p])[-1], advice]
+        return [memory, card_lines([p])[-1], advice]
 
     # a fork's model may be changed today
     patch.setitem(SHIPPED_CODE, "gpt2", code_of("gpt2"))

@@ -14,7 +14,7 @@ from helpers import records, run_here, run_process
 import compare
 import reports.records
 from reports import picture
-from reports.records import MetricsFile
+from reports.records import Records
 
 NANOGPT_LOG = """\
 Overriding config with config/train_4070.py:
@@ -421,7 +421,7 @@ def test_each_reading_takes_in_the_new_lines_alone_and_gives_all(tmp_path, monke
     path = write_run(tmp_path / "a", 10, {0: 8.0, 40: 4.0, 80: 3.0}) / "metrics.jsonl"
     whole, lines = path.read_bytes(), []
     path.write_bytes(b"")
-    growing = MetricsFile(path)
+    growing = Records(path)
     read_record = reports.records.read_record
     for count in (0, 5, 50, 83, 83, 84, 88):
         path.write_bytes(b"".join(whole.splitlines(keepends=True)[:count]))
@@ -430,7 +430,7 @@ def test_each_reading_takes_in_the_new_lines_alone_and_gives_all(tmp_path, monke
                 reports.records, "read_record", lambda line: lines.append(line) or read_record(line)
             )
             found = growing.read()
-        assert columns_of(found) == columns_of(MetricsFile(path).read())
+        assert columns_of(found) == columns_of(Records(path).read())
         assert b"".join(lines) == path.read_bytes()
     assert found.step["iter"].tolist() == list(range(80)) and found.config["dataset"] == "d"
     assert found.eval["val_loss"].tolist() == [8.0, 4.0, 3.0]
@@ -440,14 +440,10 @@ def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tm
     from matplotlib.figure import Figure
 
     path = write_run(tmp_path / "a", 10, {it: 3.0 for it in range(0, 13_001, 5)}) / "metrics.jsonl"
-    exact, found = MetricsFile(path).read(), MetricsFile(path).read(most_steps=6_000)
-    # 13,000 steps by threes; the last one has no company
-    assert found.step["iter"].tolist() == list(range(1, 12_999, 3))
-    assert columns_of(found)["eval", "tokens"] == columns_of(exact)["eval", "tokens"]
     figure = Figure()
-    picture.draw(figure, [found])
+    picture.draw(figure, [Records(path).read()])
     train_line, val_line = figure.axes[0].lines
-    assert 300 < len(train_line.get_xdata()) <= 2_000
+    assert 300 < len(train_line.get_xdata()) <= picture.PICTURE_POINTS
     assert len(val_line.get_xdata()) == 13_000 / 5
 
 
@@ -474,11 +470,12 @@ with open(folder / "metrics.jsonl", "a") as file:
 
 
 @pytest.mark.slow
-def test_a_run_grows_by_less_than_100_bytes_an_iteration(tmp_path):
+def test_a_run_grows_by_less_than_200_bytes_a_log_line(tmp_path):
+    """Half a million lines may take 100 MB."""
     code, out, err = run_process("-c", GROWING, str(tmp_path), cold=True)
     assert code == 0 and not err, err
     early, late = map(int, out.split())
-    assert 0 < late - early < 100 * 190_000
+    assert 0 < late - early < 200 * 190_000
 
 
 DAMAGED_LINES = """\
@@ -579,18 +576,6 @@ def test_one_iteration_more_of_200_is_equal(tmp_path, script):
     """nanoGPT makes one more than max_iters."""
     runs = [write_records(tmp_path / str(n), list(range(n))) for n in (200, 201)]
     assert compare_runs(script, *runs)["verdicts"]["iterations"] == "equal"
-
-
-@pytest.mark.parametrize("name, differs", [("x86_64", False), ("NVIDIA H200", True)])
-def test_nanogpts_cpu_is_a_processor_by_any_name(tmp_path, script, name, differs):
-    log = write_notes_logs(tmp_path)[0]
-    log.write_text(f"Overriding: device = cpu\n{log.read_text()}")
-    run = write_records(tmp_path / "a", [0, 25])
-    text = (run / "metrics.jsonl").read_text()
-    text = text.replace('"kind": "start"', f'"kind": "start", "device": "{name}"')
-    (run / "metrics.jsonl").write_text(text)
-    _, out, _ = script(compare.main, log, run)
-    assert row(out, "device").split()[1:] == ["cpu", *name.split(), *["differs"] * differs]
 
 
 def test_a_short_run_is_drawn_whole_and_a_long_one_without_its_fall(tmp_path):

@@ -12,15 +12,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import flags, run_process, write_dataset
+from helpers import ROOT, flags, run_process, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
 from common.console import RunError, UserError
-from configurator import Config
+from configurator import Config, load_config
 from data.loader import ShuffledWindows, TrainBatches, eval_batches, to_batch
-from data.shards import HEADER_INTS, ShardTokens, open_dataset, open_shard, split_of
+from data.shards import HEADER_INTS, ShardTokens, check_dataset, open_dataset, open_shard, split_of
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
 
@@ -265,6 +265,22 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path, monkeypatch)
             open_dataset(name)
         assert all(message in problem or name == "empty" for problem in raised.value.problems)
         assert message in raised.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "config, tokens",
+    [
+        ("gpt124m_4070.py", "10B"),
+        ("fast124m_4070.py", "1.3B"),
+        ("fast124m_4070.py --hours=8", "2B"),
+    ],
+)
+def test_a_missing_dataset_is_made_with_as_many_tokens_as_the_run_reads(
+    config, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (problem,) = check_dataset(load_config(f"{ROOT}/config/{config}".split()))
+    assert f"prepare_fineweb.py --tokens={tokens} --out=" in problem
 
 
 def test_a_shard_is_of_the_split_that_its_name_says(tmp_path):

@@ -232,12 +232,10 @@ def words(tmp_path_factory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "words", [4000], vocab=8190)
 
 
-def trainee(folder, **changes) -> measure.Trainee:
+def trainee(**changes) -> measure.Trainee:
     keys = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2)
     keys |= dict(device="cpu", compile=False, dataset="none") | changes
-    config = load_config([f"--{name}={value}" for name, value in keys.items()])
-    data = measure.real_or_random_data(config, folder)
-    return measure.Trainee(config, hardware.set_up(config), data)
+    return measure.Trainee(load_config([f"--{name}={value}" for name, value in keys.items()]))
 
 
 SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
@@ -273,14 +271,14 @@ SLOW_SHAPES = [
     [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_memory_model_counts_the_tensors_alive(changes, dataset, words, tmp_path, monkeypatch):
+def test_memory_model_counts_the_tensors_alive(changes, dataset, words, monkeypatch):
     """
     What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is
     fused varies. With the attention that a GPU would use.
     """
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
     folders = dict(tiny=dataset, words=words, none="none")
-    t = trainee(tmp_path, **changes | dict(dataset=folders[changes.get("dataset", "words")]))
+    t = trainee(**changes | dict(dataset=folders[changes.get("dataset", "words")]))
     measured = peak_bytes(t)
     modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)
     if 0 < t.model.config.loss_chunk < 4 * 256 and not t.config.compile:
@@ -289,12 +287,10 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, words, tmp_path
     assert modelled == pytest.approx(measured, rel=0.1 if t.config.compile else 0.01)
 
 
-def saved_bytes(
-    words: str, tmp_path: Path, compiled: bool = False, **keys
-) -> tuple[int, GPTConfig]:
+def saved_bytes(words: str, compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     """What autograd saves of a model 256 wide for 4 x 256 tokens, its parameters left out."""
     keys |= dict(n_embd=256, tie_weights=False, loss_chunk="off", dataset=words)
-    t = trainee(tmp_path, **keys)
+    t = trainee(**keys)
     forward, storages = torch.compile(t.model) if compiled else t.model, {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -320,17 +316,15 @@ def saved_bytes(
         ),
     ],
 )
-def test_a_block_keeps_what_the_memory_model_says(
-    model, dtype, compiled, words, tmp_path, monkeypatch
-):
+def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, words, monkeypatch):
     """
     What autograd saves for four layers, less that for two. The compiler decides this in the same
     way for a GPU. Autocast's copies of the matrices are among it.
     """
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
     keys = dict(model=model, dtype=dtype, compiled=compiled)
-    two, _ = saved_bytes(words, tmp_path, n_layer=2, **keys)
-    four, config = saved_bytes(words, tmp_path, n_layer=4, **keys)
+    two, _ = saved_bytes(words, n_layer=2, **keys)
+    four, config = saved_bytes(words, n_layer=4, **keys)
     copies = 2 * 12 * 256**2 if dtype == "bfloat16" else 0
     of_a_block = (four - two) / 2 - copies
     assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, dtype, compiled), rel=0.002)
@@ -341,7 +335,7 @@ def test_a_block_keeps_what_the_memory_model_says(
     [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
 )
 def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
-    dtype, compiled, words, tmp_path, monkeypatch
+    dtype, compiled, words, monkeypatch
 ):
     """But for the gates, of one number a head and not a channel, and the rows' numbers."""
     monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
@@ -349,7 +343,7 @@ def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
     saved, modelled = [], []
     for tables, rows in ((0, 0), (2, 64)):
         sizes = dict(value_tables=tables, bigram_rows=rows)
-        total, config = saved_bytes(words, tmp_path, **sizes, **keys)
+        total, config = saved_bytes(words, **sizes, **keys)
         saved.append(total)
         parts = memory_bytes(Config(compile=compiled), config, dtype, 4)
         modelled.append(parts["activations"])
@@ -357,7 +351,7 @@ def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
 
 
 @pytest.mark.slow
-def test_memory_of_a_process_is_what_it_grew_by(tmp_path):
+def test_memory_of_a_process_is_what_it_grew_by():
     """
     Also where its parent had more in use. Kept memory is not in one piece, and a machine's own:
     between -10 and +150 %.

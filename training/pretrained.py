@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.console import UserError, raise_if_any, warn
+from common.console import UserError, warn
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
@@ -201,12 +201,10 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     """The model of a config.json. Raises UserError if model.py cannot compute it."""
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
-    path, problems = folder / "config.json", []
     for key, allowed in GPT2_ONLY.items():
         value = hf.get(key, allowed[0])
         if value not in allowed:
-            problems.append(f"{path}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
-    raise_if_any(problems)
+            raise UserError(f"{folder}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
     sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
     block_size, tie_weights = sizes.pop("n_positions"), hf.get("tie_word_embeddings", True)
     return GPTConfig(block_size=block_size, tie_weights=tie_weights, **sizes)

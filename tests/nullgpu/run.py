@@ -321,20 +321,18 @@ def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
         if row.whole:
             train_whole(config, flags, Path(folder))
         else:
-            train_steps(config, Path(folder), nanogpt)
+            train_steps(config, nanogpt)
     path.write_text(json.dumps(figures_of(row, config, watch.iterations)))
     sys.stdout.flush()
     os._exit(0)  # torch's threads for a card that is not there do not end by themselves
 
 
-def train_steps(config, folder: Path, nanogpt: Path | None) -> None:
+def train_steps(config, nanogpt: Path | None) -> None:
     """Four iterations, as bench.py trains."""
     from benchmarks import measure
     from benchmarks.peer import use_nanogpt
-    from training import hardware
 
-    data = measure.real_or_random_data(config, folder)
-    trainee = measure.Trainee(config, hardware.set_up(config), data)
+    trainee = measure.Trainee(config)
     if nanogpt:
         use_nanogpt(trainee, nanogpt)
     for _ in range(4):
@@ -345,8 +343,11 @@ def train_whole(config, flags: list[str], folder: Path) -> None:
     """train.py: two iterations, an evaluation, a sample and a checkpoint, and all of it again."""
     import train
     from benchmarks import measure
+    from data.shards import write_shard
 
-    measure.real_or_random_data(config, folder)
+    tokens = measure.real_or_random_data(config).train.tokens
+    write_shard(folder / "train_000000.bin", tokens)
+    write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
     flags += [f"--dataset={folder}", f"--out_dir={folder / 'out'}", "--init_from=scratch"]
     flags += ["--max_iters=4", "--eval_interval=2", "--eval_tokens=1024", "--checkpoint_interval=2"]
     train.main([*flags, "--warmup_iters=1", "--sample_tokens=8", "--log_interval=1"])
