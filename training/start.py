@@ -12,16 +12,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
-from configurator import (
-    NEVER,
-    Config,
-    config_values,
-    print_config,
-    read_config,
-    resolve,
-    saved_config,
-    saved_keys,
-)
+from configurator import NEVER, Config, config_values, resolve, saved_config, saved_keys
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
 from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups, training_code
@@ -54,14 +45,6 @@ class Start:
 
 # -----------------------------------------------------------------------------
 # Finding and checking
-
-
-def read_arguments(argv: list[str], ranks: Ranks) -> Config:
-    """The configuration of files and flags. Raises UserError, also where ranks differ."""
-    config, problems = read_config(argv)
-    ranks.raise_together(problems)
-    ranks.check_same("configuration", print_config(config))
-    return config
 
 
 def find_start(config: Config, ranks: Ranks) -> Start:
