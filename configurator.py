@@ -371,9 +371,10 @@ def check_model(config: Config) -> list[str]:
     problems = []
     head_size, rest = divmod(config.n_embd, config.n_head)
     if rest:
-        nearest = nearest_divisor(config.n_embd, config.n_head)
-        problem = f"n_head: {config.n_head} does not divide n_embd {config.n_embd}"
-        problems.append(f"{problem}; nearest that does: {nearest}")
+        fits = nearest_divisor(config.n_embd, config.n_head)
+        problems.append(
+            f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; {fits} does"
+        )
     chunk = config.loss_chunk
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
@@ -381,13 +382,11 @@ def check_model(config: Config) -> list[str]:
         of = f.metadata["of"]
         # not those of optimizers: a flag may name another one than the config file around it
         if of in MODELS and of != config.model and getattr(config, name) != f.default:
-            mend = f"--{name}={f.default}, or --model={of}"
-            problems.append(f"{name}: only model={of} has it; {mend}")
+            problems.append(f"{name}: only model={of} has it; else --{name}={f.default}")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
             most = config.n_layer // 2
-            problem = f"value_tables: two layers share one, and n_layer is {config.n_layer}"
-            problems.append(f"{problem}; --value_tables={most} or less")
+            problems.append(f"value_tables: two layers share one; --value_tables={most} or less")
         if not rest and head_size % 4:
             problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
         if config.tie_weights:

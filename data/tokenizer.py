@@ -249,8 +249,7 @@ def read_meta(path: Path) -> tuple[int, dict]:
         vocab, itos = meta["vocab_size"], meta.get("itos", {})
         texts = [itos[i] for i in range(min(vocab, len(itos)))]
     except Exception as error:  # a damaged pickle can raise anything
-        problem = f"{path}: refused, not a plain dictionary ({error})"
-        raise UserError(f"{problem}; prepare the dataset again") from None
+        raise UserError(f"{path}: no plain dictionary ({error}); prepare it again") from None
     if len(texts) == vocab and all(isinstance(text, str) for text in texts):
         return vocab, dict(kind="char", itos=texts)
     return vocab, dict(kind="unknown")  # a tokenizer of somebody's own

@@ -284,26 +284,6 @@ def test_windows_and_wsl_limit_torch_to_the_free_memory(platform_name, in_wsl, l
     assert seen == limits
 
 
-@pytest.mark.parametrize("hip, lines", [("7.2.0", 1), (None, 0)])
-def test_a_rocm_build_is_let_through_with_one_line(hip, lines, monkeypatch, capsys):
-    """It calls itself cuda, and its cards' names are in the table."""
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
-    card = SimpleNamespace(multi_processor_count=304)
-    for name, value in (
-        ("is_available", True),
-        ("device_count", 1),
-        ("set_device", None),
-        ("get_device_name", "AMD Instinct MI300X"),
-        ("get_device_properties", card),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert hardware.check_device(Config(device="cuda")) == []
-    assert hardware.set_up(Config(device="cuda")).peak_tflops == 1307.4
-    assert capsys.readouterr().err.count("nobody has tried this program with it\n") == lines
-
-
 @pytest.mark.parametrize("local_rank, gpus, device", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
 def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, device, monkeypatch):
     """As SLURM gives each task a GPU of its own, which is cuda:0 for all of them."""

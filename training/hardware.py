@@ -205,8 +205,6 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         torch.use_deterministic_algorithms(True)
     if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
-    if device.type == "cuda" and torch.version.hip:
-        warn("torch for AMD GPUs (ROCm): nobody has tried this program with it")
     name, peak = platform.processor() or platform.machine(), None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -246,7 +246,6 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         elif isinstance(owner, nn.Linear):
             role = "qkv" if name.endswith("c_attn.weight") else "matrices"
         else:
-            problem = "neither a matrix, an embedding, the head nor a vector"
-            raise ValueError(f"{name}: {problem}; Muon has no rule for it")
+            raise ValueError(f"{name}: no matrix, embedding, head or vector; Muon has no rule")
         roles[role].append(p)
     return roles

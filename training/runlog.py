@@ -174,18 +174,17 @@ class RunLog:
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         parts = f"{c.gradient_accumulation_steps} micro-batches of {c.batch_size} x {c.block_size}"
         say(f"tokens per iteration will be: {c.iter_tokens:,} = {parts}")
-        iterations = f"{c.max_iters:,} iterations"
+        iterations, total = f"{c.max_iters:,} iterations", c.iter_tokens * c.max_iters
         if c.by_clock:
-            bound = "(max_iters is not used)" if c.max_iters == NEVER else f"or {iterations}"
-            about = "at about" if c.max_iters == NEVER else "by"
-            end = f"{bound}, in {c.out_dir}; stops {about} {clock_time(self.seconds_left())}"
-            say(f"run: hours {self.clock.hours_text()} {end}")
+            bound = "" if c.max_iters == NEVER else f" or {iterations}"
+            end = f"in {c.out_dir}; stops by about {clock_time(self.seconds_left())}"
+            say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
         else:
-            total = c.iter_tokens * c.max_iters
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:
-            warn_of_epochs(c, self.train_tokens if c.max_iters < NEVER else None)
+            if c.max_iters < NEVER:
+                warn_of_epochs(total, self.train_tokens)
             if c.warmup_iters > c.max_iters:
                 warn(f"warmup_iters: {c.warmup_iters:,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
@@ -240,6 +239,9 @@ class RunLog:
         )
         say(self.format_step(values))
         self.record("step", **values)
+        if self.mean_loss is None and self.config.max_iters == NEVER and ranks.is_main:
+            # the first line of a run by the clock: now its speed is known
+            warn_of_epochs(last.tokens + tokens_per_sec * self.seconds_left(), self.train_tokens)
         self.mark_spike(last.iter_num, values["loss"])
         advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
         if advice and not self.said_threads:
@@ -333,8 +335,8 @@ class RunLog:
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
         by_clock = reason in ("hours", "until")
-        done = ", the schedule is complete" if by_clock else ""
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{done}, {date()}")
+        said = "the schedule is complete" if by_clock else reason
+        say(f"end: {said} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         self.draw(0)
         complete = iters >= self.config.max_iters or by_clock
