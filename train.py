@@ -242,7 +242,7 @@ def estimate_loss(
 
 
 def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
-    """For samples. Offline, without its vocabulary, the run goes on without samples."""
+    """For samples. Offline, without its vocabulary, the run continues without samples."""
     try:
         return Tokenizer(data.tokenizer)
     except UserError as error:

@@ -211,7 +211,7 @@ def test_an_interrupted_preparation_goes_on_with_the_same_tokenizer(tmp_path, mo
     flags.append(f"--tokenizer=bpe:{VOCAB}")
     assert prepare_fineweb.main([*flags, f"--out={straight}"]) == 0
     with full_disk_at("train_000003.bin"):
-        with pytest.raises(RunError, match="the same command goes on"):
+        with pytest.raises(RunError, match="the same command continues"):
             prepare_fineweb.main([*flags, f"--out={out}"])
     monkeypatch.setattr(tokenizer_module, "train_bpe", None)  # is not needed again
     assert prepare_fineweb.main([*flags, f"--out={out}"]) == 0

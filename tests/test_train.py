@@ -276,6 +276,12 @@ def test_a_lone_best_is_not_deleted_without_a_word(dataset, tmp_path):
     assert (tmp_path / "best.pt").exists()
 
 
+def test_a_misspelt_start_is_told_what_was_meant(dataset, tmp_path):
+    for typed, meant in (("resum", "resume"), ("gpt2-larg", "gpt2-large")):
+        with pytest.raises(UserError, match=f"{typed}: no such file or folder; .*mean {meant}"):
+            run_here(dataset, tmp_path, init_from=typed)
+
+
 def test_a_larger_max_iters_goes_on_without_a_jump_in_the_learning_rate(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=8)
     run_here(dataset, tmp_path, max_iters=12, init_from="resume")

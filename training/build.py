@@ -313,7 +313,7 @@ def code_of(model: str) -> str:
 
 
 def training_code() -> str:
-    """The same of what else decides how a run goes on."""
+    """The same of what else decides how a run continues."""
     return fingerprint("".join(SOURCES[name] for name in TRAINING))
 
 

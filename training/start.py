@@ -33,7 +33,7 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 @dataclass
 class Start:
     """
-    What init_from means. `resumed` is the checkpoint a run goes on from. `weights` is that
+    What init_from means. `resumed` is the checkpoint that a run resumes from. `weights` is that
     checkpoint, or weights trained elsewhere (then what load_pretrained() returns). Both are None
     from scratch.
     """
@@ -279,7 +279,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
 
 
 # -----------------------------------------------------------------------------
-# What a checkpoint holds, and how a run goes on from it
+# What a checkpoint holds, and how a run resumes from it
 
 
 def checkpoint_state(
