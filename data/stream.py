@@ -237,9 +237,8 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     val, train, begin, val_bytes = read_first(source, tokenizer, held_out)
     if len(train) <= config.block_size:
         held = f"{len(val):,} tokens for validation and {len(train):,} for training"
-        mend = "choose another --dataset, or a smaller --eval_tokens"
-        needs = f"which needs more than block_size {config.block_size}"
-        raise UserError(f"dataset: {name} holds {held}, {needs}; {mend}")
+        mend = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
+        raise UserError(f"dataset: {name} holds {held}; {mend}")
 
     identity = dict(revision=revision, held_out=held_out)
     described = json.dumps([identity, tokenizer.spec, [os.path.basename(file) for file in files]])

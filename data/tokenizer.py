@@ -129,8 +129,7 @@ def pick_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int
     if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
         return tokenizer
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
-    mend = "a smaller --val_tokens or N" if skip else "a smaller N"
-    return Tokenizer(train_bpe(sample_text(source, skip, total), int(size), mend))
+    return Tokenizer(train_bpe(sample_text(source, skip, total), int(size)))
 
 
 def named_spec(name: str) -> dict:
@@ -211,7 +210,7 @@ def sample_text(source: Callable, skip: int, total: int) -> list[str]:
     return sample
 
 
-def train_bpe(texts: list[str], vocab: int, mend: str = "a smaller N") -> dict:
+def train_bpe(texts: list[str], vocab: int) -> dict:
     """
     The spec of a byte-level BPE of `vocab` ids, as GPT-2's (Radford et al. 2019) but made from
     these texts. Raises UserError where they repeat too little for so many.
@@ -224,7 +223,8 @@ def train_bpe(texts: list[str], vocab: int, mend: str = "a smaller N") -> dict:
     bpe.train_from_iterator(texts, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
-        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; {mend}, or more text")
+        mend = "a smaller N, less validation, or more text"
+        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; {mend}")
     return dict(kind="bpe", json=bpe.to_str())
 
 

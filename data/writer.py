@@ -116,11 +116,9 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     """Print what a data folder holds and the command that trains on it."""
     tokens = tokens_of(manifest)
     total = sum(tokens.values())
-    say(
-        f"{folder}: {manifest['documents']:,} documents, {tokens['train']:,} tokens for training "
-        f"and {tokens['val']:,} for validation in {len(manifest['shards'])} shards, "
-        f"{2 * total / 1e6:,.1f} MB"
-    )
+    held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
+    size = f"{len(manifest['shards'])} shards, {2 * total / 1e6:,.1f} MB"
+    say(f"{folder}: {manifest['documents']:,} documents, {held} in {size}")
     # older manifests have not counted the bytes
     if total and all("bytes" in shard for shard in manifest["shards"]):
         size = sum(shard["bytes"] for shard in manifest["shards"])
@@ -234,8 +232,7 @@ class ShardWriter:
         if min(self.totals.values()) < least:
             self.remove_all()
             held = "{val:,} tokens for validation and {train:,} for training".format(**self.totals)
-            flag = "--val_tokens" if self.plan.val_tokens else "--val_fraction"
-            mend = f"give more text, or another {flag}"
+            mend = "give more text, or another share of it for validation"
             raise UserError(f"{self.plan.source}: {held}, each needs at least {least}; {mend}")
         self.manifest["complete"] = True
         del self.manifest["next"]
@@ -346,6 +343,5 @@ def check_folder(name: str) -> None:
             problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
     raise_if_any(problems)
     say(f"{folder}: each sha256 agrees with manifest.json")
-    tokenizer = f"tokenizer {manifest['tokenizer']}"
-    say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
+    say(f"source: {manifest['source']} ({manifest['revision']}), tokenizer {manifest['tokenizer']}")
     say_what_it_holds(folder, manifest)

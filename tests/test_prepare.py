@@ -247,7 +247,7 @@ def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
             0.05,
             "300.txt: 16 tokens for validation and 286 for training, each needs at least 65",
         ),
-        (300, 0.9, "give more text, or another --val_fraction"),
+        (300, 0.9, "give more text, or another share"),
     ):
         Path(f"{size}.txt").write_text("x" * size)
         with pytest.raises(UserError, match=message) as raised:
@@ -612,7 +612,7 @@ def bad_file(folder: Path, name: str) -> Path:
         (
             "small.parquet",
             2,
-            "and 0 for training, each needs at least 1; give more text, or another --val_tokens",
+            "and 0 for training, each needs at least 1; give more text, or another share",
         ),
     ],
 )

@@ -359,8 +359,8 @@ def broken_source(folder: Path, name: str) -> Path:
     "name, message",
     [
         ("other.parquet", "has no column text; its columns: id, body"),
-        ("nothing.jsonl", "which needs more than block_size 16; choose another --dataset"),
-        ("small.parquet", "which needs more than block_size 16; choose another --dataset"),
+        ("nothing.jsonl", "0 for training; choose a larger --dataset"),
+        ("small.parquet", "for training; choose a larger --dataset, or smaller --eval_tokens"),
         ("broken.jsonl", "JSON parse error"),
         ("nowhere*.parquet", "no such file"),
         ("empty", "holds no .parquet, .jsonl, .json, .jsonl.gz, "),

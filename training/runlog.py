@@ -172,8 +172,8 @@ class RunLog:
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        parts = f"{c.gradient_accumulation_steps} micro-batches of {c.batch_size} x {c.block_size}"
-        say(f"tokens per iteration will be: {c.iter_tokens:,} = {parts}")
+        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
         iterations, total = f"{c.max_iters:,} iterations", c.iter_tokens * c.max_iters
         if c.by_clock:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"

@@ -265,8 +265,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         known = f"the weights of init_from={config.init_from} another one, {theirs['kind']}"
         name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
-        mend = "start" if config.stream else "prepare the text again"
-        problems.append(f"{held}, {known}; {mend} with --tokenizer={name}")
+        problems.append(f"{held}, {known}; prepare or stream it with --tokenizer={name}")
     elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
         problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
