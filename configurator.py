@@ -143,8 +143,8 @@ class NanoGPTKeys:
     """nanoGPT's names that are no keys here. Files and flags may use them: see `translate`."""
 
     backend: str = key("nccl", "nothing: the device decides")
-    wandb_log: bool = key(False, "tracker=wandb")
-    decay_lr: bool = key(True, "False: lr_schedule=constant")
+    wandb_log: bool = key(False, "tracker=wandb; False: tracker=none")
+    decay_lr: bool = key(True, "lr_schedule=cosine; False: lr_schedule=constant")
 
 
 FIELDS, NANOGPT_FIELDS = find_keys(Config), find_keys(NanoGPTKeys)
@@ -207,7 +207,7 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
         except UserError as error:
             problems += error.problems
             continue
-        values |= translate(found, values)
+        values |= translate(found)
         if "gradient_accumulation_steps" in found and "tokens_per_iter" not in found:
             values["tokens_per_iter"] = 0  # of the two the last one wins
     if values.get("hours") or values.get("until"):
@@ -217,17 +217,16 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
     return keys(**values, given=frozenset(values)), problems
 
 
-def translate(found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """What a file or flag has set after these `values`, by this program's names, not nanoGPT's."""
+def translate(found: dict[str, Any]) -> dict[str, Any]:
+    """
+    What a file or flag has set, by this program's names. Where it has set a key by both names,
+    nanoGPT's does not count.
+    """
     keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
-    if found.get("wandb_log"):
-        keys["tracker"] = "wandb"
-    elif "wandb_log" in found and values.get("tracker") == "wandb":
-        keys.setdefault("tracker", "none")
-    if not found.get("decay_lr", True):
-        keys["lr_schedule"] = "constant"
-    elif "decay_lr" in found and values.get("lr_schedule") == "constant":
-        keys.setdefault("lr_schedule", "cosine")
+    if "wandb_log" in found:
+        keys.setdefault("tracker", "wandb" if found["wandb_log"] else "none")
+    if "decay_lr" in found:
+        keys.setdefault("lr_schedule", "cosine" if found["decay_lr"] else "constant")
     return keys
 
 
@@ -372,9 +371,10 @@ def check_model(config: Config) -> list[str]:
     problems = []
     head_size, rest = divmod(config.n_embd, config.n_head)
     if rest:
-        nearest = nearest_divisor(config.n_embd, config.n_head)
-        problem = f"n_head: {config.n_head} does not divide n_embd {config.n_embd}"
-        problems.append(f"{problem}; nearest that does: {nearest}")
+        fits = nearest_divisor(config.n_embd, config.n_head)
+        problems.append(
+            f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; {fits} does"
+        )
     chunk = config.loss_chunk
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
@@ -382,13 +382,11 @@ def check_model(config: Config) -> list[str]:
         of = f.metadata["of"]
         # not those of optimizers: a flag may name another one than the config file around it
         if of in MODELS and of != config.model and getattr(config, name) != f.default:
-            mend = f"--{name}={f.default}, or --model={of}"
-            problems.append(f"{name}: only model={of} has it; {mend}")
+            problems.append(f"{name}: only model={of} has it; else --{name}={f.default}")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
             most = config.n_layer // 2
-            problem = f"value_tables: two layers share one, and n_layer is {config.n_layer}"
-            problems.append(f"{problem}; --value_tables={most} or less")
+            problems.append(f"value_tables: two layers share one; --value_tables={most} or less")
         if not rest and head_size % 4:
             problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
         if config.tie_weights:
@@ -412,7 +410,7 @@ def nearest_divisor(total: int, wanted: int) -> int:
 
 def saved_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The keys that a checkpoint or metrics.jsonl holds, by today's names."""
-    values = translate(values, {})
+    values = translate(values)
     if values.get("optimizer") == "muon" and "muon_lr" in values:  # an older checkpoint's
         values["learning_rate"] = values["muon_lr"]
     return {name: value for name, value in values.items() if name not in FORMER_KEYS}

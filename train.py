@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import UserError, run_main, say, warn
-from configurator import Config
+from configurator import Config, config_values, read_config
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
@@ -47,7 +47,6 @@ from training.start import (
     find_start,
     is_finished,
     open_data,
-    read_arguments,
     restore,
     say_what_changed,
 )
@@ -243,7 +242,7 @@ def estimate_loss(
 
 
 def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
-    """For samples. Offline, without its vocabulary, the run goes on without samples."""
+    """For samples. Offline, without its vocabulary, the run continues without samples."""
     try:
         return Tokenizer(data.tokenizer)
     except UserError as error:
@@ -271,7 +270,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # What is asked for. All that is wrong with it is listed before anything is written.
     began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
-    asked = read_arguments(argv, ranks)
+    asked, problems = read_config(argv)
+    ranks.raise_together(problems)
+    ranks.check_same("configuration", config_values(asked))
     checkpoints = Checkpoints(asked, ranks, check_checkpoint)  # keeps other runs out of out_dir
     start = find_start(asked, ranks)  # loads the checkpoint or the weights that init_from names
     c = check_start(asked, start, ranks)
@@ -295,7 +296,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # From here on out_dir is this run's
     checkpoints.claim_folder(p if start.resumed else None)
-    log = RunLog(c, hw, ranks, began, start.resumed, RunPicture(c.out_dir).draw)
+    log = RunLog(c, hw, ranks, began, start.resumed or {})
+    log.draw_run = RunPicture(c.out_dir).draw
     clock = log.clock  # knows when to evaluate and save, and with --hours when to end
     say_what_changed(c, start, ranks, clock, get_lr)
     log.start(data, raw_model.config, p)
@@ -391,7 +393,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     finally:
         batches.close()
     log.end(reason, p)
-    return ranks.leave(signals.exit_code)
+    return signals.exit_code
 
 
 if __name__ == "__main__":

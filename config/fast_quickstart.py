@@ -2,7 +2,7 @@
 # config/quickstart.py reaches.
 # python train.py config/fast_quickstart.py
 out_dir = "out/fast_quickstart"
-init_from = "auto"  # the same command goes on where it was stopped
+init_from = "auto"  # the same command resumes where it was stopped
 dataset = "python_stdlib"  # made in seconds on the first run, no download
 
 model = "fast"

@@ -2,7 +2,7 @@
 # cores with bfloat16.
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
-init_from = "auto"  # the same command goes on where it was stopped
+init_from = "auto"  # the same command resumes where it was stopped
 dataset = "python_stdlib"  # made in seconds on the first run, no download
 
 n_layer = 4

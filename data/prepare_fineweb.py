@@ -6,7 +6,7 @@ through the same code.
     python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/fineweb_10B
     python data/prepare_fineweb.py --check data/fineweb_edu
 
-Stopped in any way, the same command goes on after the last finished shard, and the files come out
+Stopped in any way, the same command continues after the last finished shard, and the files come out
 the same.
 """
 

@@ -6,7 +6,7 @@ The stream is the documents of the source in their order, an end-of-text token b
 over. Its first whole documents, as many as an evaluation reads, are held out for validation, as
 preparation does it. Sequence n is the window of block_size + 1 tokens that begins n * block_size
 tokens behind them. So the number of workers, processes or sequences in a batch does not change what
-is trained on. A document and a number of tokens are all that a resumed run needs to go on.
+is trained on. A document and a number of tokens are all that a resumed run needs.
 
     open_stream    finds the files, reads what evaluations need
     Pieces         in each worker: text -> tokens, every n-th piece of the source
@@ -40,7 +40,7 @@ from data.tokenizer import Tokenizer, encode_rows, named_spec
 
 ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises at most about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
-GO_ON = "--init_from=resume goes on"
+CONTINUE = "--init_from=resume continues the run"
 NO_TOKENS = np.empty(0, dtype="<u2")
 
 # -----------------------------------------------------------------------------
@@ -113,9 +113,9 @@ class Workers:
             piece = next(self.iterator)
         # RuntimeError: DataLoader has found a worker dead. The others: it died while it was sending
         except (RuntimeError, OSError, EOFError) as error:
-            raise RunError(f"a data worker failed ({error}); {GO_ON}") from error
+            raise RunError(f"a data worker failed ({error}); {CONTINUE}") from error
         if isinstance(piece, UserError):
-            raise RunError(*(f"{line}; once that is mended, {GO_ON}" for line in piece.problems))
+            raise RunError(*(f"{line}; once that is mended, {CONTINUE}" for line in piece.problems))
         file, row, tokens = piece
         return file, row, tokens.numpy()
 
@@ -237,9 +237,8 @@ def open_stream(config: Config, position: dict | None = None) -> Dataset:
     val, train, begin, val_bytes = read_first(source, tokenizer, held_out)
     if len(train) <= config.block_size:
         held = f"{len(val):,} tokens for validation and {len(train):,} for training"
-        mend = "choose another --dataset, or a smaller --eval_tokens"
-        needs = f"which needs more than block_size {config.block_size}"
-        raise UserError(f"dataset: {name} holds {held}, {needs}; {mend}")
+        mend = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
+        raise UserError(f"dataset: {name} holds {held}; {mend}")
 
     identity = dict(revision=revision, held_out=held_out)
     described = json.dumps([identity, tokenizer.spec, [os.path.basename(file) for file in files]])

@@ -129,8 +129,7 @@ def pick_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int
     if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
         return tokenizer
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
-    mend = "a smaller --val_tokens or N" if skip else "a smaller N"
-    return Tokenizer(train_bpe(sample_text(source, skip, total), int(size), mend))
+    return Tokenizer(train_bpe(sample_text(source, skip, total), int(size)))
 
 
 def named_spec(name: str) -> dict:
@@ -211,7 +210,7 @@ def sample_text(source: Callable, skip: int, total: int) -> list[str]:
     return sample
 
 
-def train_bpe(texts: list[str], vocab: int, mend: str = "a smaller N") -> dict:
+def train_bpe(texts: list[str], vocab: int) -> dict:
     """
     The spec of a byte-level BPE of `vocab` ids, as GPT-2's (Radford et al. 2019) but made from
     these texts. Raises UserError where they repeat too little for so many.
@@ -224,7 +223,8 @@ def train_bpe(texts: list[str], vocab: int, mend: str = "a smaller N") -> dict:
     bpe.train_from_iterator(texts, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
-        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; {mend}, or more text")
+        mend = "a smaller N, less validation, or more text"
+        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; {mend}")
     return dict(kind="bpe", json=bpe.to_str())
 
 
@@ -249,8 +249,7 @@ def read_meta(path: Path) -> tuple[int, dict]:
         vocab, itos = meta["vocab_size"], meta.get("itos", {})
         texts = [itos[i] for i in range(min(vocab, len(itos)))]
     except Exception as error:  # a damaged pickle can raise anything
-        problem = f"{path}: refused, not a plain dictionary ({error})"
-        raise UserError(f"{problem}; prepare the dataset again") from None
+        raise UserError(f"{path}: no plain dictionary ({error}); prepare it again") from None
     if len(texts) == vocab and all(isinstance(text, str) for text in texts):
         return vocab, dict(kind="char", itos=texts)
     return vocab, dict(kind="unknown")  # a tokenizer of somebody's own

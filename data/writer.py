@@ -5,8 +5,8 @@ in common.
 Documents keep the order of the source, an end-of-text token before each; null and empty ones are
 skipped. The first whole documents are the validation split, the rest is training. A shard is
 written when it is full, and after it the manifest, which also says where in the source the next
-shard begins. So an interrupted preparation goes on at the last finished shard, and its files come
-out the same, byte for byte, however often it was interrupted and with any number of workers.
+shard begins. So an interrupted preparation continues after the last finished shard, and its files
+come out the same, byte for byte, however often it was interrupted and with any number of workers.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ from data.sources import Batch, Source
 from data.tokenizer import Tokenizer, encode_rows, read_bpe
 
 FORMAT = "uint16 shards, llm.c header"
-# What must be the same for a preparation to go on
+# What must be the same for a preparation to continue
 IDENTITY = ("format", "tokenizer", "vocab", "tokenizer_sha256", "source", "revision", "settings")
 
 SPARE_BYTES = 50_000_000  # left free on the disk
 READ_AHEAD = 2  # batches of documents for each thread that tokenises
 SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
 
-GO_ON = "the same command goes on after the last finished shard"
+CONTINUE = "the same command continues after the last finished shard"
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Plan:
 
 def prepare(plan: Plan, source: Source, workers: int) -> int:
     """
-    Fill plan.folder from the source, or go on where an earlier start stopped. Prints what the
+    Fill plan.folder from the source, or continue where an earlier start stopped. Prints what the
     folder holds and the command to type next. Returns the exit code.
     """
     writer = ShardWriter(plan)
@@ -85,11 +85,11 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         try:
             write_all(writer, source, workers)
         except KeyboardInterrupt:
-            complain(f"stopped: {GO_ON}")
+            complain(f"stopped: {CONTINUE}")
             return 130
         except OSError as error:  # a full disk, which names no file, or a text that has gone
             path = error.filename or plan.folder
-            raise RunError(f"{path}: {error.strerror}; once that is mended, {GO_ON}") from None
+            raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
     say_what_it_holds(plan.folder, writer.manifest)
     return 0
 
@@ -116,11 +116,9 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     """Print what a data folder holds and the command that trains on it."""
     tokens = tokens_of(manifest)
     total = sum(tokens.values())
-    say(
-        f"{folder}: {manifest['documents']:,} documents, {tokens['train']:,} tokens for training "
-        f"and {tokens['val']:,} for validation in {len(manifest['shards'])} shards, "
-        f"{2 * total / 1e6:,.1f} MB"
-    )
+    held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
+    size = f"{len(manifest['shards'])} shards, {2 * total / 1e6:,.1f} MB"
+    say(f"{folder}: {manifest['documents']:,} documents, {held} in {size}")
     # older manifests have not counted the bytes
     if total and all("bytes" in shard for shard in manifest["shards"]):
         size = sum(shard["bytes"] for shard in manifest["shards"])
@@ -129,7 +127,7 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     name = folder.name if folder.parent == Path("data") else folder
     own = [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
     command = shlex.join(["python", "train.py", config, *own])
-    unfinished = "unfinished: the command that began it goes on"
+    unfinished = "unfinished: the command that began it continues it"
     say(f"next: {command}" if manifest["complete"] else unfinished)
 
 
@@ -140,9 +138,9 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
 def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int):
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields the file
-    number and the encode_rows of each batch. Reads so far ahead that the threads go on while the
-    source downloads or a shard is written, and not so far that memory grows with the source. Raises
-    RunError where the source fails.
+    number and the encode_rows of each batch. Reads so far ahead that the threads stay busy while
+    the source downloads or a shard is written, and not so far that memory grows with the source.
+    Raises RunError where the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending = deque()
@@ -155,7 +153,7 @@ def encode_batches(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int)
         for file, future in pending:
             yield file, future.result()
     except UserError as error:
-        problems = [f"{problem}; {GO_ON}, from the same source" for problem in error.problems]
+        problems = [f"{problem}; {CONTINUE}, from the same source" for problem in error.problems]
         raise RunError(*problems) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -234,8 +232,7 @@ class ShardWriter:
         if min(self.totals.values()) < least:
             self.remove_all()
             held = "{val:,} tokens for validation and {train:,} for training".format(**self.totals)
-            flag = "--val_tokens" if self.plan.val_tokens else "--val_fraction"
-            mend = f"give more text, or another {flag}"
+            mend = "give more text, or another share of it for validation"
             raise UserError(f"{self.plan.source}: {held}, each needs at least {least}; {mend}")
         self.manifest["complete"] = True
         del self.manifest["next"]
@@ -289,8 +286,8 @@ def read_preparation(folder: Path) -> dict:
 
 def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     """
-    The manifest to go on with, a new one or that of an earlier start of the same preparation, and,
-    unless it is complete, the open file that keeps other preparations out. Raises UserError.
+    The manifest to continue with, a new one or that of an earlier start of the same preparation,
+    and, unless it is complete, the open file that keeps other preparations out. Raises UserError.
     """
     folder, manifest = plan.folder, plan.manifest()
     own_json = folder / "tokenizer.json"  # written first; it may be all that a kill has left
@@ -346,6 +343,5 @@ def check_folder(name: str) -> None:
             problems.append(f"{path}: its sha256 is not manifest.json's; prepare it again")
     raise_if_any(problems)
     say(f"{folder}: each sha256 agrees with manifest.json")
-    tokenizer = f"tokenizer {manifest['tokenizer']}"
-    say(f"source: {manifest['source']} ({manifest['revision']}), {tokenizer}")
+    say(f"source: {manifest['source']} ({manifest['revision']}), tokenizer {manifest['tokenizer']}")
     say_what_it_holds(folder, manifest)

@@ -136,7 +136,7 @@ def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_
         from_text(book, f"--out={out}", "--val_fraction=0.5")
     resumed = tmp_path / "resumed"
     with full_disk_at("train_000001.bin"):
-        with pytest.raises(RunError, match="the same command goes on"):
+        with pytest.raises(RunError, match="the same command continues"):
             from_text(book, f"--out={resumed}", "--val_fraction=0.25")
     assert from_text(book, f"--out={resumed}", "--val_fraction=0.25") == 0
     assert contents(resumed) == contents(out)
@@ -247,7 +247,7 @@ def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
             0.05,
             "300.txt: 16 tokens for validation and 286 for training, each needs at least 65",
         ),
-        (300, 0.9, "give more text, or another --val_fraction"),
+        (300, 0.9, "give more text, or another share"),
     ):
         Path(f"{size}.txt").write_text("x" * size)
         with pytest.raises(UserError, match=message) as raised:
@@ -437,7 +437,7 @@ def test_stopped_anywhere_the_same_command_ends_with_the_same_bytes(source, stra
         manifest = json.loads((out / "manifest.json").read_text())
         assert manifest["complete"] == (stop is None)
         if stop == signal.SIGINT:
-            assert stderr == "stopped: the same command goes on after the last finished shard\n"
+            assert stderr == "stopped: the same command continues after the last finished shard\n"
             assert not list(out.glob("*.tmp"))
             # more tokens later would be another dataset to resume on
             with pytest.raises(UserError, match="unfinished"):
@@ -475,7 +475,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(
         return original(path, tokens)
 
     monkeypatch.setattr(writer, "write_shard", full)
-    message = f"{out}: No space left on device; .*the same command goes on"
+    message = f"{out}: No space left on device; .*the same command continues"
     with pytest.raises(RunError, match=message):
         fineweb(*flags, f"--out={out}")
     monkeypatch.setattr(writer, "write_shard", original)
@@ -535,7 +535,7 @@ def test_the_hub_and_local_files_give_the_same_shards_and_a_failing_hub_is_asked
     warning, error = stderr.splitlines()
     assert "again in 0.01 s" in warning and error.startswith("error: hf://datasets/org/name@")
     assert error.endswith(
-        "the same command goes on after the last finished shard, from the same source"
+        "the same command continues after the last finished shard, from the same source"
     )
     Hub.downloads_allowed, Hub.newest = 10**9, "b" * 40  # meanwhile there is a newer revision
     assert from_hub(hub, tmp_path / "out", tmp_path) == (0, "")
@@ -612,7 +612,7 @@ def bad_file(folder: Path, name: str) -> Path:
         (
             "small.parquet",
             2,
-            "and 0 for training, each needs at least 1; give more text, or another --val_tokens",
+            "and 0 for training, each needs at least 1; give more text, or another share",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def make_log(tmp_path, clock, ledger, **changes):
         **changes,
     )
     hw = Hardware(torch.device("cpu"), torch.bfloat16, "test", 58.3)
-    log = RunLog(config, hw, Ranks(), began=0.0)
+    log = RunLog(config, hw, Ranks(), began=0.0, resumed={})
     log.ledger = ledger
     log.train_tokens, log.flops_per_token = 10_000_000, 854_770_176
     log.bytes_per_token = None

@@ -252,7 +252,7 @@ def test_a_killed_worker_ends_the_run_with_one_line_and_a_checkpoint(parquet, tm
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert stderr.startswith("error: a data worker failed (") and stderr.count("\n") == 1
-    assert stderr.endswith("--init_from=resume goes on\n")
+    assert stderr.endswith("--init_from=resume continues the run\n")
     saved = checkpoint.load_newest(tmp_path)
     assert saved["progress"]["iter_num"] > 20
     assert saved["stream"]["sequence"] == saved["progress"]["sequences"]
@@ -359,8 +359,8 @@ def broken_source(folder: Path, name: str) -> Path:
     "name, message",
     [
         ("other.parquet", "has no column text; its columns: id, body"),
-        ("nothing.jsonl", "which needs more than block_size 16; choose another --dataset"),
-        ("small.parquet", "which needs more than block_size 16; choose another --dataset"),
+        ("nothing.jsonl", "0 for training; choose a larger --dataset"),
+        ("small.parquet", "for training; choose a larger --dataset, or smaller --eval_tokens"),
         ("broken.jsonl", "JSON parse error"),
         ("nowhere*.parquet", "no such file"),
         ("empty", "holds no .parquet, .jsonl, .json, .jsonl.gz, "),
@@ -392,7 +392,7 @@ def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(
     options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
     code, _, lines = script(train.main, *flags(tmp_path, tmp_path / "out", **options))
     assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0]
-    assert lines[0].endswith("--init_from=resume goes on")
+    assert lines[0].endswith("--init_from=resume continues the run")
     saved = checkpoint.load_newest(tmp_path / "out")
     iterations = len(split_by_hand(documents(400), 256)[1]) // (16 * 2 * 16)
     # all that was there was trained on

@@ -211,7 +211,7 @@ def test_an_interrupted_preparation_goes_on_with_the_same_tokenizer(tmp_path, mo
     flags.append(f"--tokenizer=bpe:{VOCAB}")
     assert prepare_fineweb.main([*flags, f"--out={straight}"]) == 0
     with full_disk_at("train_000003.bin"):
-        with pytest.raises(RunError, match="the same command goes on"):
+        with pytest.raises(RunError, match="the same command continues"):
             prepare_fineweb.main([*flags, f"--out={out}"])
     monkeypatch.setattr(tokenizer_module, "train_bpe", None)  # is not needed again
     assert prepare_fineweb.main([*flags, f"--out={out}"]) == 0
@@ -286,7 +286,7 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
         out = tmp_path / "run" if options["init_from"] == "resume" else tmp_path / "new"
         code, _, err = run_flags(script, another, out, **options)
         assert code == 2 and len(err) == 1 and err[0].startswith("error: dataset: "), err
-    assert "bpe; prepare the text again with --tokenizer=PATH, their tokenizer.json" in err[0]
+    assert "bpe; prepare or stream it with --tokenizer=PATH, their tokenizer.json" in err[0]
     bytes_run = tmp_path / "bytes"
     run_here(prepare_rows(tmp_path, TEXTS, "byte"), bytes_run, max_iters=1)
     code, _, err = run_flags(script, mine, tmp_path / "new", init_from=bytes_run)
@@ -309,7 +309,11 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, s
     assert train.main([*flags, "--batch_size=4", "--max_iters=3"]) == 0
     options |= dict(init_from="resume", max_iters=4, tokenizer=another / "tokenizer.json")
     code, _, err = run_flags(script, source, tmp_path / "run", **options)
-    assert code == 2 and len(err) == 1 and "another one, bpe; start with --tokenizer=PATH" in err[0]
+    assert (
+        code == 2
+        and len(err) == 1
+        and "another one, bpe; prepare or stream it with --tokenizer=PATH" in err[0]
+    )
 
 
 def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path, script):
@@ -448,4 +452,4 @@ def test_too_little_text_leaves_nothing(tmp_path, script):
     code, _, err = script(
         prepare_fineweb.main, *flags[:2], "--tokenizer=bpe:999", "--val_tokens=1M"
     )
-    assert code == 2 and "a smaller --val_tokens" in err[0] and not out.exists()
+    assert code == 2 and "less validation" in err[0] and not out.exists()

@@ -276,6 +276,12 @@ def test_a_lone_best_is_not_deleted_without_a_word(dataset, tmp_path):
     assert (tmp_path / "best.pt").exists()
 
 
+def test_a_misspelt_start_is_told_what_was_meant(dataset, tmp_path):
+    for typed, meant in (("resum", "resume"), ("gpt2-larg", "gpt2-large")):
+        with pytest.raises(UserError, match=f"{typed}: no such file or folder; .*mean {meant}"):
+            run_here(dataset, tmp_path, init_from=typed)
+
+
 def test_a_larger_max_iters_goes_on_without_a_jump_in_the_learning_rate(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=8)
     run_here(dataset, tmp_path, max_iters=12, init_from="resume")
@@ -288,8 +294,8 @@ def test_a_finished_run_says_so(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run_here(dataset, tmp_path, init_from="resume") == 0
-    done = "all 8 iterations are done; to continue, raise --max_iters; "
-    assert f"{done}for a new run, give another --out_dir" in capsys.readouterr().out
+    done = "all 8 iterations are done; to continue, give another --max_iters; "
+    assert f"{done}for a new run, another --out_dir" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -336,7 +342,7 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
     warning = capsys.readouterr().err
     assert "the rate reaches min_lr at iteration 8, where the run was to end" in warning
-    assert "--lr_decay_iters=6 moves that; for a new run: another --out_dir" in warning
+    assert "--lr_decay_iters=6 moves that\n" in warning
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))

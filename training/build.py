@@ -187,13 +187,11 @@ def build_optimizer(
 # The arithmetic
 
 
-def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
-    tokens = config.iter_tokens * config.max_iters
+def warn_of_epochs(tokens: float, dataset_tokens: int | None) -> None:
+    """`tokens`: those of the whole run. A dataset that nobody has counted gets no warning."""
     if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
         epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
-        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
-        fewer = f", or --max_iters={enough}" if enough > 2 * config.warmup_iters else ""
-        warn(f"{epochs}; prepare a larger dataset{fewer}")
+        warn(f"{epochs}; prepare a larger dataset, or train for less")
 
 
 def parameters_in_products(model: nn.Module, calls: Counter) -> int:
@@ -315,7 +313,7 @@ def code_of(model: str) -> str:
 
 
 def training_code() -> str:
-    """The same of what else decides how a run goes on."""
+    """The same of what else decides how a run continues."""
     return fingerprint("".join(SOURCES[name] for name in TRAINING))
 
 

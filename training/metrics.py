@@ -37,7 +37,6 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
     last = {"step": iter_num - 1, "event": iter_num - 1, "checkpoint": iter_num}
     last |= {"eval": evaluated_at, "sample": evaluated_at, "end": -1}
     try:
-        path.touch()  # somebody may have deleted it
         with replacing(path) as file, open(path, "rb") as lines:
             for line in lines:
                 record = read_record(line)

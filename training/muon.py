@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 # a, b, c of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -65,7 +64,7 @@ def normalize(directions: Tensor, mean: Tensor) -> Tensor:
     return even * (norms / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.AdamW):
     """
     Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each),
     the others go to AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
@@ -78,23 +77,22 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused=True, rank=0, world_size=1):
-        super().__init__(groups, dict(fused=fused))
+        super().__init__(groups, eps=ADAM_EPS, fused=fused)
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         # dealt out in turn, sorted by shape: every process gets as many of each shape
         matrices = [p for group in groups if "momentum" in group for p in group["params"]]
         matrices.sort(key=lambda p: p.shape)
         self.owner = {p: number % self.world_size for number, p in enumerate(matrices)}
-        # GradScaler then leaves skipping to us, and does not wait for the device
-        self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        for group in self.param_groups:
+        groups = self.param_groups
+        for group in groups:
             if "momentum" in group:
-                self.step_matrices(group, found_inf)
-            else:
-                self.step_others(group, found_inf)
+                self.step_matrices(group, getattr(self, "found_inf", None))
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()  # AdamW's
+        self.param_groups = groups
 
     def step_matrices(self, group: dict, found_inf: Tensor | None) -> None:
         """
@@ -198,31 +196,9 @@ class Muon(torch.optim.Optimizer):
                 states[number] = {name: value for name, value in others if name != "momentum"}
         super().load_state_dict(dict(state_dict, state=states))
 
-    def step_others(self, group: dict, found_inf: Tensor | None) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["step"] = torch.zeros((), device=p.device)
-                self.state[p]["exp_avg"] = torch.zeros_like(p)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-        beta1, beta2 = group["betas"]
-        adamw(
-            params,
-            grads=[p.grad for p in params],
-            exp_avgs=[self.state[p]["exp_avg"] for p in params],
-            exp_avg_sqs=[self.state[p]["exp_avg_sq"] for p in params],
-            max_exp_avg_sqs=[],
-            state_steps=[self.state[p]["step"] for p in params],
-            fused=group["fused"],
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=ADAM_EPS,
-            maximize=False,
-        )
+    def __setstate__(self, state: dict) -> None:
+        # AdamW's looks for a step in each parameter's state, and matrices have none
+        torch.optim.Optimizer.__setstate__(self, state)
 
 
 def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -246,7 +222,6 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         elif isinstance(owner, nn.Linear):
             role = "qkv" if name.endswith("c_attn.weight") else "matrices"
         else:
-            problem = "neither a matrix, an embedding, the head nor a vector"
-            raise ValueError(f"{name}: {problem}; Muon has no rule for it")
+            raise ValueError(f"{name}: no matrix, embedding, head or vector; Muon has no rule")
         roles[role].append(p)
     return roles

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.console import UserError, warn
+from common.console import UserError, did_you_mean, warn
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
@@ -95,7 +95,8 @@ def read_any(path: Path) -> dict:
     if runs:
         newest = sorted(runs, key=os.path.getmtime, reverse=True)[:5]
         hint = f"runs here: {', '.join(map(str, newest))}"
-    raise UserError(f"{path}: {what}; {hint}")
+    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_NAMES))
+    raise UserError(f"{path}: {what}{meant}; {hint}")
 
 
 def describe_source(state: dict, path: Path) -> str:

@@ -35,6 +35,6 @@ class Progress:
         self.tokens += tokens
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps; Progress(**state) goes on from there."""
+        """What a checkpoint keeps; Progress(**state) continues from there."""
         own = ("updating", "rng")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}

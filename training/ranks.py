@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from common.console import RunError, UserError, complain, end_process
+from common.console import RunError, UserError, complain
 from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
@@ -197,7 +197,7 @@ class Ranks:
         said = mine or ["another rank cannot start; its own lines say why"]
         raise UserError(*said, on_all_ranks=mine in ([], everywhere[0]))
 
-    def check_same(self, what: str, value: str) -> None:
+    def check_same(self, what: str, value: Any) -> None:
         """Raises UserError on every rank where one has another value than the first."""
         everywhere = self.gather(value)
         for rank, other in enumerate(everywhere):
@@ -220,12 +220,6 @@ class Ranks:
             if here > gpus:
                 problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")
         return problems
-
-    def leave(self, code: int) -> int:
-        """The exit code. Where there are several processes, this one ends with it here."""
-        if self.world_size > 1:
-            end_process(code)
-        return code
 
 
 # -----------------------------------------------------------------------------

@@ -61,31 +61,22 @@ class RunLog:
     file reads as one run.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        hw: Hardware,
-        ranks: Ranks,
-        began: float,
-        resumed: dict | None = None,
-        draw_run: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, config: Config, hw: Hardware, ranks: Ranks, began: float, resumed: dict):
         """
-        `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state.
-        `draw_run` draws out_dir/loss.png.
+        `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state, empty
+        where there is none.
         """
-        self.draw_run = draw_run
+        self.draw_run: Callable[[], None] = lambda: None  # draws out_dir/loss.png
         self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
         self.unwritten = b""  # records that a full disk has refused
         self.began, self.ledger = began, Ledger(began)
         threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
-        progress = Progress(**resumed["progress"]) if resumed else None
-        for category, seconds in resumed["ledger"].items() if resumed else ():
+        progress = Progress(**resumed.get("progress", {}))
+        for category, seconds in resumed.get("ledger", {}).items():
             self.ledger.seconds[category] += seconds
-        saved = resumed.get("clock", {}) if resumed else {}
-        self.clock = Clock(config, self.ledger, saved, ranks.from_main)
+        self.clock = Clock(config, self.ledger, resumed.get("clock", {}), ranks.from_main)
         # the evaluation at the resumed iteration stands; what comes after it is written again
-        purge_from = progress.iter_num + 1 if progress else 0
+        purge_from = progress.iter_num + 1 if resumed else 0
         self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
         self.timed = 0  # iterations since the last line, without those compiled in
         self.logged = dict(self.ledger.seconds)  # as of the last line
@@ -96,7 +87,7 @@ class RunLog:
         out_dir = Path(config.out_dir)
         if ranks.is_main and not config.eval_only:
             metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
-            if progress:
+            if resumed:
                 drop_records(metrics, progress.iter_num, progress.evaluated_at)
             self.file = open(metrics, "ab", buffering=0)
             keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
@@ -181,23 +172,19 @@ class RunLog:
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        say(
-            f"tokens per iteration will be: {c.iter_tokens:,} = batch_size {c.batch_size} * "
-            f"block_size {c.block_size} * "
-            f"gradient_accumulation_steps {c.gradient_accumulation_steps}"
-        )
-        iterations = f"{c.max_iters:,} iterations"
+        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
+        iterations, total = f"{c.max_iters:,} iterations", c.iter_tokens * c.max_iters
         if c.by_clock:
-            bound = "(max_iters is not used)" if c.max_iters == NEVER else f"or {iterations}"
-            about = "at about" if c.max_iters == NEVER else "by"
-            end = f"{bound}, in {c.out_dir}; stops {about} {clock_time(self.seconds_left())}"
-            say(f"run: hours {self.clock.hours_text()} {end}")
+            bound = "" if c.max_iters == NEVER else f" or {iterations}"
+            end = f"in {c.out_dir}; stops by about {clock_time(self.seconds_left())}"
+            say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
         else:
-            total = c.iter_tokens * c.max_iters
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:
-            warn_of_epochs(c, self.train_tokens if c.max_iters < NEVER else None)
+            if c.max_iters < NEVER:
+                warn_of_epochs(total, self.train_tokens)
             if c.warmup_iters > c.max_iters:
                 warn(f"warmup_iters: {c.warmup_iters:,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
@@ -252,6 +239,9 @@ class RunLog:
         )
         say(self.format_step(values))
         self.record("step", **values)
+        if self.mean_loss is None and self.config.max_iters == NEVER and ranks.is_main:
+            # the first line of a run by the clock: now its speed is known
+            warn_of_epochs(last.tokens + tokens_per_sec * self.seconds_left(), self.train_tokens)
         self.mark_spike(last.iter_num, values["loss"])
         advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
         if advice and not self.said_threads:
@@ -345,8 +335,8 @@ class RunLog:
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
         by_clock = reason in ("hours", "until")
-        done = ", the schedule is complete" if by_clock else ""
-        say(f"end: {reason} after {iters:,} iterations, {count(tokens)} tokens{done}, {date()}")
+        said = "the schedule is complete" if by_clock else reason
+        say(f"end: {said} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
         self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
         self.draw(0)
         complete = iters >= self.config.max_iters or by_clock

@@ -63,9 +63,9 @@ class Skips:
             where = f"micro-batch {micro_batch} reads {self.windows.locate(sequence)}"
         self.log.warn(it.iter_num, f"update skipped, its gradient is not finite; {where}")
         if self.in_a_row >= MAX_SKIPS:
-            problem = f"{self.in_a_row} updates in a row skipped, gradients not finite"
-            hint = "a lower learning_rate or dtype=float32 may help"
-            raise RunError(f"{problem}; {hint}", on_all_ranks=True)  # all have the same gradients
+            hint = "try a lower learning_rate or dtype=float32"
+            # all ranks have the same gradients
+            raise RunError(f"{self.in_a_row} updates in a row skipped; {hint}", on_all_ranks=True)
 
     def first_bad_micro_batch(self, it: Iteration) -> int | None:
         """The first micro-batch of all ranks whose loss is not finite. None: all are finite."""

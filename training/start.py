@@ -12,16 +12,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
-from configurator import (
-    NEVER,
-    Config,
-    config_values,
-    print_config,
-    read_config,
-    resolve,
-    saved_config,
-    saved_keys,
-)
+from configurator import NEVER, Config, config_values, resolve, saved_config, saved_keys
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
 from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups, training_code
@@ -42,7 +33,7 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 @dataclass
 class Start:
     """
-    What init_from means. `resumed` is the checkpoint a run goes on from. `weights` is that
+    What init_from means. `resumed` is the checkpoint that a run resumes from. `weights` is that
     checkpoint, or weights trained elsewhere (then what load_pretrained() returns). Both are None
     from scratch.
     """
@@ -54,14 +45,6 @@ class Start:
 
 # -----------------------------------------------------------------------------
 # Finding and checking
-
-
-def read_arguments(argv: list[str], ranks: Ranks) -> Config:
-    """The configuration of files and flags. Raises UserError, also where ranks differ."""
-    config, problems = read_config(argv)
-    ranks.raise_together(problems)
-    ranks.check_same("configuration", print_config(config))
-    return config
 
 
 def find_start(config: Config, ranks: Ranks) -> Start:
@@ -90,8 +73,8 @@ def find_start(config: Config, ranks: Ranks) -> Start:
         hint = f"--init_from={found[0]} with another --out_dir starts from its weights"
         start.problems.append(f"init_from: {found[0]} cannot be resumed, only ckpt-*.pt; {hint}")
     elif config.init_from == "resume":
-        runs = [str(path) for path in out_dir.parent.glob("*") if list_checkpoints(path)]
-        hint = f"--init_from=auto starts a new run there{did_you_mean(str(out_dir), runs)}"
+        runs = [path.name for path in out_dir.parent.glob("*") if list_checkpoints(path)]
+        hint = f"--init_from=auto starts a new run there{did_you_mean(out_dir.name, runs)}"
         start.problems.append(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
     elif ranks.is_main and (out_dir / "metrics.jsonl").exists():
         say(f"{out_dir}: an earlier start ended before its first save; this one begins anew")
@@ -180,11 +163,9 @@ def is_finished(config: Config, start: Start) -> bool:
         end = progress.iter_num if start.resumed.get("clock", {}).get("share", 0) >= 1 else NEVER
     if min(progress.iter_num, progress.evaluated_at) < end:
         return False
-    more = "raise --max_iters"
-    if config.by_clock:
-        more = "give another --until" if config.until else "raise --hours"
-    done = f"all {progress.iter_num:,} iterations are done; to continue, {more}"
-    say(f"{config.out_dir}: {done}; for a new run, give another --out_dir")
+    key = "until" if config.until else "hours" if config.hours else "max_iters"
+    done = f"all {progress.iter_num:,} iterations are done; to continue, give another --{key}"
+    say(f"{config.out_dir}: {done}; for a new run, another --out_dir")
     return True
 
 
@@ -224,14 +205,13 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
         ends = f"the rate reaches min_lr at iteration {horizon:,}, where the run was to end"
-        mend = f"--lr_decay_iters={config.max_iters} moves that; for a new run: another --out_dir"
-        warn(f"{config.out_dir}: {ends}; {mend}")
+        warn(f"{config.out_dir}: {ends}; --lr_decay_iters={config.max_iters} moves that")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
     before = saved_config(start.resumed["config"]).iter_tokens
     if config.iter_tokens != before:
-        chosen = f"not {before:,}, for which the learning rate was chosen"
-        say(f"resume: {config.iter_tokens:,} tokens per iteration, {chosen}")
+        chosen = f"{before:,}, for which the learning rate was chosen"
+        say(f"resume: {config.iter_tokens:,} tokens per iteration, not {chosen}")
 
 
 def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr) -> None:
@@ -242,11 +222,7 @@ def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr
     decays = ", though its decay had begun" if past_warmup and old < highest else ""
     clock.look(it)
     new = get_lr(it, config, clock.horizon(it, NEVER), highest)
-    if clock.left() <= 0:
-        end = "the run ends now, with the last update of its schedule, an evaluation and a save"
-        more = "until" if config.until else "hours"
-        say(f"resume: the time is up; {end}. To train longer, give another --{more}")
-    elif abs(new - old) > 0.01 * highest and ranks.is_main:
+    if abs(new - old) > 0.01 * highest and ranks.is_main:
         warn(f"the learning rate continues at {new:.2e}, not at {old:.2e}{decays}")
 
 
@@ -289,8 +265,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         known = f"the weights of init_from={config.init_from} another one, {theirs['kind']}"
         name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
-        mend = "start" if config.stream else "prepare the text again"
-        problems.append(f"{held}, {known}; {mend} with --tokenizer={name}")
+        problems.append(f"{held}, {known}; prepare or stream it with --tokenizer={name}")
     elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
         problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
@@ -303,7 +278,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
 
 
 # -----------------------------------------------------------------------------
-# What a checkpoint holds, and how a run goes on from it
+# What a checkpoint holds, and how a run resumes from it
 
 
 def checkpoint_state(

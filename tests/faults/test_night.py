@@ -373,7 +373,7 @@ def test_no_sample_before_the_first_update(dataset, tmp_path, capsys):
 def test_a_mistyped_folder_to_resume_is_told_from_the_runs_beside_it(dataset, tmp_path):
     run_here(dataset, tmp_path / "quickstart", max_iters=1)
     (tmp_path / "quikstar").mkdir()  # nearer, but no run
-    with pytest.raises(UserError, match=f"did you mean {tmp_path}/quickstart\\?"):
+    with pytest.raises(UserError, match="; did you mean quickstart\\?"):
         run_here(dataset, tmp_path / "quikstart", init_from="resume")
 
 
