@@ -52,9 +52,9 @@ def test_a_row_is_stale_when_its_configuration_or_code_changes(tmp_path, monkeyp
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     today = run.fingerprint(row)
+    assert run.fingerprint(run.Row("4070", "fast124m_3060", whole=True)) != today
     code = (tmp_path / "model_fast.py").read_text()
     (tmp_path / "model_fast.py").write_text(code + "# more\n")
     assert run.fingerprint(row) == today
     (tmp_path / "model_fast.py").write_text(code + "more = 1\n")
     assert run.fingerprint(row) != today
-    assert run.fingerprint(run.Row("4070", "fast124m_3060", whole=True)) != today
