@@ -40,11 +40,13 @@ def norm(x: Tensor) -> Tensor:
 
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
-    Cosine and sine of each position's angles, (T, 1, hs / 2) each (RoFormer, arXiv:2104.09864).
-    Half of the channel pairs do not turn: they carry what does not depend on distance (records).
+    Cosine and sine of each position's angles, (T, 1, hs) each (RoFormer, arXiv:2104.09864). The two
+    channels of a pair have opposite angles. Half of the pairs do not turn: they carry what does not
+    depend on distance (records).
     """
     turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
     angles = positions[:, None, None] * F.pad(turning, (0, head_size // 2 - len(turning)))
+    angles = torch.cat((angles, -angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
@@ -53,8 +55,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by their position's angles: q k^T then
     depends on distance.
     """
-    real, imaginary = x.chunk(2, dim=-1)
-    return torch.cat((real * cos + imaginary * sin, imaginary * cos - real * sin), dim=-1)
+    # compiled for a GPU, joining two halves takes far more instructions (results/LOG.md)
+    partners = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x * cos + partners * sin
 
 
 def offset_keys(k: Tensor) -> Tensor:
@@ -63,9 +66,9 @@ def offset_keys(k: Tensor) -> Tensor:
     those of the token before. So one layer can find what followed an earlier token; otherwise that
     takes two (modded-nanogpt, pull request 169).
     """
-    turning, still = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, nh, T, 2, hs / 4) each
-    still = torch.cat((still[:, :, :1], still[:, :, :-1]), dim=2)
-    return torch.stack((turning, still), dim=-2).flatten(-3)
+    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
+    turning = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) < k.size(-1) // 4
+    return torch.where(turning, k, before)
 
 
 class CausalSelfAttention(nn.Module):

@@ -31,8 +31,7 @@ def main(config: Config, options: Namespace) -> dict:
     is not the same.
     """
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
-        given = options.nanogpt or "not given"
-        raise UserError(f"nanogpt: {given}; --nanogpt= needs a checkout of karpathy/nanoGPT")
+        raise UserError(f"nanogpt: {options.nanogpt}; --nanogpt= needs a clone of karpathy/nanoGPT")
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
         theirs = "nanoGPT has tied weights, GPT-2 and AdamW; with others the work is not the same"
         raise UserError(f"tie_weights, model, optimizer: {theirs}")

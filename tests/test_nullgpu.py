@@ -1,5 +1,8 @@
 """What training asked of simulated cards (tests/nullgpu), and that the docs say just that."""
 
+import subprocess
+import sys
+
 import pytest
 from helpers import ROOT
 from nullgpu import run
@@ -27,3 +30,31 @@ def test_the_docs_tables_are_those_of_the_rows(page):
     """`python tests/nullgpu/run.py --docs` writes them."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert run.with_tables(text, run.TABLES[page]) == text
+
+
+def test_without_nanogpt_its_row_says_what_it_needs_and_nothing_is_downloaded(tmp_path):
+    folder = tmp_path / "folder"
+    command = [sys.executable, ROOT / "tests/nullgpu/run.py", "4070-nanogpt", f"--folder={folder}"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    assert "--nanogpt= (git clone https://github.com/karpathy/nanoGPT)" in process.stdout
+    assert not folder.exists()
+
+
+def test_a_row_is_stale_when_its_configuration_or_code_changes(tmp_path, monkeypatch):
+    """And not when a comment changes."""
+    row, names = run.ROWS["4070-fast"], ["train.py", "model.py", "model_fast.py", "data/loader.py"]
+    names += [f"training/{name}.py" for name in ("build", "muon", "hardware")]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    today = run.fingerprint(row)
+    assert run.fingerprint(run.Row("4070", "fast124m_3060", whole=True)) != today
+    code = (tmp_path / "model_fast.py").read_text()
+    (tmp_path / "model_fast.py").write_text(code + "# more\n")
+    assert run.fingerprint(row) == today
+    (tmp_path / "model_fast.py").write_text(code + "more = 1\n")
+    assert run.fingerprint(row) != today

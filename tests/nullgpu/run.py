@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "results" / "nullgpu.json"
 TORCH = "2.13.0"
+NANOGPT = "https://github.com/karpathy/nanoGPT"
 GIB = 2**30
 
 # name, compute capability, SMs, GiB, KiB of shared memory a block and SM, MiB of L2, threads on it
@@ -50,7 +51,6 @@ class Row:
 EAGER = "--compile=False"
 ROWS = {
     "4070-classic": Row("4070", "gpt124m_4070", whole=True),
-    "4070-classic-chunked": Row("4070", "gpt124m_4070", "--loss_chunk=4096"),
     "4070-classic-recompute": Row("4070", "gpt124m_4070", "--recompute=True"),
     "4070-classic-dropout": Row("4070", "gpt124m_4070", "--dropout=0.1"),
     "4070-classic-muon": Row("4070", "gpt124m_4070", "--optimizer=muon"),
@@ -75,6 +75,7 @@ ROWS = {
     "h200-nanogpt-64": Row("h200", "gpt124m_h200", "--batch_size=64", nanogpt=True),
     "h200-fast": Row("h200", "fast124m_h200"),
     "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=8192"),
+    "h200-fast-128": Row("h200", "fast124m_h200", "--batch_size=128"),
 }
 
 # What a compiled kernel is for, by the first of these whose words are in its name
@@ -134,11 +135,14 @@ def command_of(row: Row) -> str:
 
 def fingerprint(row: Row) -> str:
     """Of the code that the row runs, without its comments and layout, and of what it asks for."""
-    files = ["train.py", "configurator.py", "model.py", f"config/{row.config}.py", "data/loader.py"]
+    from configurator import config_values, load_config
+
+    files = ["train.py", "model.py", "data/loader.py"]
     files += ["training/build.py", "training/muon.py", "training/hardware.py"]
     files += ["model_fast.py"] * row.config.startswith("fast")
     code = [ast.unparse(ast.parse((ROOT / name).read_text("utf-8"))) for name in files]
-    asked = f"{row} {CARDS[row.card]} {TORCH}"
+    config = config_values(load_config(command_of(row).split()))
+    asked = f"{row} {CARDS[row.card]} {TORCH} {config}"
     return hashlib.sha256("".join([asked, *code]).encode()).hexdigest()[:16]
 
 
@@ -147,15 +151,15 @@ def run_row(name: str, python: Path, folder: Path, nanogpt: Path | None) -> dict
     began, log, figures = time.time(), folder / f"{name}.log", folder / "figures.json"
     figures.unlink(missing_ok=True)
     command = [python, "-X", "faulthandler", __file__, name, f"--figures={figures}"]
-    command += [f"--nanogpt={nanogpt}"] if nanogpt else []
+    command += [f"--nanogpt={nanogpt}"] if ROWS[name].nanogpt else []
     with log.open("w") as output:
         env = environment(folder, ROWS[name].card)
         subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
     if not figures.exists():
         last = log.read_text().strip().rpartition("\n")[2]
-        print(f"{name}: failed: {last} ({log})", flush=True)
+        print(f"failed: {last} ({log})", flush=True)
         return None
-    print(f"{name}: {time.time() - began:.0f} s", flush=True)
+    print(f"{time.time() - began:.0f} s", flush=True)
     return json.loads(figures.read_text())
 
 
@@ -174,26 +178,34 @@ def main() -> int:
     if options.docs:
         write_docs()
         return 0
-    python = prepare(options.folder.absolute())
+    folder, nanogpt = options.folder.absolute(), options.nanogpt and options.nanogpt.absolute()
+    os.chdir(ROOT)
+    names = options.rows or [name for name in ROWS if is_missing(name)]
+    if not nanogpt and (left_out := [name for name in names if ROWS[name].nanogpt]):
+        names = [name for name in names if name not in left_out]
+        print(f"left out: {', '.join(left_out)}, which need --nanogpt= (git clone {NANOGPT})")
+    if not names:
+        print(f"nothing else to run: {RESULTS} is of today's code")
+        return 0
+    python = prepare(folder)
     failed = []
-    for name in options.rows or ROWS:
-        row, finished = ROWS[name], read_results()
-        if row.nanogpt and not options.nanogpt:
-            print(f"{name}: left out, needs --nanogpt=")
-            continue
-        if not options.rows and finished.get(name, {}).get("fingerprint") == fingerprint(row):
-            continue
-        asked = fingerprint(row)  # of the code as it is before the row runs
-        nanogpt = options.nanogpt.absolute() if row.nanogpt else None
-        figures = run_row(name, python, options.folder.absolute(), nanogpt)
+    for number, name in enumerate(names, 1):
+        asked = fingerprint(ROWS[name])  # of the code as it is before the row runs
+        print(f"{name} ({number} of {len(names)})", end=": ", flush=True)
+        figures = run_row(name, python, folder, nanogpt)
         if figures is None:
             failed.append(name)
             continue
         finished = read_results() | {name: dict(fingerprint=asked, **figures)}
         write_results({name: finished[name] for name in ROWS if name in finished})
     subprocess.run([python, __file__, "--docs"], check=True)
-    print(f"{len(failed)} failed" if failed else f"all rows are in {RESULTS}, their tables in docs")
+    print(f"{len(failed)} failed" if failed else f"rows are in {RESULTS}, their tables in docs")
     return 1 if failed else 0
+
+
+def is_missing(name: str) -> bool:
+    """Whether there is no result of the row, or its code has changed since."""
+    return read_results().get(name, {}).get("fingerprint") != fingerprint(ROWS[name])
 
 
 def read_results() -> dict[str, dict]:
@@ -308,7 +320,6 @@ class Watch:
 
 def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
     """Train, write the figures to `path`, and end this process."""
-    sys.path.insert(0, str(ROOT))
     counters = Counters(path.with_suffix(".counts"))
     counters.count_triton()
     stand_in_for_cudnn(counters)
@@ -534,7 +545,6 @@ def with_tables(text: str, tables: list) -> str:
 
 
 def write_docs() -> None:
-    sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
     for name, tables in TABLES.items():
         path = ROOT / name
@@ -542,4 +552,5 @@ def write_docs() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     sys.exit(main())
