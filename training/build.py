@@ -297,7 +297,7 @@ TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py
 # as this process has imported them: they may be edited while it trains
 SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
 # code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="52289fd32b1230e8")
+SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="4b075da6b694d453")
 
 
 class DropDocstrings(ast.NodeTransformer):
