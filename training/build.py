@@ -188,12 +188,11 @@ def build_optimizer(
 
 
 def warn_of_epochs(config: Config, dataset_tokens: int | None) -> None:
+    """Unless there is dropout: who sets it means to read a text many times."""
     tokens = config.iter_tokens * config.max_iters
-    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
+    if dataset_tokens and not config.dropout and tokens > MOST_EPOCHS * dataset_tokens:
         epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
-        enough = max(1, MOST_EPOCHS * dataset_tokens // config.iter_tokens)
-        fewer = f", or --max_iters={enough}" if enough > 2 * config.warmup_iters else ""
-        warn(f"{epochs}; prepare a larger dataset{fewer}")
+        warn(f"{epochs}; prepare a larger dataset, or add --dropout=0.1")
 
 
 def parameters_in_products(model: nn.Module, calls: Counter) -> int:
