@@ -76,7 +76,7 @@ class Config:
     n_layer: int = key(12, "transformer blocks", low=1, high=1024)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
     n_embd: int = key(768, "width", low=1, high=65536)
-    dropout: float = key(0.0, "0.1 or more for fine-tuning", of="gpt2", low=0.0, high=0.99)
+    dropout: float = key(0.0, "0.1 or more for fine-tuning and small texts", low=0.0, high=0.99)
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
     tie_weights: bool = key(True, "token embedding and output head share a matrix; fast: False")
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")

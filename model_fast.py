@@ -124,12 +124,13 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(config, has_table)
         self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, values: Tensor | None, angles: tuple, cache: KVCache | None = None
     ) -> Tensor:
-        x = x + self.attn(norm(x), values, angles, cache)
-        return x + self.mlp(norm(x))
+        x = x + self.dropout(self.attn(norm(x), values, angles, cache))
+        return x + self.dropout(self.mlp(norm(x)))
 
 
 class FastGPT(nn.Module):
@@ -145,6 +146,7 @@ class FastGPT(nn.Module):
             dict(
                 wte=nn.Embedding(vocab_size, n_embd),
                 value_tables=nn.ModuleList(nn.Embedding(vocab_size, n_embd) for _ in tables),
+                drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList(blocks),
             )
         )
@@ -198,9 +200,11 @@ class FastGPT(nn.Module):
             x = x + self.transformer.bigrams(self.pair_rows(idx, caches))
         if product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too (records); weights stay in float32
+        x = self.transformer.drop(x)
         angles = self.angles(past, past + idx.size(1), idx.device)
         recompute = self.config.recompute and self.training and not caches
-        values = [table(idx).type_as(x) for table in self.transformer.value_tables]
+        tables, drop = self.transformer.value_tables, self.transformer.drop
+        values = [drop(table(idx).type_as(x)) for table in tables]
         blocks = self.transformer.h
         of_layers = caches[:-1] if caches else [None] * len(blocks)
         for block, number, cache in zip(blocks, self.table_of_layer, of_layers, strict=True):

@@ -1,7 +1,7 @@
 """
 Sample from a trained model.
 
-    python sample.py --out_dir=out/gpt124m                 the newest checkpoint of a run
+    python sample.py --out_dir=out/gpt124m                 a run: its newest checkpoint, or best.pt
     python sample.py config/gpt124m_4070.py --start="The"  the run of a training config; a prompt
     python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
@@ -30,6 +30,7 @@ from model_fast import FastGPT
 from training import hardware
 from training.build import build_model
 from training.pretrained import read_weights
+from training.progress import Progress
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -84,6 +85,18 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     for part in parts[1:]:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
     return ids or text.prompt()
+
+
+def read_run(out_dir: str) -> dict:
+    """
+    The state of a run's newest checkpoint, or of best.pt where validation was clearly better then.
+    Says so.
+    """
+    state, best = read_weights(out_dir), Path(out_dir).expanduser() / "best.pt"
+    if best.exists() and Progress(**state["progress"]).has_turned:
+        complain(f"the newest, {state['source']}, has learnt its text by heart; taking best.pt")
+        state = read_weights(str(best))
+    return state
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
@@ -175,7 +188,7 @@ def main(argv: list[str]) -> int:
     prompts = ask_prompts() if config.interactive else [read_prompt(config.start)]
     # a training config may say auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")
-    state = read_weights(config.out_dir if from_run else config.init_from)
+    state = read_run(config.out_dir) if from_run else read_weights(config.init_from)
     if state["tokenizer"]["kind"] == "unknown":
         name = Path(state.get("config", {}).get("dataset", "NAME")).name
         mend = f"copy nanoGPT's data/{name}/meta.pkl beside it"

@@ -343,7 +343,7 @@ def main(config: Config, options: Namespace) -> dict:
     card, pace = card_and_pace(config, model, options)
     if config.by_clock:
         config = with_iterations(config, model, card, pace, options)
-    warn_of_epochs(config.iter_tokens * config.max_iters, options.dataset_tokens)
+    warn_of_epochs(config, config.iter_tokens * config.max_iters, options.dataset_tokens)
     plan = make_plan(config, model, card, pace, options)
     say(*plan_lines(plan))
     return plan

@@ -153,7 +153,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
 @gpu
 @pytest.mark.parametrize(
     "changes",
-    [dict(recompute=True), dict(compile=True), dict(dtype="float32"), FAST | dict(dropout=0.0)],
+    [dict(recompute=True), dict(compile=True), dict(dtype="float32"), FAST],
     ids=["bf16 recomputed", "compiled", "fp32", "fast"],
 )
 def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, dataset, tmp_path):
@@ -174,7 +174,7 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, da
         dict(loss_chunk="16"),
         dict(recompute=True),
         dict(compile=True),
-        FAST | dict(dropout=0.0),
+        FAST,
     ],
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )

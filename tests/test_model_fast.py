@@ -221,12 +221,43 @@ def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
     assert torch.equal(generate(model, idx, 40, 60, Sampling(temperature=0)), expected)
 
 
-def test_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(dataset, tmp_path):
-    assert run_here(dataset, tmp_path / "straight", **FAST) == 0
-    assert run_here(dataset, tmp_path / "halves", **FAST, max_iters=4, lr_decay_iters=8) == 0
-    resume = dict(dataset=dataset, out_dir=tmp_path / "halves", init_from="resume", **FAST)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(dropout, dataset, tmp_path):
+    options = FAST | dict(dropout=dropout)
+    assert run_here(dataset, tmp_path / "straight", **options) == 0
+    assert run_here(dataset, tmp_path / "halves", **options, max_iters=4, lr_decay_iters=8) == 0
+    resume = dict(dataset=dataset, out_dir=tmp_path / "halves", init_from="resume", **options)
     assert train.main(flags(**resume)) == 0
     assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "halves", 8))
+
+
+def test_dropout_falls_on_embedding_tables_and_what_each_block_adds_in_training_alone():
+    model = perturbed(replace(SMALL, dropout=0.4, n_embd=512))
+    streams, tables = [], []
+
+    def watch(block, arguments) -> None:
+        streams.append(arguments[0])
+        tables.extend(arguments[1:2] if arguments[1] is not None else [])
+
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(watch)
+
+    def share_of_zeros(xs: list[torch.Tensor]) -> list[float]:
+        return [(x == 0).float().mean().item() for x in xs]
+
+    def zeros() -> tuple[list[float], list[float]]:
+        streams.clear(), tables.clear()
+        model.hidden(tokens(4, 24))
+        added = [after - before for before, after in zip(streams, streams[1:], strict=False)]
+        return share_of_zeros(streams[:1] + added), share_of_zeros(tables)
+
+    stream, values = zeros()
+    assert stream[0] == pytest.approx(0.4, abs=0.01)
+    # attention and MLP both add nothing
+    assert stream[1:] == [pytest.approx(0.16, abs=0.01)] * 2
+    assert values == [pytest.approx(0.4, abs=0.01)] * 2
+    model.eval()
+    assert max(*zeros()[0], *zeros()[1]) < 0.001
 
 
 def test_adamw_trains_the_fast_model_and_muon_gpt2(dataset, tmp_path):
@@ -273,11 +304,10 @@ def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path, 
 
 
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
-    wrong = dict(dropout=0.1, n_embd=36, n_head=6, value_tables=2)
+    wrong = dict(n_embd=36, n_head=6, value_tables=2)
     with pytest.raises(UserError) as error:
         run_here(dataset, tmp_path, model="fast", **wrong)
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
-        "dropout",
         "value_tables",
         "n_head",
     ]

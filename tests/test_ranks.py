@@ -563,7 +563,7 @@ def test_muon_orthogonalises_each_matrix_once_and_one_process_goes_on(n, dataset
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_half_and_half_of_three_ranks_equals_the_whole_bit_for_bit(recipe, dataset, tmp_path):
     options = OPTIONS | RECIPES[recipe] | dict(gradient_accumulation_steps=3, lr_decay_iters=8)
-    options |= dict(max_iters=8, eval_interval=4, dropout=0.1 if recipe == "classic" else 0.0)
+    options |= dict(max_iters=8, eval_interval=4, dropout=0.1)
     parts = [("whole", options), ("halves", options | dict(max_iters=4))]
     for name, part in [*parts, ("halves", options | dict(init_from="resume"))]:
         codes, _, err = run_ranks(3, "train.py", *flags(dataset, tmp_path / name, **part))

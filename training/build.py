@@ -187,11 +187,14 @@ def build_optimizer(
 # The arithmetic
 
 
-def warn_of_epochs(tokens: float, dataset_tokens: int | None) -> None:
-    """`tokens`: those of the whole run. A dataset that nobody has counted gets no warning."""
-    if dataset_tokens and tokens > MOST_EPOCHS * dataset_tokens:
+def warn_of_epochs(config: Config, tokens: float, dataset_tokens: int | None) -> None:
+    """
+    `tokens`: those of the whole run. No warning for a dataset that nobody has counted, nor with
+    dropout: who sets it means to read a text many times.
+    """
+    if dataset_tokens and not config.dropout and tokens > MOST_EPOCHS * dataset_tokens:
         epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
-        warn(f"{epochs}; prepare a larger dataset, or train for less")
+        warn(f"{epochs}; prepare a larger dataset, or add --dropout=0.1")
 
 
 def parameters_in_products(model: nn.Module, calls: Counter) -> int:
@@ -295,7 +298,7 @@ TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py
 # as this process has imported them: they may be edited while it trains
 SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
 # code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="4e3efc1a4616b932")
+SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="bb047483db6d0571")
 
 
 class DropDocstrings(ast.NodeTransformer):

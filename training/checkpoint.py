@@ -53,7 +53,6 @@ class Checkpoints:
         # iteration of the newest checkpoint, and the last evaluation that it knows of
         self.saved: tuple[int, int] | None = None
         self.best_before = math.inf, -1
-        self.val_loss: float | None = None  # of the last evaluation of this start
         if not config.eval_only:
             ranks.from_main(self.lock_existing)
 
@@ -87,8 +86,8 @@ class Checkpoints:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
 
     def note_evaluation(self, progress: Progress, val_loss: float) -> bool:
-        """Whether this evaluation is the best so far, which `progress` then notes."""
-        self.val_loss = val_loss
+        """Note the evaluation in `progress`. Returns whether it is the best so far."""
+        progress.evaluated_at, progress.val_loss = progress.iter_num, val_loss
         if val_loss < progress.best_val_loss:
             self.best_before = progress.best_val_loss, progress.best_iter
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
@@ -112,7 +111,7 @@ class Checkpoints:
         """
         began = time.perf_counter()
         if progress.evaluated_at == progress.iter_num:
-            state["val_loss"] = self.val_loss
+            state["val_loss"] = progress.val_loss
         self.failed = True  # unless write() returns
         while True:
             final = last and signals.wait(0)

@@ -5,6 +5,8 @@ How far a run is.
 import math
 from dataclasses import dataclass, fields
 
+TURNED = 1.01  # a validation loss this many times the best one is more than noise
+
 
 @dataclass
 class Progress:
@@ -16,6 +18,7 @@ class Progress:
     best_val_loss: float = math.inf
     best_iter: int = -1
     evaluated_at: int = -1
+    val_loss: float = math.inf  # then
     lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
 
     # Of this process alone, so not in state_dict(): an update has begun and its iteration is not
@@ -33,6 +36,11 @@ class Progress:
         self.iter_num += 1
         self.sequences += sequences
         self.tokens += tokens
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether validation was clearly worse at the last evaluation than at `best_iter`."""
+        return TURNED * self.best_val_loss < self.val_loss < math.inf
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps; Progress(**state) continues from there."""

@@ -81,6 +81,8 @@ class RunLog:
         self.timed = 0  # iterations since the last line, without those compiled in
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
+        self.train_loss = -math.inf  # of the last evaluation of this start
+        self.said_turn = False
         self.drawn_at = 0.0
         self.processor_seconds = 0.0  # of all threads, in the iterations since the last line
         self.said_threads = False
@@ -184,7 +186,7 @@ class RunLog:
             say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:
             if c.max_iters < NEVER:
-                warn_of_epochs(total, self.train_tokens)
+                warn_of_epochs(c, total, self.train_tokens)
             if c.warmup_iters > c.max_iters:
                 warn(f"warmup_iters: {c.warmup_iters:,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
@@ -241,7 +243,8 @@ class RunLog:
         self.record("step", **values)
         if self.mean_loss is None and self.config.max_iters == NEVER and ranks.is_main:
             # the first line of a run by the clock: now its speed is known
-            warn_of_epochs(last.tokens + tokens_per_sec * self.seconds_left(), self.train_tokens)
+            tokens = last.tokens + tokens_per_sec * self.seconds_left()
+            warn_of_epochs(self.config, tokens, self.train_tokens)
         self.mark_spike(last.iter_num, values["loss"])
         advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
         if advice and not self.said_threads:
@@ -301,6 +304,15 @@ class RunLog:
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
         self.record("eval", iter=iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
         self.draw(20)
+
+    def note_turn(self, progress: Progress, train_loss: float) -> None:
+        """Say once that the model learns the training text by heart, and where the best one is."""
+        falls, self.train_loss = train_loss < self.train_loss, train_loss
+        if falls and progress.has_turned and not self.said_turn:
+            best = f"step {progress.best_iter} ({progress.best_val_loss:.4f})"
+            kept = "best.pt keeps that model" if progress.best_iter else "lower learning_rate"
+            self.warn(progress.iter_num, f"validation has not improved since {best}; {kept}")
+            self.said_turn = True
 
     def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"

@@ -382,6 +382,8 @@ def test_a_run_of_many_epochs_is_warned_of_once_and_a_usual_one_never(dataset, t
     assert "epochs: " not in capsys.readouterr().err
     run_here(dataset, tmp_path / "many", max_iters=60, eval_interval=60)  # 5.0 of 1,537 tokens
     assert capsys.readouterr().err.count("5.0 epochs: more than about 4 teach little") == 1
+    run_here(dataset, tmp_path / "meant", max_iters=60, eval_interval=60, dropout=0.1)
+    assert "epochs: " not in capsys.readouterr().err
 
 
 def test_a_cpu_without_room_for_the_model_is_told_more_than_nvidia_smi(
