@@ -6,6 +6,7 @@ Make a dataset from your own text, or, with no argument, from the Python standar
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: column `text`
     python data/prepare_text.py book.txt --tokenizer=bpe:4096     a tokenizer made for this text
+    python data/prepare_text.py book.txt --write=config/book.py   and a config: docs/own_text.md
 
 A text file is one document, and so is a row. Text is UTF-8, UTF-16 with its mark, or else in
 --encoding. Validation is --val_fraction of the text: documents, or ends of large ones, from all
@@ -35,6 +36,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
+from data.own_config import BLOCK_SIZE
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import ROW_FILES, Batch, Rows, files_source, local_files
 from data.tokenizer import TOKENIZERS, pick_tokenizer
@@ -222,6 +224,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("files", nargs="*", help="files, folders, patterns; none: the Python standard library")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="the folder to make (default: data/ and the first file's name)")
+    add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
     add("--val_fraction", type=float, default=0.05, help="validation's share (default: 0.05)")
     add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
@@ -232,6 +235,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         codecs.lookup(arguments.encoding or "utf-8")
     except LookupError as error:
         parser.error(f"--encoding: {error}")
+    if arguments.write and arguments.write.exists():
+        parser.error(f"--write: {arguments.write} exists; remove it or choose another name")
+    if arguments.write and arguments.tokenizer == "gpt2":
+        parser.error("--write: not for gpt2: docs/own_text.md has the command to fine-tune it")
     return arguments
 
 
@@ -277,7 +284,8 @@ def main(argv: list[str]) -> int:
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = total // bytes_per_token + len(text.sizes)
     plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
-    plan.val_documents, plan.least_tokens = len(text.shares), LEAST_TOKENS
+    plan.val_documents, plan.write = len(text.shares), arguments.write
+    plan.least_tokens = BLOCK_SIZE + 1 if plan.write else LEAST_TOKENS
     return prepare(plan, text, arguments.workers)
 
 

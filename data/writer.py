@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, raise_if_any, say
 from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
+from data.own_config import write_config
 from data.shards import dataset_folder, read_manifest, split_of, write_shard
 from data.sources import Batch, Source
 from data.tokenizer import Tokenizer, encode_rows, read_bpe
@@ -58,6 +59,7 @@ class Plan:
     val_documents: int = 1
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # of each split
+    write: Path | None = None  # a config file to make for it
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
@@ -90,7 +92,9 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         except OSError as error:  # a full disk, which names no file, or a text that has gone
             path = error.filename or plan.folder
             raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
-    say_what_it_holds(plan.folder, writer.manifest)
+    if plan.write:
+        write_config(plan.write, plan.folder, plan.tokenizer, tokens_of(writer.manifest)["train"])
+    say_what_it_holds(plan.folder, writer.manifest, plan.write)
     return 0
 
 
@@ -112,8 +116,11 @@ def write_all(writer: "ShardWriter", source: Source, workers: int) -> None:
     writer.complete()
 
 
-def say_what_it_holds(folder: Path, manifest: dict) -> None:
-    """Print what a data folder holds and the command that trains on it."""
+def say_what_it_holds(folder: Path, manifest: dict, written: Path | None = None) -> None:
+    """
+    Print what a data folder holds and the command that trains on it, with the config file that was
+    `written` for it.
+    """
     tokens = tokens_of(manifest)
     total = sum(tokens.values())
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
@@ -126,7 +133,8 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
     name = folder.name if folder.parent == Path("data") else folder
     own = [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
-    command = shlex.join(["python", "train.py", config, *own])
+    arguments = [str(written)] if written else [config, *own]
+    command = shlex.join(["python", "train.py", *arguments])
     unfinished = "unfinished: the command that began it continues it"
     say(f"next: {command}" if manifest["complete"] else unfinished)
 

@@ -31,7 +31,7 @@ class Records:
 
     def read(self) -> "RunRecords":
         """
-        All of the run so far. Each reading goes on where the one before has ended. Lines that are
+        All of the run so far. Each reading begins where the one before has ended. Lines that are
         no records are left out. Raises OSError.
         """
         with open(self.path, "rb") as file:

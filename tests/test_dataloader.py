@@ -221,8 +221,8 @@ BAD_SHARDS = {
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "as in int32"),
     "no tokens at all": ("train_000001.bin", header(20240520, 1, 0), "no tokens"),
     "broken manifest": ("manifest.json", b"{", "JSON"),
-    "meta that runs code": ("meta.pkl", pickle.dumps(Evil()), "refused"),
-    "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "refused"),
+    "meta that runs code": ("meta.pkl", pickle.dumps(Evil()), "no plain dictionary"),
+    "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "no plain dictionary"),
     "token beyond vocab": ("train_1.bin", header(20240520, 1, 40) + b"\xff" * 80, "vocabulary of"),
 }
 

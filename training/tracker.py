@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from common.console import warn
 from configurator import Config, config_values
 
-# nanoGPT's names, so that its dashboards go on; all others are KIND/NAME, as step/loss
+# nanoGPT's names, so that its dashboards work; all others are KIND/NAME, as step/loss
 NANOGPT_NAMES = {"step/lr": "lr", "step/mfu": "mfu"}
 NANOGPT_NAMES |= {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss"}
 

@@ -1,0 +1,30 @@
+"""
+The config file of prepare_text.py --write: a small fast model for a text that is read many times.
+docs/own_text.md has the rule and what was measured.
+"""
+
+from pathlib import Path
+
+from data.tokenizer import BYTE_VOCAB, Tokenizer
+
+TEMPLATE = Path(__file__).with_name("own_config.template")
+BLOCK_SIZE, ITER_TOKENS = 256, 2048  # as the template has them
+MOST_TOKENS = 5_000_000  # to train on: ten minutes on two CPU cores, with time to spare
+MOST_EPOCHS = 10
+
+
+def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int) -> None:
+    """Write the file for a dataset of `train` training tokens. Raises OSError."""
+    max_iters = 1 + min(MOST_TOKENS, MOST_EPOCHS * train) // ITER_TOKENS
+    text = TEMPLATE.read_text("utf-8").format(
+        path=path,
+        dataset=dataset.as_posix(),
+        out_dir=f"out/{dataset.name}",
+        tokenizer=tokenizer,
+        train=train,
+        bigram_rows=16384 if tokenizer.vocab == BYTE_VOCAB else 65536,
+        dropout=0.2 if train < 500_000 else 0.1 if train < 2_000_000 else 0.0,
+        max_iters=max_iters,
+        epochs=max_iters * ITER_TOKENS / train,
+    )
+    path.write_text(text, "utf-8")

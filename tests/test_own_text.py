@@ -1,0 +1,198 @@
+"""
+A small text read many times: the config file that prepare_text.py writes for it, the line of a run
+whose validation has turned, and sample.py after it.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT, records, run_here, write_dataset
+from test_docs import README, command_lines
+from weights import random_gpt2
+
+import sample
+import train
+from common.console import UserError
+from configurator import load_config
+from data import own_config, prepare_text
+from training.pretrained import read_weights
+
+LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
+SHORT = [f"--{key}={value}" for key, value in dict(device="cpu", dtype="float32").items()]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_two_commands_and_a_sample(tokenizer, tmp_path, script, monkeypatch):
+    """As typed, but for the number of iterations: README's way for one's own text."""
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    Path("my text.txt").write_text(LINES * 300)
+    given = ["my text.txt", f"--tokenizer={tokenizer}", "--write=config/my.py"]
+    code, out, _ = script(prepare_text.main, *given)
+    assert code == 0
+    assert out.splitlines()[-1] == "next: python train.py config/my.py"
+    written = Path("config/my.py").read_text()
+    assert script(train.main, "config/my.py", "--max_iters=2", "--sample_tokens=5", *SHORT)[0] == 0
+    (command,) = re.findall("^# python (sample.*)$", written, re.MULTILINE)
+    words = shlex.split(command)[1:]
+    code, out, _ = script(sample.main, *words, "--start=To", "--max_new_tokens=9", "--device=cpu")
+    assert code == 0 and out.startswith("To")
+    # the numbers are literal, for the person who edits them
+    assert re.search(r"^max_iters = \d+  # .*tokens", written, re.MULTILINE)
+    # nobody's file is overwritten
+    code, _, err = script(prepare_text.main, *given)
+    assert code == 2 and "config/my.py exists; remove it or choose another name" in err[-1]
+    assert Path("config/my.py").read_text() == written
+
+
+@pytest.mark.parametrize(
+    "tokens, kind, dropout, iterations, rows",
+    [
+        (300_000, "byte", 0.2, 1465, 16384),  # ten readings
+        (1_000_000, "byte", 0.1, 2442, 16384),  # 5M tokens
+        (3_000_000, "byte", 0.0, 2442, 16384),
+        (400_000, "bpe", 0.2, 1954, 65536),
+    ],
+)
+def test_the_rule_is_that_of_its_page(tokens, kind, dropout, iterations, rows, tmp_path):
+    path, vocab = tmp_path / "my.py", dict(byte=256, bpe=4096)[kind]
+    tokenizer = SimpleNamespace(kind=kind, vocab=vocab)
+    own_config.write_config(path, tmp_path / "data", tokenizer, tokens)
+    c = load_config([str(path)])
+    assert (c.dropout, c.max_iters, c.bigram_rows) == (dropout, iterations, rows)
+    assert (c.iter_tokens, c.block_size) == (own_config.ITER_TOKENS, own_config.BLOCK_SIZE)
+    assert max(map(len, path.read_text().splitlines())) <= 100
+
+
+def test_gpt2s_tokens_are_sent_to_fine_tuning(tmp_path, script):
+    path = tmp_path / "my.py"
+    code, _, err = script(prepare_text.main, __file__, "--tokenizer=gpt2", f"--write={path}")
+    assert (
+        code == 2 and len(err) == 1 and "docs/own_text.md has the command to fine-tune it" in err[0]
+    )
+    assert not path.exists()
+
+
+def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
+    """A window in each split, and an iteration; one token less is one line."""
+    path, least = tmp_path / "my.py", own_config.BLOCK_SIZE + 1
+    text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
+    text.write_text("x" * (2 * least - 3))  # and two ends of text
+    half = [str(text), "--val_fraction=0.5", *flags]
+    with pytest.raises(UserError, match=f"each needs at least {least}; give more text"):
+        prepare_text.main(half)
+    assert not path.exists()
+    text.write_text("x" * (2 * least - 2))
+    assert prepare_text.main(half) == 0
+    flags = [f"--out_dir={tmp_path / 'run'}", "--sample_tokens=0", "--max_iters=1", *SHORT]
+    assert train.main([str(path), *flags]) == 0
+
+
+def evaluated(losses: list[tuple[float, float]], dataset, out_dir, monkeypatch, **changes) -> None:
+    """A run whose evaluations, every two iterations, are these: of training and validation."""
+    left = iter(losses)
+    monkeypatch.setattr(train, "estimate_loss", lambda *_: next(left))
+    iters = 2 * (len(losses) - 1)
+    run_here(dataset, out_dir, max_iters=iters, eval_interval=2, **changes)
+
+
+def test_a_run_says_once_that_validation_has_turned(dataset, tmp_path, monkeypatch, capsys):
+    losses = [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.1), (2.2, 3.2)]
+    evaluated(losses, dataset, tmp_path, monkeypatch)
+    warnings = capsys.readouterr().err.splitlines()
+    assert [line for line in warnings if "validation" in line] == [
+        "warning: iter 6: validation has not improved since step 2 (3.0000); "
+        "best.pt keeps that model"
+    ]
+    assert read_weights(str(tmp_path / "best.pt"))["progress"]["iter_num"] == 2
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.01), (2.2, 2.9)],  # the noise of a plateau
+        [(4.0, 4.0), (2.5, 3.0), (2.7, 3.3), (2.4, 2.9)],  # a rate too high: both get worse
+    ],
+)
+def test_a_usual_run_says_no_such_thing(losses, dataset, tmp_path, monkeypatch, capsys):
+    evaluated(losses, dataset, tmp_path, monkeypatch)
+    assert "validation" not in capsys.readouterr().err
+
+
+def test_fine_tuning_that_only_harms_says_so(dataset, tmp_path, monkeypatch, capsys):
+    """The weights it began with are in no best.pt."""
+    evaluated([(3.0, 3.0), (2.9, 3.1), (2.8, 3.2)], dataset, tmp_path, monkeypatch)
+    assert "step 0 (3.0000); lower learning_rate" in capsys.readouterr().err
+    assert not (tmp_path / "best.pt").exists()
+
+
+def test_samples_come_from_the_best_checkpoint_where_the_newest_has_overfitted(
+    tmp_path, script, monkeypatch
+):
+    """Also of a run that was stopped after that, between two evaluations."""
+    dataset = write_dataset(tmp_path / "data", [1500], vocab=256)
+    options = dict(max_new_tokens=5, num_samples=1, device="cpu", start="a")
+
+    def source_of(run: Path) -> list[str]:
+        words = [f"--{key}={value}" for key, value in options.items()]
+        code, _, err = script(sample.main, f"--out_dir={run}", *words)
+        assert code == 0
+        return err
+
+    losses = [(4.0, 4.0), (2.5, 3.0), (2.4, 3.2)]
+    evaluated(losses, dataset, tmp_path / "a", monkeypatch)
+    newest, best = tmp_path / "a/ckpt-00000004.pt", tmp_path / "a/best.pt"
+    said, source = source_of(tmp_path / "a")
+    assert said.startswith(f"the newest, {newest}, iteration 4, val loss 3.2000, has learnt")
+    assert source == f"model: {best}, iteration 2, val loss 3.0000"
+    evaluated([*losses, (2.4, 3.3)], dataset, tmp_path / "b", monkeypatch, checkpoint_interval=5)
+    (tmp_path / "b/ckpt-00000006.pt").unlink()
+    assert source_of(tmp_path / "b")[-1].startswith(f"model: {tmp_path}/b/best.pt, iteration 2")
+    evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 3.01)], dataset, tmp_path / "c", monkeypatch)
+    (source,) = source_of(tmp_path / "c")  # noise: the newest
+    assert source.startswith(f"model: {tmp_path}/c/ckpt-00000004.pt")
+
+
+def fine_tuning(words: str) -> list[list[str]]:
+    """The arguments of the commands in README and the page that begin with these weights."""
+    pages = (README, ROOT / "docs" / "own_text.md")
+    commands = [command[1:] for page in pages for command in command_lines(page)]
+    found = [command for command in commands if any(word.startswith(words) for word in command)]
+    assert found
+    return found
+
+
+def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
+    """On a small model with GPT-2's vocabulary, without a network; context and batch are small."""
+    monkeypatch.chdir(tmp_path)
+    random_gpt2(Path("gpt2"), vocab_size=50257)  # a folder of that name comes before the hub
+    for number, arguments in enumerate(fine_tuning("--init_from=gpt2")):
+        given = dict(word.removeprefix("--").split("=") for word in arguments)
+        folder = write_dataset(Path("data", given["dataset"]), [3000], vocab=50257)
+        manifest = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(manifest.replace('"byte"', '"gpt2"'))
+        small = ["--tokens_per_iter=128", "--warmup_iters=0", "--eval_tokens=256"]
+        steps = ["--max_iters=6", "--eval_interval=3", "--learning_rate=1e-3", "--compile=False"]
+        out_dir = tmp_path / str(number)
+        assert train.main([*arguments, *small, *steps, *SHORT, f"--out_dir={out_dir}"]) == 0
+        before, *_, after = records(out_dir, "eval")
+        assert after["val_loss"] < before["val_loss"]
+
+
+def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    steps = ["--max_iters=8", "--eval_interval=4", "--batch_size=2", "--eval_tokens=512"]
+    short = [*steps, "--sample_tokens=0", *SHORT]
+    for name, text in (("my", LINES * 100), ("letters", LINES[::-1] * 100)):
+        Path(f"{name}.txt").write_text(text)
+    assert prepare_text.main(["my.txt", "--write=config/my.py", "--val_fraction=0.2"]) == 0
+    assert train.main(["config/my.py", *short]) == 0
+    assert prepare_text.main(["letters.txt", "--val_fraction=0.2"]) == 0
+    (arguments,) = fine_tuning("--init_from=out/my")
+    assert train.main([*arguments, *short]) == 0
+    before, *_, after = records(Path("out/letters"), "eval")
+    assert after["val_loss"] < before["val_loss"]
