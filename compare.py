@@ -38,6 +38,7 @@ LOSS_NOISE = 0.005
 SAME, SAME_TO_LOSS = 0.005, 0.05
 BITS = "bits per byte"
 BITS_NOISE = 0.002  # LOSS_NOISE at GPT-2's 4.5 bytes per token
+CPUS = {"x86_64", "AMD64", "aarch64", "arm64", "arm"}  # names that Python has for them
 TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
 
 # -----------------------------------------------------------------------------
@@ -125,7 +126,10 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):
         values = [getattr(run, key) for run in runs]
-        rows.append(Row(key, key, values, str, "differs" if len(set(values) - {None}) > 1 else ""))
+        known = set(values) - {None}
+        if "cpu" in known:  # nanoGPT's logs do not say which
+            known -= CPUS
+        rows.append(Row(key, key, values, str, "differs" if len(known) > 1 else ""))
     names = [run.name for run in runs]
     figures = [figures_of(run) for run in runs]
     equal_batches = len({run.tokens_per_iter for run in runs}) == 1

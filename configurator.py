@@ -12,6 +12,7 @@ wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_d
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
 
+import ast
 import builtins
 import contextlib
 import math
@@ -305,6 +306,10 @@ def parse(text: str, kind: type) -> Any:
         for number in (int, float):  # 1e4 is a float, but may be given for an int
             with contextlib.suppress(ValueError):
                 return number(text)
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(text)  # as nanoGPT does: --start='"\n"'
+        if isinstance(value, str):
+            return value
     return text
 
 

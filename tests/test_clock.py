@@ -535,6 +535,7 @@ def test_hours_and_until_exclude_each_other():
         load_config(["--hours=8", "--until=07:00"])
 
 
-def test_a_warm_up_longer_than_the_run_is_warned_of(dataset, tmp_path, capsys):
-    run_here(dataset, tmp_path, max_iters=4, warmup_iters=5)
-    assert "warmup_iters: 5 is longer than the run; give a lower one" in capsys.readouterr().err
+@pytest.mark.parametrize("key", ["warmup_iters", "lr_decay_iters"])
+def test_a_schedule_longer_than_the_run_is_warned_of(key, dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path, max_iters=4, **{key: 5})
+    assert f"{key}: 5 is longer than the run; give a lower one" in capsys.readouterr().err

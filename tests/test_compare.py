@@ -578,6 +578,18 @@ def test_one_iteration_more_of_200_is_equal(tmp_path, script):
     assert compare_runs(script, *runs)["verdicts"]["iterations"] == "equal"
 
 
+@pytest.mark.parametrize("name, differs", [("x86_64", False), ("NVIDIA H200", True)])
+def test_nanogpts_cpu_is_a_processor_by_any_name(tmp_path, script, name, differs):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(f"Overriding: device = cpu\n{log.read_text()}")
+    run = write_records(tmp_path / "a", [0, 25])
+    text = (run / "metrics.jsonl").read_text()
+    text = text.replace('"kind": "start"', f'"kind": "start", "device": "{name}"')
+    (run / "metrics.jsonl").write_text(text)
+    _, out, _ = script(compare.main, log, run)
+    assert row(out, "device").split()[1:] == ["cpu", *name.split(), *["differs"] * differs]
+
+
 def test_a_short_run_is_drawn_whole_and_a_long_one_without_its_fall(tmp_path):
     from matplotlib.figure import Figure
 

@@ -111,6 +111,8 @@ def test_a_file_may_take_keys_from_a_file_beside_it(tmp_path, monkeypatch):
         ("--bias=on", "bias", True),
         ("--wandb_run_name=a=b", "wandb_run_name", "a=b"),
         ("--wandb_run_name=3", "wandb_run_name", "3"),
+        ("--out_dir='quoted'", "out_dir", "quoted"),
+        ("--out_dir='tis", "out_dir", "'tis"),
     ],
 )
 def test_flags_nanogpt_stumbles_over(flag, name, value):

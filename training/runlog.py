@@ -187,8 +187,9 @@ class RunLog:
         if self.ranks.is_main and not c.eval_only:
             if c.max_iters < NEVER:
                 warn_of_epochs(c, total, self.train_tokens)
-            if c.warmup_iters > c.max_iters:
-                warn(f"warmup_iters: {c.warmup_iters:,} is longer than the run; give a lower one")
+            for key in ("warmup_iters", "lr_decay_iters"):
+                if getattr(c, key) > c.max_iters and c.lr_schedule != "constant":
+                    warn(f"{key}: {getattr(c, key):,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
                 warn("torch sees no GPU here, so this trains on the CPU, very slowly")
         if self.ranks.world_size > 1:

@@ -267,8 +267,8 @@ def test_an_interrupted_run_prints_the_command_that_goes_on(dataset, tmp_path, c
 
 
 def test_log_txt_keeps_the_lines_of_the_console(dataset, tmp_path, capsys):
-    run_here(dataset, tmp_path, max_iters=4, lr_decay_iters=8)
-    run_here(dataset, tmp_path, max_iters=8, lr_decay_iters=8, init_from="resume")
+    run_here(dataset, tmp_path, max_iters=4, lr_schedule="constant")
+    run_here(dataset, tmp_path, max_iters=8, lr_schedule="constant", init_from="resume")
     shown = capsys.readouterr().out.splitlines()
     kept = (tmp_path / "log.txt").read_text().splitlines()
     assert kept == shown
