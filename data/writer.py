@@ -240,8 +240,11 @@ class ShardWriter:
         if min(self.totals.values()) < least:
             self.remove_all()
             held = "{val:,} tokens for validation and {train:,} for training".format(**self.totals)
-            mend = "give more text, or another share of it for validation"
-            raise UserError(f"{self.plan.source}: {held}, each needs at least {least}; {mend}")
+            mend = "a lower --val_tokens" if self.plan.val_tokens else "another --val_fraction"
+            needs = f"each needs at least {least}; give more text, or {mend}"
+            raise UserError(f"{self.plan.source}: {held}, {needs}")
+        if self.totals["train"] < (self.plan.train_tokens or 0):
+            say(f"the source has no more: {self.plan.train_tokens:,} tokens were asked for")
         self.manifest["complete"] = True
         del self.manifest["next"]
         self.finish_shard()

@@ -247,7 +247,7 @@ def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
             0.05,
             "300.txt: 16 tokens for validation and 286 for training, each needs at least 65",
         ),
-        (300, 0.9, "give more text, or another share"),
+        (300, 0.9, "give more text, or another --val_fraction"),
     ):
         Path(f"{size}.txt").write_text("x" * size)
         with pytest.raises(UserError, match=message) as raised:
@@ -316,11 +316,14 @@ def test_real_fineweb_documents(vocabulary, tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["documents"] == counts[1]
 
 
-def test_exactly_as_many_training_tokens_as_asked_for(bytes_for_tokens, tmp_path):
+def test_exactly_as_many_training_tokens_as_asked_for(bytes_for_tokens, tmp_path, capsys):
     source = write_parquet(tmp_path / "a.parquet", documents(300))
-    flags = ["--tokens=5k", "--val_tokens=500", "--shard_tokens=2k"]
-    fineweb(f"--source={source}", f"--out={tmp_path / 'out'}", *flags)
+    flags = [f"--source={source}", "--val_tokens=500", "--shard_tokens=2k"]
+    fineweb(*flags, f"--out={tmp_path / 'out'}", "--tokens=5k")
     assert len(stored(tmp_path / "out", "train")) == 5000
+    assert "the source has no more" not in capsys.readouterr().out
+    fineweb(*flags, f"--out={tmp_path / 'all'}", "--tokens=1M")
+    assert "the source has no more: 1,000,000 tokens were asked for\n" in capsys.readouterr().out
 
 
 def test_invalid_utf8_becomes_the_replacement_character(bytes_for_tokens, tmp_path):
@@ -612,7 +615,7 @@ def bad_file(folder: Path, name: str) -> Path:
         (
             "small.parquet",
             2,
-            "and 0 for training, each needs at least 1; give more text, or another share",
+            "and 0 for training, each needs at least 1; give more text, or a lower --val_tokens",
         ),
     ],
 )
