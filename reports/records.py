@@ -92,6 +92,11 @@ class RunRecords:
         self.end = records.end  # empty while the run trains, and after a kill
         self.loss_unit = "nats per token"
         self.warnings: list[str] = []
+        before = known_keys(first.get("config") or {})
+        changed = {key for key in before if before[key] != self.config.get(key)} - {"init_from"}
+        if changed:
+            keys = ", ".join(sorted(changed))
+            self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last start")
         add_totals(self, first.get("iter", 0))
 
 

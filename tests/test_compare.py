@@ -559,6 +559,16 @@ def write_records(folder: Path, iters: list[int], end: int | None = None) -> Pat
     return folder
 
 
+def test_a_run_resumed_with_other_keys_says_which(tmp_path, script):
+    run = write_records(tmp_path / "a", [0, 25])
+    first, rest = (run / "metrics.jsonl").read_text().split("\n", 1)
+    starts = [json.loads(first) | dict(config=dict(max_iters=n, n_head=2)) for n in (30, 60)]
+    lines = [*map(json.dumps, starts), rest]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    said = compare_runs(script, run)["warnings"]
+    assert said == ["a: resumed with other max_iters; shown as of the last start"]
+
+
 def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
     """The last log line of both is that of iteration 25; the end record says where they ended."""
     a = write_records(tmp_path / "a", [0, 25], end=41)
