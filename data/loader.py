@@ -93,7 +93,13 @@ class TrainBatches:
     """
 
     def __init__(
-        self, data: Dataset, config: Config, device: torch.device, consumed=0, rank=0, world_size=1
+        self,
+        data: Dataset,
+        config: Config,
+        device: torch.device,
+        consumed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
         self.device, self.batch_size = device, config.batch_size

@@ -169,7 +169,12 @@ def to_texts(column) -> Rows:
 # Reading many files
 
 
-def files_source(files: list[str], backoff=(), turn=(0, 1), again_from=None) -> Source:
+def files_source(
+    files: list[str],
+    backoff: tuple[float, ...] = (),
+    turn: tuple[int, int] = (0, 1),
+    again_from: tuple[int, int] | None = None,
+) -> Source:
     """
     Files as a source of the pieces whose `turn` it is: (i, n) is the i-th of n workers, which has
     every n-th piece. A file that fails is opened again at the same row after each wait of

@@ -66,7 +66,7 @@ def settings(lines: list[str]) -> dict:
     for line in lines:
         match = CONFIG_LINE.fullmatch(line)
         if match and match[1] in known:
-            key, text = match[1], match[2].strip().strip("'\"")
+            key, text = match[1], match[2].strip()
             if product := PRODUCT.fullmatch(text):
                 printed[key] = int(product[1]) * int(product[2])
             else:
