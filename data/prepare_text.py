@@ -20,11 +20,9 @@ import csv
 import hashlib
 import math
 import os
-import platform
 import random
 import re
 import sys
-import sysconfig
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -66,16 +64,15 @@ def stdlib_source() -> tuple[str, list[str], int]:
     """
     Title, files, and how many of the first ones are for validation; a missing module is left out.
     """
-    library = Path(sysconfig.get_path("stdlib"))
+    library = Path(os.__file__).parent
     found = {"val": [], "train": []}
     with open(MODULES, newline="") as file:
         for row in csv.DictReader(file):
-            place = library.joinpath(*row["module"].split("."))
-            for path in (place.with_suffix(".py"), place / "__init__.py"):
-                if path.is_file():
-                    found[row["split"]].append(str(path))
+            path = library / row["path"]
+            if path.is_file():  # zipfile is a file in some versions, and a folder in others
+                found[row["split"]].append(str(path))
     files = found["val"] + found["train"]
-    return f"Python {platform.python_version()} standard library", files, len(found["val"])
+    return f"Python {sys.version.split()[0]} standard library", files, len(found["val"])
 
 
 # -----------------------------------------------------------------------------
