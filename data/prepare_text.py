@@ -23,7 +23,6 @@ import os
 import random
 import re
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
@@ -47,13 +46,12 @@ ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"
 # predictable from the others as a module is on average.
 MODULES = Path(__file__).with_name("python_stdlib.csv")
 
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text
 
 SEED = 1337
 PIECES = 16  # of large documents make up validation: more than one subject, or language
-LONGEST_LINE = 2000  # of names that are printed
+MOST_NAMES = 10  # in a line
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 
 # -----------------------------------------------------------------------------
@@ -85,28 +83,38 @@ def encoding_of(path: str, given: str | None) -> str:
     else the one given. Raises UserError, which says what the file looks like.
     """
     content = Path(path).read_bytes()
-    own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    own = "utf-16" if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
     if is_read_by(own, content):
         return own
     utf8 = content.decode(errors="replace")
     broken = utf8.count("\ufffd")
     # most letters are UTF-8: another encoding might read the file, and get all of them wrong
-    damaged = broken and sum(char > "\x7f" for char in utf8) > 2 * broken
-    if given and not damaged and is_read_by(given, content):
+    if broken and sum(char > "\x7f" for char in utf8) > 2 * broken:
+        line = 1 + utf8.partition("\ufffd")[0].count("\n")
+        clean = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
+        raise UserError(f"{path}: line {line:,} is not UTF-8; {clean}")
+    if given and is_read_by(given, content):
         return given
-    if controls := count_controls(utf8):
-        counts = f"{controls:,} NULs and control characters in {len(utf8):,}"
-        looks = "binary: leave it out; or converted wrongly: give the original"
-        utf16 = "if it is UTF-16 without its mark, --encoding=utf-16-le"
-        raise UserError(f"{path}: {counts}; looks {looks}; {utf16}")
-    at = len(utf8[: utf8.index("\ufffd")].encode())
-    sample = " ".join(content[max(at - 20, 0) : at + 20].decode("cp1252", "replace").split())
-    looks = f"as cp1252 it reads {sample!r}: if that is right, --encoding=cp1252, else its own"
-    if damaged:
-        looks = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
-    line = 1 + content.count(b"\n", 0, at)
-    name = f"UTF-8, nor is the text {given}" if given and not damaged else "UTF-8"
-    raise UserError(f"{path}: line {line:,}: byte {content[at]:#x} is not {name}; {looks}")
+    # bytes of another encoding can look like UTF-8's control characters, but not like ASCII's
+    count = count_controls(content.decode("ascii", "replace") if broken else utf8)
+    raise UserError(f"{path}: no text in {given or 'UTF-8'}; {looks_like(content, count, given)}")
+
+
+def looks_like(content: bytes, controls: int, given: str | None) -> str:
+    """What a file that cannot be read looks like, and what mends it."""
+    if controls and not (b"\0" in content and is_read_by("utf-16-le", content)):
+        return f"{controls:,} NULs and control characters: binary, or damaged; leave it out"
+    guess = "utf-16-le" if controls else "cp1252"
+    mend = "iconv -f {} -t utf-8 FILE > NEW" if given else "--encoding={}"
+    if is_read_by(guess, content):
+        reads = f"as {guess} it reads {excerpt(content.decode(guess))!r}"
+        return f"{reads}: if that is right, {mend.format(guess)}, else its own"
+    return f"find its encoding (shift_jis? gb18030?): {mend.format('NAME')}"
+
+
+def excerpt(text: str) -> str:
+    """The first words with other than ASCII characters: they show a wrong encoding."""
+    return " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text) or text.split())[:40]
 
 
 def is_read_by(encoding: str, content: bytes) -> bool:
@@ -153,8 +161,6 @@ class OwnText:
                         self.sha256.update(content + b"\0")
             except UserError as error:
                 problems += error.problems
-            except OSError as error:
-                problems.append(f"{name}: {error.strerror}")
         raise_if_any(problems)
 
     def read_file(self, index: int, row: int) -> Iterator[tuple[int, Rows]]:
@@ -246,19 +252,26 @@ def default_out(names: list[str], files: list[str]) -> Path:
     return Path("data", first.resolve().stem if first.exists() else Path(files[0]).stem)
 
 
-def describe(text: OwnText, names: list[str]) -> list[str]:
-    """How the files were read, what was left out, and what is for validation, a line each."""
+def describe(text: OwnText, names: list[str], given: str | None) -> list[str]:
+    """
+    How the files were read, with a piece of those in the encoding `given`, what was left out, and
+    what is for validation, a line each.
+    """
     others = set(local_files(names, ("",))) - set(text.files)
     left_out = Counter(Path(name).suffix or "without ending" for name in others)
     left_out += Counter(empty=text.sizes.count(0))
-    lines = {"read": Counter(text.encodings.values()), "left out": left_out}
-    lines["validation"] = Counter(map(text.name, text.shares))
+    in_given = [name for name, encoding in text.encodings.items() if encoding == given]
+    pieces = [f"{name} {excerpt(Path(name).read_text(given))!r}" for name in in_given]
+    lines = {"read": Counter(text.encodings.values()), f"as {given}": Counter(pieces)}
+    lines |= {"left out": left_out, "validation": Counter(map(text.name, text.shares))}
     return [f"{key}: {tally(counts)}" for key, counts in lines.items() if counts]
 
 
 def tally(counts: Counter) -> str:
-    line = ", ".join(f"{what} ({count:,})" for what, count in counts.items())
-    return textwrap.shorten(line, LONGEST_LINE, placeholder=" ...")
+    parts = [f"{what} ({count:,})" if count > 1 else what for what, count in counts.items()]
+    if len(parts) > MOST_NAMES:
+        parts[MOST_NAMES:] = [f"and {len(parts) - MOST_NAMES} more"]
+    return ", ".join(parts)
 
 
 def main(argv: list[str]) -> int:
@@ -272,7 +285,7 @@ def main(argv: list[str]) -> int:
     total = sum(text.sizes)
     if names:
         text.draw_validation(arguments.val_fraction)
-        say(*describe(text, names))
+        say(*describe(text, names, arguments.encoding))
     else:
         text.shares = dict.fromkeys(range(val_documents), 1)
     out = arguments.out or default_out(names, files)

@@ -130,7 +130,7 @@ def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_
     book.write_text(whole)
     assert from_text(book, f"--out={out}", "--val_fraction=0.25") == 0
     (val,) = validation_of(out, [whole])
-    assert f"validation: the end of {book} (1)\n" in capsys.readouterr().out
+    assert f"validation: the end of {book}\n" in capsys.readouterr().out
     assert val.startswith("paragraph") and 0.25 <= len(val) / len(whole) < 0.3
     with pytest.raises(UserError, match="was made from revision"):
         from_text(book, f"--out={out}", "--val_fraction=0.5")
@@ -154,7 +154,7 @@ def test_validation_is_from_all_over_the_text(tmp_path, capsys):
     assert {text[0] for text in val} == set("abcdef")
     assert 0.05 <= sum(map(len, val)) / sum(map(len, texts)) < 0.075
     (line,) = {s for s in capsys.readouterr().out.splitlines() if s.startswith("validation: ")}
-    assert line.count("the end of ") == len(val)
+    assert line.count("the end of ") == 10 and line.endswith(f", and {len(val) - 10} more")
     assert all(f"{texts.index(text):02}.txt" in line for text in texts if text.endswith(val[0]))
 
 
@@ -173,23 +173,17 @@ GERMAN = "\u00dcber die Gr\u00f6\u00dfe der Stra\u00dfe \u2013 5 \u20ac.\n" * 30
 RUSSIAN = "\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435.\n" * 30
 MANY = "\u540d\u524d\u306f\u307e\u3060\u7121\u3044\u3002\n" * 40
 UNREADABLE = {
-    "cp1252.txt": (GERMAN.encode("cp1252"), "line 1: byte 0xdc is not UTF-8; as cp1252 it reads"),
-    "latin.md": (
-        ("x\n" * 9 + "caf\u00e9").encode("latin1"),
-        "line 10: byte 0xe9 is not UTF-8; as ",
-    ),
+    "cp1252.txt": (GERMAN.encode("cp1252"), "reads '\u00dcber Gr\u00f6\u00dfe"),
+    "latin.md": (("x\n" * 9 + "caf\u00e9").encode("latin1"), "as cp1252 it reads 'caf\u00e9': if "),
     "cp1251.txt": (RUSSIAN.encode("cp1251"), "is right, --encoding=cp1252, else its own"),
-    "sjis.txt": (MANY.encode("shift_jis"), "is right, --encoding=cp1252, else its own"),
-    "damaged.txt": (
-        MANY.encode() + b"\xff" + MANY.encode(),
-        "line 41: byte 0xff is not UTF-8; the",
-    ),
-    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "--encoding=utf-16-le"),
+    "sjis.txt": (MANY.encode("shift_jis"), "its encoding (shift_jis? gb18030?): --encoding=NAME"),
+    "damaged.txt": (MANY.encode() + b"\xff" + MANY.encode(), "line 41 is not UTF-8; the rest is: "),
+    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "is right, --encoding=utf-16-le, else"),
     "twice.txt": (
         GERMAN.encode("cp1252").decode("latin1").encode(),
-        "or converted wrongly: give the original",
+        "60 NULs and control characters: binary, or damaged; leave it out",
     ),
-    "scan.txt": (b"%PDF-1.4\n" + random.Random(0).randbytes(9999), "binary: leave it out"),
+    "scan.txt": (b"%PDF-1.4\n" + random.Random(0).randbytes(9999), "binary, or damaged; leave it"),
 }
 
 
@@ -206,7 +200,22 @@ def test_every_file_that_cannot_be_read_is_named_at_once_and_none_is_guessed(tmp
     assert sorted(problems) == sorted(UNREADABLE)
     for name, (_, message) in UNREADABLE.items():
         assert message in problems[name], problems[name]
-    assert "'\u00dcber die Gr\u00f6\u00dfe" in problems["cp1252.txt"]
+
+
+@pytest.mark.parametrize(
+    "name, encoding, message",
+    [
+        ("sjis.txt", "cp1252", "find its encoding (shift_jis? gb18030?): iconv -f NAME -t utf-8 "),
+        ("scan.txt", "utf-16-le", "control characters: binary, or damaged; leave it out"),
+        ("cp1252.txt", "utf-16-le", "': if that is right, iconv -f cp1252 -t utf-8 FILE > NEW, "),
+    ],
+)
+def test_an_encoding_that_does_not_fit_is_not_advised_again(tmp_path, name, encoding, message):
+    (tmp_path / name).write_bytes(UNREADABLE[name][0])
+    with pytest.raises(UserError, match=f"{name}: no text in {encoding}; ") as raised:
+        from_text(tmp_path, f"--out={tmp_path / 'out'}", f"--encoding={encoding}")
+    (problem,) = raised.value.problems
+    assert message in problem and f"--encoding={encoding}" not in problem
 
 
 @pytest.mark.parametrize(
@@ -224,8 +233,10 @@ def test_an_encoding_is_for_the_files_that_are_not_utf8(tmp_path, capsys, name, 
     assert from_text(tmp_path, f"--out={tmp_path / 'out'}", f"--encoding={encoding}") == 0
     validation_of(tmp_path / "out", [GERMAN, GERMAN, content.decode(encoding)])
     printed = capsys.readouterr().out
-    assert f"read: utf-8 (2), utf-16 (1), {encoding} (1)\n" in printed
-    assert "left out: .jpg (1), empty (1)\n" in printed
+    assert f"read: utf-8 (2), utf-16, {encoding}\n" in printed
+    # a wrong --encoding that fits is seen by what it makes of the text
+    assert f"as {encoding}: {tmp_path / name} '{content.decode(encoding)[:4]}" in printed
+    assert "left out: .jpg, empty\n" in printed
     # neither noise nor UTF-8 with a broken byte becomes text by it
     for other in ("scan.txt", "damaged.txt"):
         (tmp_path / other).write_bytes(UNREADABLE[other][0])
@@ -659,7 +670,7 @@ def test_errors_are_lines_and_not_tracebacks(tmp_path):
     options = [str(tmp_path), f"--out={tmp_path / 'out'}"]
     code, stdout, stderr = run_process("data/prepare_text.py", *options)
     assert code == 2 and stdout == ""
-    looks = "line 1: byte 0xe9 is not UTF-8; as cp1252 it reads 'caf\u00e9': if that is right, "
+    looks = "no text in UTF-8; as cp1252 it reads 'caf\u00e9': if that is right, "
     looks += "--encoding=cp1252, else its own"
     assert stderr.splitlines() == [f"error: {tmp_path}/{n}.txt: {looks}" for n in "ab"]
     assert not (tmp_path / "out").exists()
