@@ -19,7 +19,7 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int) ->
     text = TEMPLATE.read_text("utf-8").format(
         path=path,
         dataset=dataset.as_posix(),
-        out_dir=f"out/{dataset.name}",
+        out_dir=f"out/{path.stem}",
         tokenizer=tokenizer,
         train=train,
         bigram_rows=16384 if tokenizer.vocab == BYTE_VOCAB else 65536,
@@ -27,4 +27,5 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int) ->
         max_iters=max_iters,
         epochs=max_iters * ITER_TOKENS / train,
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")

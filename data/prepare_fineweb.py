@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from common.console import Parser, UserError, parse_count, run_main
 from data import sources
-from data.tokenizer import TOKENIZERS, pick_tokenizer
+from data.tokenizer import TOKENIZERS, pick_tokenizer, train_tokenizer
 from data.writer import Plan, check_folder, prepare, read_preparation
 
 
@@ -46,11 +46,13 @@ def main(argv: list[str]) -> int | None:
     arguments = parse_arguments(argv)
     if arguments.check:
         return check_folder(arguments.check)
+    name = arguments.tokenizer
+    tokenizer = pick_tokenizer(name, arguments.out)
     title, revision, source = open_source(arguments)
     if next(source(0, 0), None) is None:  # also finds a broken source before anything is written
         raise UserError(f"{title}: holds no documents")
-    # a tokenizer is not trained on validation's text: at most 6 bytes for each of its tokens
-    tokenizer = pick_tokenizer(arguments.tokenizer, arguments.out, source, 6 * arguments.val_tokens)
+    # it is not trained on validation's text: at most 6 bytes for each of its tokens
+    tokenizer = tokenizer or train_tokenizer(name, source(0, 0), 6 * arguments.val_tokens)
     plan = Plan(arguments.out, title, revision, tokenizer, arguments.tokens + arguments.val_tokens)
     plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
     plan.shard_tokens = arguments.shard_tokens

@@ -5,12 +5,12 @@ Make a dataset from your own text, or, with no argument, from the Python standar
     python data/prepare_text.py                                   4.4M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: column `text`
-    python data/prepare_text.py book.txt --tokenizer=bpe:4096     a tokenizer made for this text
     python data/prepare_text.py book.txt --write=config/book.py   and a config: docs/own_text.md
+    python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
 A text file is one document, and so is a row. Text is UTF-8, UTF-16 with its mark, or else in
 --encoding. Validation is --val_fraction of the text: documents, or ends of large ones, from all
-over it by a fixed seed; of a single document its end.
+over it by a fixed seed; of a single document its end. bpe:N is a tokenizer made for the text.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from common.console import Parser, UserError, parse_count, raise_if_any, run_mai
 from data.own_config import BLOCK_SIZE
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import ROW_FILES, Batch, Rows, files_source, local_files
-from data.tokenizer import TOKENIZERS, pick_tokenizer
+from data.tokenizer import TOKENIZERS, pick_tokenizer, train_tokenizer
 from data.writer import Plan, prepare
 
 ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -226,29 +226,31 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="*", help="files, folders, patterns; none: the Python standard library")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
-    add("--out", type=Path, help="the folder to make (default: data/ and the first file's name)")
+    add("--out", type=Path, help="the folder to make (default: data/NAME, as the config or text)")
     add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
     add("--val_fraction", type=float, default=0.05, help="validation's share (default: 0.05)")
     add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
     arguments = parser.parse_args(argv)
-    if not 0 < arguments.val_fraction < 1:
-        parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 1")
+    if not 0 < arguments.val_fraction <= 0.5:
+        parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     try:
         codecs.lookup(arguments.encoding or "utf-8")
     except LookupError as error:
         parser.error(f"--encoding: {error}")
-    if arguments.write and arguments.write.exists():
-        parser.error(f"--write: {arguments.write} exists; remove it or choose another name")
+    if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):
+        parser.error(f"--write={arguments.write}: give a .py file that does not exist yet")
     if arguments.write and arguments.tokenizer == "gpt2":
         parser.error("--write: not for gpt2: docs/own_text.md has the command to fine-tune it")
     return arguments
 
 
-def default_out(names: list[str], files: list[str]) -> Path:
-    if not names:
+def default_out(arguments: argparse.Namespace, files: list[str]) -> Path:
+    if arguments.write:
+        return Path("data", arguments.write.stem)
+    if not arguments.files:
         return Path("data", PREPARED_ON_DEMAND)
-    first = Path(names[0])
+    first = Path(arguments.files[0])
     return Path("data", first.resolve().stem if first.exists() else Path(files[0]).stem)
 
 
@@ -276,26 +278,28 @@ def tally(counts: Counter) -> str:
 
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
-    names = arguments.files
-    if names:
-        title, files = " ".join(names)[:200], local_files(names, ENDINGS)
+    if arguments.files:
+        title, files = " ".join(arguments.files)[:200], local_files(arguments.files, ENDINGS)
     else:
         title, files, val_documents = stdlib_source()
+    out = arguments.out or default_out(arguments, files)
+    tokenizer = pick_tokenizer(arguments.tokenizer, out)
     text = OwnText(files, arguments.encoding)
     total = sum(text.sizes)
-    if names:
+    if arguments.files:
         text.draw_validation(arguments.val_fraction)
-        say(*describe(text, names, arguments.encoding))
+        say(*describe(text, arguments.files, arguments.encoding))
     else:
         text.shares = dict.fromkeys(range(val_documents), 1)
-    out = arguments.out or default_out(names, files)
-    # a tokenizer is not trained on validation's text
-    tokenizer = pick_tokenizer(arguments.tokenizer, out, lambda *_: text(len(files), 0), 0, total)
+    # not on validation's text
+    tokenizer = tokenizer or train_tokenizer(arguments.tokenizer, text(len(files), 0), 0, total)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = total // bytes_per_token + len(text.sizes)
     plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
     plan.val_documents, plan.write = len(text.shares), arguments.write
     plan.least_tokens = BLOCK_SIZE + 1 if plan.write else LEAST_TOKENS
+    least_bytes = plan.least_tokens * bytes_per_token / arguments.val_fraction
+    plan.mend = f"give more text, about {100 * math.ceil(least_bytes / 100):,} bytes in all"
     return prepare(plan, text, arguments.workers)
 
 

@@ -12,7 +12,7 @@ import pickle
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -114,11 +114,10 @@ def gpt2_bpe():
 # A BPE of one's own
 
 
-def pick_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int = 0) -> Tokenizer:
+def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     """
-    The tokenizer that --tokenizer names. bpe:N is trained on a sample of the text, see sample_text,
-    unless an earlier start of the same preparation has left its tokenizer in `out`. Raises
-    UserError.
+    The tokenizer that --tokenizer names. None for a bpe:N that is still to be trained: no earlier
+    start of the same preparation has left it in `out`. Raises UserError.
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":
@@ -128,8 +127,13 @@ def pick_tokenizer(name: str, out: Path, source: Callable, skip: int, total: int
     begun = out / "tokenizer.json"
     if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
         return tokenizer
+    return None
+
+
+def train_tokenizer(name: str, batches: Iterator, skip: int, total: int = 0) -> Tokenizer:
+    """The tokenizer bpe:N, trained on a sample of the text: see sample_text. Raises UserError."""
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
-    return Tokenizer(train_bpe(sample_text(source, skip, total), int(size)))
+    return Tokenizer(train_bpe(sample_text(batches, skip, total), int(name.partition(":")[2])))
 
 
 def named_spec(name: str) -> dict:
@@ -191,14 +195,14 @@ def cut(text: str) -> list[str]:
     return PIECE.findall(text.encode(errors="replace").decode())
 
 
-def sample_text(source: Callable, skip: int, total: int) -> list[str]:
+def sample_text(batches: Iterator, skip: int, total: int) -> list[str]:
     """
-    The text of a data.sources.Source after its first `skip` bytes, which are validation's. Of more
-    than SAMPLE_MB, pieces spread evenly over it, or the first SAMPLE_MB where the `total` bytes are
-    not known.
+    The text of a data.sources.Batch each after the first `skip` bytes, which are validation's. Of
+    more than SAMPLE_MB, pieces spread evenly over it, or the first SAMPLE_MB where the `total`
+    bytes are not known.
     """
     sample, read, taken, every = [], 0, 0, 1 + total // (SAMPLE_MB * 1_000_000)
-    for text in (text for _, _, rows in source(0, 0) for text in rows if text):
+    for text in (text for _, _, rows in batches for text in rows if text):
         for piece in cut(text):
             size = len(piece.encode())
             read += size

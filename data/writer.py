@@ -16,7 +16,6 @@ import shlex
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -59,6 +58,7 @@ class Plan:
     val_documents: int = 1
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # of each split
+    mend: str = "give more text, or a lower --val_tokens"  # where a split has fewer
     write: Path | None = None  # a config file to make for it
 
     def manifest(self) -> dict:
@@ -236,12 +236,16 @@ class ShardWriter:
         The source has ended, or enough tokens are there. Raises UserError where a split has too
         few.
         """
-        least = self.plan.least_tokens
-        if min(self.totals.values()) < least:
-            self.remove_all()
+        if min(self.totals.values()) < self.plan.least_tokens:
+            # leave nothing that looks like a dataset
+            names = [shard["name"] for shard in self.manifest["shards"]]
+            for name in [*names, "manifest.json", "tokenizer.json"]:
+                (self.folder / name).unlink(missing_ok=True)
+            self.release()
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
             held = "{val:,} tokens for validation and {train:,} for training".format(**self.totals)
-            mend = "a lower --val_tokens" if self.plan.val_tokens else "another --val_fraction"
-            needs = f"each needs at least {least}; give more text, or {mend}"
+            needs = f"each needs at least {self.plan.least_tokens}; {self.plan.mend}"
             raise UserError(f"{self.plan.source}: {held}, {needs}")
         if self.totals["train"] < (self.plan.train_tokens or 0):
             say(f"the source has no more: {self.plan.train_tokens:,} tokens were asked for")
@@ -249,15 +253,6 @@ class ShardWriter:
         del self.manifest["next"]
         self.finish_shard()
         self.release()
-
-    def remove_all(self) -> None:
-        """Leave nothing that looks like a dataset."""
-        names = [shard["name"] for shard in self.manifest["shards"]]
-        for name in [*names, "manifest.json", "tokenizer.json"]:
-            (self.folder / name).unlink(missing_ok=True)
-        self.release()
-        with suppress(OSError):  # not empty: something else is in it
-            self.folder.rmdir()
 
     def release(self) -> None:
         self.lock.close()
@@ -304,7 +299,9 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     own_json = folder / "tokenizer.json"  # written first; it may be all that a kill has left
     if (folder / "manifest.json").exists():
         found = read_preparation(folder)
-        check_same_preparation(folder, found, manifest)
+        if differs := [key for key in IDENTITY if found.get(key) != manifest.get(key)]:
+            problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
+            raise UserError(f"{folder}: {problem}; choose another --out, or delete that folder")
         manifest = found
     elif any(folder.glob("*.bin")) or (own_json.exists() and not (folder / "lock").exists()):
         raise UserError(f"{folder}: holds files of another program; choose another --out")
@@ -324,14 +321,6 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
             file.write(plan.tokenizer.spec["json"].encode())
     write_manifest(folder, manifest)
     return manifest, lock
-
-
-def check_same_preparation(folder: Path, found: dict, wanted: dict) -> None:
-    """Raises UserError where the folder is of another preparation."""
-    for key in IDENTITY:
-        if found.get(key) != wanted.get(key):
-            made_from = f"was made from {key} {found.get(key)} (now {wanted.get(key)})"
-            raise UserError(f"{folder}: {made_from}; choose another --out, or delete that folder")
 
 
 # -----------------------------------------------------------------------------

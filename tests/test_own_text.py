@@ -42,10 +42,32 @@ def test_two_commands_and_a_sample(tokenizer, tmp_path, script, monkeypatch):
     assert code == 0 and out.startswith("To")
     # the numbers are literal, for the person who edits them
     assert re.search(r"^max_iters = \d+  # .*tokens", written, re.MULTILINE)
-    # nobody's file is overwritten
-    code, _, err = script(prepare_text.main, *given)
-    assert code == 2 and "config/my.py exists; remove it or choose another name" in err[-1]
+    # nobody's file is overwritten, and no folder is advised to be
+    for name in ("config/my.py", "config"):
+        code, out, err = script(prepare_text.main, "my text.txt", f"--write={name}")
+        assert code == 2 and not out
+        assert err == [f"error: --write={name}: give a .py file that does not exist yet"]
     assert Path("config/my.py").read_text() == written
+
+
+def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypatch):
+    """So README's two ways, bytes and then a BPE, work on one text, in new folders too."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_notes.txt").write_text(LINES * 300)
+    for name, flags in {
+        "my_notes": [],
+        "notes_bpe": ["--tokenizer=bpe:300"],
+        "elsewhere": ["--out=data/my_notes"],
+    }.items():
+        write = f"--write=new/config/{name}.py"
+        code, out, err = script(prepare_text.main, "my_notes.txt", write, *flags)
+        assert code == 0, err
+        assert out.splitlines()[-1] == f"next: python train.py new/config/{name}.py"
+        c = load_config([f"new/config/{name}.py"])
+        folder = name if name != "elsewhere" else "my_notes"
+        assert (c.dataset, c.out_dir) == (f"data/{folder}", f"out/{name}")
+        assert f"\ndata/{folder}: " in out
+    assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +104,7 @@ def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
     text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
     text.write_text("x" * (2 * least - 3))  # and two ends of text
     half = [str(text), "--val_fraction=0.5", *flags]
-    with pytest.raises(UserError, match=f"each needs at least {least}; give more text"):
+    with pytest.raises(UserError, match=f"each needs at least {least}; give more text, about"):
         prepare_text.main(half)
     assert not path.exists()
     text.write_text("x" * (2 * least - 2))

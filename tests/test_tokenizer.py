@@ -178,10 +178,10 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
     def source(file, row):
         yield 0, 0, [None, "", *rows]
 
-    sample = tokenizer_module.sample_text(source, skip=500_000, total=4_000_000)
+    sample = tokenizer_module.sample_text(source(0, 0), skip=500_000, total=4_000_000)
     assert 0.6e6 < sum(map(len, sample)) <= 1e6
     assert {text[0] for text in sample} == set("bcdefgh")
-    unknown = tokenizer_module.sample_text(source, skip=500_000, total=0)
+    unknown = tokenizer_module.sample_text(source(0, 0), skip=500_000, total=0)
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
 
 
@@ -353,8 +353,9 @@ def test_a_tokenizer_that_there_is_not(tmp_path, script, name, message):
         (prepare_text.main, [source]),
         (prepare_fineweb.main, [f"--source={source}", "--val_tokens=100"]),
     ):
-        code, _, err = script(main, *files, *flags)
+        code, said, err = script(main, *files, *flags)
         assert code == 2 and len(err) == 1 and message in err[0] and not out.exists()
+        assert bool(said) == (name == "bpe:60000")  # all others are refused before text is read
 
 
 def edited(change) -> str:
