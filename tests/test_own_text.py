@@ -70,6 +70,15 @@ def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypa
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
 
 
+def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
+    """Else validation of a small text turns between two evaluations, and best.pt is the end."""
+    for tokens, most in ((250, 1), (20_000, 10), (10_000_000, 245)):
+        path = tmp_path / f"{tokens}.py"
+        own_config.write_config(path, tmp_path, SimpleNamespace(kind="byte", vocab=256), tokens)
+        c = load_config([str(path)])
+        assert 1 <= c.eval_interval <= most and c.max_iters < 11 * c.eval_interval
+
+
 @pytest.mark.parametrize(
     "tokens, kind, dropout, iterations, rows",
     [
