@@ -54,6 +54,9 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
             hint = "" if ".txt" in endings else "; data/prepare_text.py takes text files"
             problems.append(f"{flag}{name}: holds no {', '.join(endings)} files{hint}")
         files += sorted(found)
+    for file in files:
+        if file.endswith(ROW_FILES) and not os.path.getsize(file):
+            problems.append(f"{file}: is empty; remove it")
     raise_if_any(problems)
     return files
 
