@@ -150,10 +150,9 @@ class NanoGPTKeys:
 
 FIELDS, NANOGPT_FIELDS = find_keys(Config), find_keys(NanoGPTKeys)
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-# what other trainers call these keys, and nanoGPT its config file
+# what other trainers call these keys
 ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
 ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
-ALIASES |= dict(train_gpt2="gpt124m_4070")
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
@@ -262,8 +261,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         folders = (path.parent, Path("config"))
         files = [str(file) for folder in folders for file in sorted(folder.glob("*.py"))]
         hint = f"; for the run in it: --out_dir={path}" if path.is_dir() else ""
-        meant = path.with_name(f"{ALIASES.get(path.stem, path.stem)}.py")
-        raise UserError(f"{path}: no such config file{hint or did_you_mean(str(meant), files)}")
+        meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
+        raise UserError(f"{path}: no such config file{hint or did_you_mean(meant, files)}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # `variables` will hold only what the file sets: it finds the values so far among the builtins
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}

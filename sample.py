@@ -46,7 +46,7 @@ class SampleConfig:
     out_dir: str = key("out", "a run's folder, for init_from=resume")
     start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", free_text=True)
     interactive: bool = key(False, "ask for prompts, after that of --start if it is given")
-    num_samples: int = key(10, "samples in the batch; of a piped prompt: 1", low=1, high=2**16)
+    num_samples: int = key(10, "samples of each prompt; typed or piped: 1", low=1, high=2**16)
     max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
     temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
     top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)

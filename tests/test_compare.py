@@ -675,3 +675,6 @@ def test_the_legend_covers_no_panel_and_colours_are_not_all_that_differs(tmp_pat
         assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
     markers = {line.get_marker() for line in figure.axes[0].lines[1::2]}
     assert len(markers) == min(count, len(picture.MARKERS))
+    # a marker is an evaluation; speed and MFU have none
+    for axes in figure.axes[-2:]:
+        assert {line.get_marker() for line in axes.lines} == {"None"}

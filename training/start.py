@@ -146,10 +146,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         for name, value in values.items()
         if name in config.given and getattr(config, name) != value
     ]
-    problems = []
-    if different:
-        mend = "use its values, or another --out_dir and --init_from"
-        problems.append(f"init_from: {source} has {', '.join(different)}; {mend}")
+    mend = "use its values, or another --out_dir and --init_from"
+    problems = [f"init_from: {source} has {', '.join(different)}; {mend}"] if different else []
     return replace(config, **values), problems
 
 
