@@ -72,7 +72,8 @@ def piped_prompts() -> list[str]:
     with contextlib.suppress(OSError):  # Windows cannot tell
         # an idle pipe, as under some supervisors, may never end
         if not sys.stdin.isatty() and select.select([sys.stdin], [], [], 0)[0]:
-            return [line for line in sys.stdin.read().splitlines() if line]
+            text = sys.stdin.buffer.read().decode(errors="replace")
+            return [line for line in text.splitlines() if line]
     return []
 
 

@@ -394,7 +394,8 @@ def answers(out: str) -> list[str]:
 
 def test_lines_of_a_pipe_or_file_are_prompts(run, tmp_path, script, monkeypatch):
     flags = (f"--out_dir={run}", "--max_new_tokens=5", "--device=cpu")
-    (tmp_path / "prompts.txt").write_text("import \n\ndef test\n")
+    # a byte that is not UTF-8, as in an old text, ends nothing
+    (tmp_path / "prompts.txt").write_bytes(b"import \xe9\n\ndef test\n")
     for is_file in (False, True):
         read, write = os.pipe()
         os.write(write, b"import \n\ndef test\n")
