@@ -122,9 +122,8 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):
         values = [getattr(run, key) for run in runs]
-        known = set(values) - {None}
-        if "cpu" in known:  # nanoGPT's logs do not say which
-            known -= CPUS
+        # nanoGPT's logs do not say which processor
+        known = {"cpu" if value in CPUS else value for value in values} - {None}
         rows.append(Row(key, key, values, str, "differs" if len(known) > 1 else ""))
     names = [run.name for run in runs]
     figures = [figures_of(run) for run in runs]
