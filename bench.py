@@ -78,9 +78,7 @@ def main(argv: list[str]) -> int:
     if mode not in MODES:
         hint = did_you_mean(mode, MODES)
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
-    epilog = "Configuration keys: python train.py --help"
-    if mode == "plan":
-        epilog += "; with --hours=8 or --until=07:00 the plan is for that time from now"
+    epilog = "Configuration keys: python train.py --help; plan heeds its --hours and --until"
     usage = f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]"
     parser = Parser(usage=usage, epilog=epilog)
     for name in [*MODES[mode], "json"]:

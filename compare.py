@@ -26,7 +26,7 @@ from common.console import Parser, UserError, duration, run_main, table_lines, w
 from configurator import FIELDS, NEVER
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
-from reports.picture import count4, save_picture
+from reports.picture import count4, millions, save_picture
 from reports.records import Records, RunRecords, percentile
 from training.gpus import resolve_gpu, row_peak
 
@@ -89,30 +89,26 @@ def none_if_nan(number: float) -> float | None:
     return None if math.isnan(number) else number
 
 
+def ranked(values: list[float | None], better: str) -> list[int]:
+    """The indices of the known values, the best first."""
+    known = [i for i, value in enumerate(values) if value is not None]
+    return sorted(known, key=lambda i: values[i], reverse=better == "higher")
+
+
 def verdict(
-    names: list[str],
-    values: list[float | None],
-    better: str,
-    word: str,
-    noise: float | None = None,
-    same: float = SAME,
+    names: list[str], values: list[float | None], better: str, word: str, same: float = SAME
 ) -> str:
     """
-    The best value against the next best: their ratio, "a 2.39x faster", or for losses, of which a
-    difference of `noise` decides nothing, their difference. Empty where fewer than two are known.
+    The best value against the next best: their ratio, "a 2.39x faster". Empty where fewer than two
+    are known.
     """
-    order = [i for i, value in enumerate(values) if value is not None]
-    order.sort(key=lambda i: values[i], reverse=better == "higher")
+    order = ranked(values, better)
     if len(order) < 2:
         return ""
-    best = names[order[0]]
-    low, high = sorted([values[order[0]], values[order[1]]])
-    if noise is not None:
-        within_noise = high - low <= noise
-        return f"equal within {noise}" if within_noise else f"{best} {high - low:.4f} {word}"
+    low, high = sorted(values[i] for i in order[:2])
     if high - low <= same * low:
         return "equal"
-    return f"{best} {high / low:.2f}x {word}" if low > 0 else ""
+    return f"{names[order[0]]} {high / low:.2f}x {word}" if low > 0 else ""
 
 
 def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
@@ -126,15 +122,14 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     for key in ("device", "dtype"):
         values = [getattr(run, key) for run in runs]
-        known = set(values) - {None}
-        if "cpu" in known:  # nanoGPT's logs do not say which
-            known -= CPUS
+        # nanoGPT's logs do not say which processor
+        known = {"cpu" if value in CPUS else value for value in values} - {None}
         rows.append(Row(key, key, values, str, "differs" if len(known) > 1 else ""))
     names = [run.name for run in runs]
     figures = [figures_of(run) for run in runs]
     equal_batches = len({run.tokens_per_iter for run in runs}) == 1
     for key, label, form, better, word in (
-        ("parameters", "parameters", count4, "higher", "larger"),
+        ("parameters", "parameters", millions, "higher", "larger"),
         ("iterations", "iterations", whole, "higher", "more"),
         ("tokens", "tokens", count4, "higher", "more"),
         ("hours", "time", time_text, "higher", "longer"),
@@ -145,7 +140,8 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("pause_share", "evaluations and checkpoints", percent, "lower", "less"),
     ):
         values = [none_if_nan(of_run[key]) for of_run in figures]
-        result = verdict(names, values, better, word)
+        same = max(SAME, *(run.rounding for run in runs)) if key == "parameters" else SAME
+        result = verdict(names, values, better, word, same=same)
         if key in ("step_ms_p50", "step_ms_p95") and not equal_batches:
             result = "unequal tokens per iteration"
         rows.append(Row(label, key, values, form, result))
@@ -191,18 +187,20 @@ def loss_rows(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
 def loss_verdict(
     runs: list[RunRecords], values: list[float | None], axis: str, noise: float | None = None
 ) -> str:
-    """verdict() on losses or, without `noise`, on the tokens or time to a loss. The lowest wins."""
+    """The verdict on the tokens or time to a loss or, with `noise`, on losses: their difference."""
     in_bits = runs[0].loss_unit == BITS
     if in_bits and axis == "tokens":
         return "not comparable: unequal tokenizers"
-    # shakespeare_char is nanoGPT's ../nanoGPT/data/shakespeare_char
-    datasets = {Path(run.config["dataset"]).name for run in runs if "dataset" in run.config}
-    if len(datasets) > 1 and not in_bits:
+    if len({run.config.get("dataset") for run in runs} - {None}) > 1 and not in_bits:
         return "not comparable: unequal datasets"
     names = [run.name for run in runs]
     if noise is None:
         return verdict(names, values, "lower", "less", same=SAME_TO_LOSS)
-    return verdict(names, values, "lower", "lower", noise)
+    order = ranked(values, "lower")
+    if len(order) < 2:
+        return ""
+    gap = values[order[1]] - values[order[0]]
+    return f"{names[order[0]]} {gap:.4f} lower" if gap > noise else f"equal within {noise}"
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
@@ -227,7 +225,7 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     print(header)
     for line, row in zip(lines, rows, strict=True):
         print(f"{line}  {row.verdict}".rstrip())
-    if len(names) > 1:
+    if any(None in row.values for row in rows if "loss" in row.key):
         print("a loss is n/a where no evaluation is near enough: docs/compare.md")
 
 
@@ -273,8 +271,25 @@ def read_runs(paths: list[Path], gpu: str | None) -> list[RunRecords]:
     for run, path in zip(runs, paths, strict=True):
         if names.count(run.name) > 1:
             run.name = str(path)
+    name_settings(runs)
     use_one_unit(runs)
     return runs
+
+
+def name_settings(runs: list[RunRecords]) -> None:
+    """
+    Call datasets by their folders' names, the same tokens by one name: nanoGPT's shakespeare_char
+    is ../nanoGPT/data/shakespeare_char here. And leave to the clock what it decides.
+    """
+    names: dict[str, str] = {}
+    for run in runs:
+        c = run.config
+        if "dataset" in c:
+            name = Path(c["dataset"]).name
+            c["dataset"] = names.setdefault(run.data_fingerprint or name, name)
+        # by the clock a warm-up takes a tenth of the run at most
+        if (c.get("hours") or c.get("until")) and 10 * c["warmup_iters"] > run.iterations:
+            c["warmup_iters"] = NEVER
 
 
 def use_one_unit(runs: list[RunRecords]) -> None:

@@ -153,8 +153,7 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 # what other trainers call these keys
 ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
 ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
-ALIASES |= dict(muon_lr="learning_rate")  # in earlier versions of this program
-FORMER_KEYS = ("embed_lr", "max_skips", "muon_lr", "muon_weight_decay", "overwrite", "vector_lr")
+INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
@@ -262,7 +261,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         folders = (path.parent, Path("config"))
         files = [str(file) for folder in folders for file in sorted(folder.glob("*.py"))]
         hint = f"; for the run in it: --out_dir={path}" if path.is_dir() else ""
-        raise UserError(f"{path}: no such config file{hint or did_you_mean(str(path), files)}")
+        meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
+        raise UserError(f"{path}: no such config file{hint or did_you_mean(meant, files)}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # `variables` will hold only what the file sets: it finds the values so far among the builtins
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
@@ -376,10 +376,7 @@ def check_model(config: Config) -> list[str]:
     problems = []
     head_size, rest = divmod(config.n_embd, config.n_head)
     if rest:
-        fits = nearest_divisor(config.n_embd, config.n_head)
-        problems.append(
-            f"n_head: {config.n_head} does not divide n_embd {config.n_embd}; {fits} does"
-        )
+        problems.append(f"n_head: {config.n_head} must divide n_embd {config.n_embd}")
     chunk = config.loss_chunk
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
@@ -404,11 +401,6 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def nearest_divisor(total: int, wanted: int) -> int:
-    """The divisor of `total` that is nearest to `wanted`; the smaller of two."""
-    return min(divisors(total), key=lambda n: abs(n - wanted))
-
-
 # -----------------------------------------------------------------------------
 # Printing
 
@@ -417,8 +409,8 @@ def saved_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The keys that a checkpoint or metrics.jsonl holds, by today's names."""
     values = translate(values)
     if values.get("optimizer") == "muon" and "muon_lr" in values:  # an older checkpoint's
-        values["learning_rate"] = values["muon_lr"]
-    return {name: value for name, value in values.items() if name not in FORMER_KEYS}
+        values["learning_rate"] = values.pop("muon_lr")
+    return values
 
 
 def saved_config(values: dict[str, Any]) -> Config:

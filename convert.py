@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
 from training.build import SkipInit, build_model, build_shapes, is_stock
-from training.pretrained import GPT2_ONLY, TRANSPOSED, load_pretrained, read_weights
+from training.pretrained import GPT2_ONLY, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
 
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -45,10 +45,11 @@ NO_CLASS = "transformers has no class for that; share the checkpoint and model.p
 # To Hugging Face
 
 
-def ckpt_to_hf(source: str, out: str) -> None:
+def ckpt_to_hf(source: str, out: str) -> str:
     """
-    The model in float32, as GPT2LMHeadModel; a fast one with the code that computes it. Raises
-    UserError, also where the export would compute something else than the checkpoint's model.
+    The model in float32, as GPT2LMHeadModel; a fast one with the code that computes it. Returns
+    what the weights were, in words. Raises UserError, also where the export would compute something
+    else than the checkpoint's model.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
@@ -72,6 +73,7 @@ def ckpt_to_hf(source: str, out: str) -> None:
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
     trust = ", trust_remote_code=True" if fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
+    return state["source"]
 
 
 def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
@@ -221,16 +223,19 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
 # To a checkpoint
 
 
-def to_ckpt(source: str, out: str) -> None:
-    """Weights as a checkpoint of their own, with no run in it to resume. Raises UserError."""
+def to_ckpt(source: str, out: str) -> str:
+    """
+    Weights as a checkpoint of their own, with no run in it to resume. Returns what they were, in
+    words. Raises UserError.
+    """
     state, path = load_pretrained(source), Path(out)
-    del state["source"]  # the file's own name will be its source
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
     checkpoint.save(state, path)
     say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
     if state["tokenizer"]["kind"] == "unknown":
         say("tokenizer: not known; sample.py needs nanoGPT's data/NAME/meta.pkl beside the file")
+    return state["source"]
 
 
 def main(argv: list[str]) -> None:
@@ -240,8 +245,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out")
     args = parser.parse_args(argv)
     convert = ckpt_to_hf if args.mode == "ckpt-to-hf" else to_ckpt
-    convert(args.source, args.out)
-    if args.mode == "nanogpt-to-ckpt":
+    if NANOGPTS in convert(args.source, args.out):
         say("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, count, raise_if_any, say, table_lines
+from common.console import UserError, complain, count, raise_if_any, say, table_lines
 from configurator import NEVER, Config
-from data.shards import dataset_folder, open_dataset
+from data.shards import dataset_folder, is_made_on_demand, missing_dataset, open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import Records, percentile
@@ -327,10 +327,13 @@ def main(config: Config, options: Namespace) -> dict:
         its = "--from_run, --iter_seconds, --watts, --hours and --until"
         raise UserError(f"gpu: {its} are not for all; name one card")
     vocab = GPT2_VOCAB
-    if dataset_folder(config.dataset).is_dir() and not config.stream:
+    folder = dataset_folder(config.dataset)
+    if folder.is_dir() and not config.stream:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
+    elif not (options.dataset_tokens or config.stream or is_made_on_demand(config)):
+        complain(missing_dataset(config.dataset, folder, config.iter_tokens * config.max_iters))
     model = model_config(config, vocab)
     if options.gpu == "all":
         plans = []

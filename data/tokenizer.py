@@ -145,7 +145,7 @@ def read_bpe(path: Path, manifest: dict | None = None) -> dict:
     """
     The spec of a tokenizer.json: any, or the one of a data folder's `manifest`. Raises UserError.
     """
-    mend = "restore it, or prepare anew" if manifest else "give gpt2, byte, bpe:N, or a tokenizer.json"
+    mend = "restore it, or prepare anew" if manifest else f"give one of {TOKENIZERS}"
     try:
         content = path.read_bytes()
     except OSError as error:

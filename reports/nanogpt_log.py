@@ -111,7 +111,8 @@ def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     if not run.config:
         return
     L, C, T = run.config["n_layer"], run.config["n_embd"], run.config["block_size"]
-    run.parameters = matmul_parameters + T * C
+    run.parameters = round(matmul_parameters + T * C, -4)  # no more digits than were printed
+    run.rounding = 1e4 / run.parameters
     run.flops_per_token = 6 * matmul_parameters + 12 * L * C * T
     # FLOP/s of all cards over those of one
     cards = run.flops_per_token * percentile(run.step["tokens_per_sec"], 50)

@@ -77,11 +77,9 @@ def draw(figure, runs: list[RunRecords]) -> None:
         if several:
             hours, losses = learning_curve(run, "hours")
             panels["time"].plot(hours * units_per_hour, losses, **val_line)
-        # a marker in every tenth of the panel
-        speed_line = train_line | dict(marker=marker, markersize=4, markevery=0.1)
-        panels["speed"].plot(*thin_out(tokens, run.step["tokens_per_sec"]), **speed_line)
+        panels["speed"].plot(*thin_out(tokens, run.step["tokens_per_sec"]), **train_line)
         if knows_mfu:
-            panels["mfu"].plot(*thin_out(tokens, 100 * run.step["mfu"]), **speed_line)
+            panels["mfu"].plot(*thin_out(tokens, 100 * run.step["mfu"]), **train_line)
 
     train_losses = [settled(run.step["iter"], run.step["loss"]) for run in runs]
     val_losses = [settled(*learning_curve(run, "iter")) for run in runs]
@@ -145,7 +143,12 @@ def settled(iters: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def size_text(run: RunRecords) -> str:
-    return f"{run.name}, {count4(run.parameters)} parameters" if run.parameters > 0 else run.name
+    return f"{run.name}, {millions(run.parameters)} parameters" if run.parameters > 0 else run.name
+
+
+def millions(parameters: float) -> str:
+    """828500 -> 0.83M, as this program and nanoGPT print a model's size."""
+    return f"{parameters / 1e6:.2f}M"
 
 
 def heading(run: RunRecords) -> str:

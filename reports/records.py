@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS, saved_keys
+from configurator import FIELDS, INITIAL, saved_keys
 from training.metrics import read_record
 
 # The kinds of records that are columns, and those of their values that are kept
@@ -78,11 +78,15 @@ class RunRecords:
         # a resume may have changed what the first start said
         first, last = (records.starts[0], records.starts[-1]) if records.starts else ({}, {})
         self.name = name
-        self.config = known_keys(last.get("config") or {})
+        before, now = (known_keys(start.get("config") or {}) for start in (first, last))
+        # what began it, and not the flag or the time of day that a resume was given
+        self.config = now | {key: before[key] for key in INITIAL if key in before}
         self.device: str | None = last.get("device")
         self.dtype: str | None = last.get("dtype")
         self.tokenizer: str | None = last.get("tokenizer")
+        self.data_fingerprint: str | None = last.get("data_fingerprint")
         self.parameters = number(last.get("parameters"))
+        self.rounding = 0.0  # of the parameters, as a share of them
         self.tokens_per_iter = number(last.get("tokens_per_iter"))
         # tok/s are those of all cards together, but MFU is that of one card
         self.flops_per_token = number(last.get("flops_per_token")) / last.get("world_size", 1)
@@ -92,9 +96,7 @@ class RunRecords:
         self.end = records.end  # empty while the run trains, and after a kill
         self.loss_unit = "nats per token"
         self.warnings: list[str] = []
-        before = known_keys(first.get("config") or {})
-        changed = {key for key in before if before[key] != self.config.get(key)} - {"init_from"}
-        if changed:
+        if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
             self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last start")
         add_totals(self, first.get("iter", 0))

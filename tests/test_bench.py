@@ -87,6 +87,17 @@ def test_plan_of_the_users_124m_run(tmp_path):
     assert p["mfu"] == pytest.approx(0.823, abs=5e-4)
 
 
+def test_a_plan_for_a_dataset_that_is_missing_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "config/gpt124m_4070.py")
+    make = "make it with: python data/prepare_fineweb.py --tokens=10B --out=data/fineweb_edu"
+    run(tmp_path, "plan", config, "--gpu=4070")
+    assert capsys.readouterr().err == f"dataset: there is no folder data/fineweb_edu; {make}\n"
+    run(tmp_path, "plan", config, "--gpu=4070", "--dataset_tokens=10B")
+    run(tmp_path, "plan", str(ROOT / "config/quickstart.py"), "--gpu=4070")  # makes its own
+    assert capsys.readouterr().err == ""
+
+
 def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path, capsys):
     """
     1000 iterations of 1 s; evaluations at 0, 300, 600, 900 and 1000, each of 2 * 524,288 tokens

@@ -4,12 +4,13 @@ never stop a run.
 """
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import records, run_here, run_process
+from helpers import records, run_here, run_process, write_dataset
 
 import compare
 import reports.records
@@ -153,6 +154,22 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
     assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
 
 
+def test_a_small_models_parameters_have_the_digits_of_nanogpts_log(tmp_path, script):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(log.read_text().replace("parameters: 40.56M", "parameters: 0.83M"))
+    run = write_records(tmp_path / "a", [0, 25])
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace("828500", f"{834_321 + 1024 * 384}"))
+    _, out, _ = script(compare.main, log, run)
+    assert row(out, "parameters").split() == ["parameters", "1.22M", "1.23M", "equal"]
+    # two runs of this program are not rounded
+    small = write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0})
+    large = shutil.copytree(small, tmp_path / "c") / "metrics.jsonl"
+    large.write_text(large.read_text().replace('"parameters": 5000', '"parameters": 6000'))
+    _, out, _ = script(compare.main, small, large.parent)
+    assert row(out, "parameters").endswith("c 1.20x larger")
+
+
 def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
     # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
     log = write_notes_logs(tmp_path)[1]
@@ -292,6 +309,31 @@ def test_a_dataset_given_by_its_path_is_the_same_dataset(tmp_path, script):
     b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset=path)
     _, out, _ = script(compare.main, a, b)
     assert row(out, "best val loss").endswith("b 1.0000 lower")
+
+
+def test_a_copy_of_a_dataset_is_the_same_dataset(dataset, tmp_path, script):
+    """By its fingerprint, whatever the folders are called."""
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    other = write_dataset(tmp_path / "other", [900, 300])
+    for name, data in (("a", dataset), ("b", copy), ("c", other)):
+        assert run_here(data, tmp_path / name, max_iters=4) == 0
+    a, b, c = (tmp_path / name for name in "abc")
+    _, out, _ = script(compare.main, a, b)
+    assert "dataset" not in out and row(out, "best val loss").endswith("equal within 0.005")
+    _, out, _ = script(compare.main, a, c)
+    assert row(out, "dataset").split() == ["dataset", dataset.name, "other", "differs"]
+
+
+def test_a_warm_up_that_the_clock_cuts_is_its(tmp_path, script):
+    """By the clock it is warmup_iters, but at most a tenth of the run."""
+    losses = {0: 8.0, 50: 3.0}
+    runs = [
+        write_run(tmp_path / "a", 10, losses, warmup_iters=20),
+        write_run(tmp_path / "b", 10, losses, warmup_iters=20, hours=8.0),
+        write_run(tmp_path / "c", 10, losses, warmup_iters=5, until="07:00"),
+    ]
+    _, out, _ = script(compare.main, *runs)
+    assert row(out, "warmup_iters").split() == "warmup_iters 20 by the clock 5 differs".split()
 
 
 def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, script):
@@ -562,11 +604,17 @@ def write_records(folder: Path, iters: list[int], end: int | None = None) -> Pat
 def test_a_run_resumed_with_other_keys_says_which(tmp_path, script):
     run = write_records(tmp_path / "a", [0, 25])
     first, rest = (run / "metrics.jsonl").read_text().split("\n", 1)
-    starts = [json.loads(first) | dict(config=dict(max_iters=n, n_head=2)) for n in (30, 60)]
+    # a name that holds the time of day, as in nanoGPT's config files, is no change
+    configs = [
+        dict(max_iters=30, n_head=2, init_from="gpt2", wandb_run_name="mini-1"),
+        dict(max_iters=60, n_head=2, init_from="resume", wandb_run_name="mini-2"),
+    ]
+    starts = [json.loads(first) | dict(config=config) for config in configs]
     lines = [*map(json.dumps, starts), rest]
     (run / "metrics.jsonl").write_text("\n".join(lines))
     said = compare_runs(script, run)["warnings"]
     assert said == ["a: resumed with other max_iters; shown as of the last start"]
+    assert compare.read_run(run, None).config["init_from"] == "gpt2"
 
 
 def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
@@ -627,3 +675,6 @@ def test_the_legend_covers_no_panel_and_colours_are_not_all_that_differs(tmp_pat
         assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
     markers = {line.get_marker() for line in figure.axes[0].lines[1::2]}
     assert len(markers) == min(count, len(picture.MARKERS))
+    # a marker is an evaluation; speed and MFU have none
+    for axes in figure.axes[-2:]:
+        assert {line.get_marker() for line in axes.lines} == {"None"}

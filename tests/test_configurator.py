@@ -17,7 +17,6 @@ from configurator import (
     key,
     load_config,
     main,
-    nearest_divisor,
     print_config,
     read_config,
     saved_config,
@@ -289,11 +288,6 @@ def test_a_mistake_in_a_name_hides_what_may_only_follow_from_it(tmp_path):
     assert len(error.value.problems) == 2
 
 
-def test_the_nearest_divisor_is_named():
-    assert [nearest_divisor(768, n) for n in (7, 13, 1, 5000)] == [6, 12, 1, 768]
-    assert problems_of("--n_head=7") == ["n_head: 7 does not divide n_embd 768; 6 does"]
-
-
 def test_nanogpt_habits_are_no_errors():
     """
     A warm-up longer than the run and a constant rate below the usual min_lr (its
@@ -428,6 +422,11 @@ def test_bad_command_line_exits_2_without_a_traceback_and_writes_nothing(tmp_pat
         "error: config/quikstart.py: no such config file; did you mean config/quickstart.py?\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nanogpts_config_for_gpt2_is_one_for_each_card_here():
+    (problem,) = problems_of("config/train_gpt2.py")
+    assert problem.endswith("no such config file; did you mean config/gpt124m_4070.py?")
 
 
 def test_home_is_meant_by_a_tilde_in_a_flag(monkeypatch):

@@ -298,7 +298,8 @@ def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path, 
     capsys.readouterr()
     assert run_here(dataset, tmp_path / "run", **more) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
-    assert [line.split()[1] for line in told] == [f"{path},", "max_iters"]
+    assert [line.split()[1] for line in told] == [f"{path},", "max_iters", "these"]
+    assert told[2].endswith("no longer keys and are ignored: embed_lr, overwrite, vector_lr")
     kept = load(tmp_path / "run", 10)["config"]
     assert [kept[name] for name in tables] == [0, 0] and "vector_lr" not in kept
 

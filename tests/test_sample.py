@@ -386,6 +386,48 @@ def test_prompts_are_read_until_an_empty_line_or_the_end(end, run, script, monke
     assert samples[0] != samples[2]  # asked again, it says something else
 
 
+def answers(out: str) -> list[str]:
+    *samples, rest = out.split(f"\n{sample.RULER}\n")
+    assert rest == ""
+    return samples
+
+
+def test_lines_of_a_pipe_or_file_are_prompts(run, tmp_path, script, monkeypatch):
+    flags = (f"--out_dir={run}", "--max_new_tokens=5", "--device=cpu")
+    # a byte that is not UTF-8, as in an old text, ends nothing
+    (tmp_path / "prompts.txt").write_bytes(b"import \xe9\n\ndef test\n")
+    for is_file in (False, True):
+        read, write = os.pipe()
+        os.write(write, b"import \n\ndef test\n")
+        os.close(write)
+        with open(tmp_path / "prompts.txt" if is_file else read) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            code, out, _ = script(sample.main, *flags)
+        assert code == 0
+        assert [text[:7] for text in answers(out)] == ["import ", "def tes"]
+
+
+@pytest.mark.parametrize("stdin", ["idle", "empty", "/dev/null", "closed"])
+def test_without_text_on_stdin_the_default_prompt_is_sampled(stdin, run, script, monkeypatch):
+    """As under cron, CI or ssh. An idle pipe would be waited for without end."""
+    read, write = os.pipe()
+    if stdin == "empty":
+        os.close(write)
+    with open(os.devnull if stdin == "/dev/null" else read) as file:
+        monkeypatch.setattr(sys, "stdin", None if stdin == "closed" else file)
+        flags = ("--num_samples=2", "--max_new_tokens=5", "--device=cpu")
+        code, out, _ = script(sample.main, f"--out_dir={run}", *flags)
+    assert code == 0 and [text[0] for text in answers(out)] == ["\n", "\n"]
+
+
+def test_a_start_is_the_first_prompt_of_those_that_are_asked_for(run, script, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import \n"))
+    code, out, _ = script(sample.main, f"--out_dir={run}", "--start=def test", *INTERACTIVE)
+    samples = out.split(f"\n{sample.RULER}\n")
+    assert code == 0 and len(samples) == 3
+    assert samples[0].startswith("def test") and samples[1].startswith("> import ")
+
+
 def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(run, script, monkeypatch):
     asked = []
 

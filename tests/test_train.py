@@ -377,8 +377,12 @@ def test_eval_only_evaluates_once_and_writes_nothing(dataset, tmp_path, capsys):
     # it would evaluate random weights, not those of the run
     with pytest.raises(UserError, match="holds an earlier run; --init_from=auto resumes it"):
         run_here(dataset, tmp_path / "run", eval_only=True)
+    assert capsys.readouterr().err == ""
     assert run_here(dataset, tmp_path / "new", eval_only=True) == 0
-    assert not (tmp_path / "new").exists() and "step 0:" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
+    out, err = capsys.readouterr()
+    assert "step 0:" in out
+    assert f"eval_only: {tmp_path / 'new'} holds no checkpoint; this model is untrained" in err
 
 
 def test_max_minutes_saves_and_ends_well(dataset, tmp_path):

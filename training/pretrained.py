@@ -30,6 +30,7 @@ GPT2_ONLY = dict(
     add_cross_attention=(False,),
 )
 UNKNOWN = dict(kind="unknown")  # a tokenizer
+NANOGPTS = " of nanoGPT"  # in the source of weights that nanoGPT has trained
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
@@ -38,17 +39,13 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
 
     Returns `model` (float32 weights by model.py's names), `model_config`, `vocab` (the size of the
-    vocabulary before padding), `tokenizer`, and in words the `source`. If `block_size` is given,
-    the context is cropped to it. The vocabulary is not padded further: new rows would take part in
+    vocabulary before padding), `tokenizer`, and in words the `source`. A context longer than
+    `block_size` is cropped to it. The vocabulary is not padded further: new rows would take part in
     every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
-    if block_size is not None:
-        most = config.block_size
-        if block_size > most:
-            problem = f"block_size: {block_size}, but the pretrained model has {most} positions"
-            raise UserError(f"{problem}; --block_size={most} or less")
+    if block_size is not None and block_size < config.block_size:
         if config.model == "gpt2":  # the fast model has no position embeddings
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
@@ -101,12 +98,14 @@ def read_any(path: Path) -> dict:
 
 def describe_source(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
+    if "source" in state:  # convert.py has noted it
+        return f"{path}, from {state['source']}"
     iter_num, val_loss = state.get("progress", state).get("iter_num"), state.get("val_loss")
     if iter_num is None:
         return str(path)
     if path.is_dir():
         path = path / (f"ckpt-{iter_num:08}.pt" if "progress" in state else "ckpt.pt")
-    whose = "" if "progress" in state else " of nanoGPT"
+    whose = "" if "progress" in state else NANOGPTS
     known = "" if val_loss is None else f", val loss {val_loss:.4f}"
     return f"{path}{whose}, iteration {iter_num:,}{known}"
 

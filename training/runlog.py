@@ -206,6 +206,7 @@ class RunLog:
             tokens_per_iter=c.iter_tokens,
             world_size=self.ranks.world_size,
             tokenizer=tokenizer_name(data.tokenizer),
+            data_fingerprint=data.fingerprint,
             torch=torch.__version__,
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
-from configurator import NEVER, Config, config_values, resolve, saved_config, saved_keys
+from configurator import INITIAL, NEVER, Config, config_values, resolve, saved_config, saved_keys
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
 from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups, training_code
@@ -146,10 +146,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         for name, value in values.items()
         if name in config.given and getattr(config, name) != value
     ]
-    problems = []
-    if different:
-        mend = "use its values, or another --out_dir and --init_from"
-        problems.append(f"init_from: {source} has {', '.join(different)}; {mend}")
+    mend = "use its values, or another --out_dir and --init_from"
+    problems = [f"init_from: {source} has {', '.join(different)}; {mend}"] if different else []
     return replace(config, **values), problems
 
 
@@ -175,7 +173,7 @@ def changed_keys(config: Config, start: Start) -> dict:
     that came later.
     """
     values, saved = config_values(config), config_values(Config()) | start.resumed["config"]
-    return {n: saved[n] for n in values if saved[n] != values[n] and n != "init_from"}
+    return {n: saved[n] for n in values if saved[n] != values[n] and n not in INITIAL}
 
 
 def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, get_lr) -> None:
@@ -185,6 +183,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     if not start.resumed:
         if start.weights:
             say(f"weights: {start.weights['source']}; iterations and learning rate begin anew")
+        elif config.eval_only and ranks.is_main:
+            warn(f"eval_only: {config.out_dir} holds no checkpoint; this model is untrained")
         return
     progress = Progress(**start.resumed["progress"])
     path = Path(config.out_dir) / f"ckpt-{progress.iter_num:08}.pt"
