@@ -621,7 +621,7 @@ def bad_file(folder: Path, name: str) -> Path:
         ("nothing.parquet", 2, "0 tokens for validation and 0 for training"),
         ("broken.jsonl", 2, "JSON parse error"),
         ("garbage.parquet", 2, "not a parquet file"),
-        ("empty.parquet", 2, "file size is 0 bytes"),
+        ("empty.parquet", 2, "is empty; remove it"),
         ("notes.docx", 2, "notes.docx: holds no .parquet, .jsonl, .json, .jsonl.gz, "),
         (
             "small.parquet",

@@ -342,8 +342,8 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
         ("bpe:abc", "N must be a whole number from 257 to 65,536"),
         ("bpe:", "N must be a whole number from 257 to 65,536"),
         ("bpe:60000", "or more text"),
-        ("gtp2", "gtp2: No such file or directory; give one of byte, gpt2, a tokenizer.json, or bpe:N"),
-        (".", "Is a directory; give one of byte, gpt2, a tokenizer.json, or bpe:N"),
+        ("gtp2", "gtp2: No such file or directory; give one of byte, gpt2, "),
+        (".", "Is a directory; give one of byte, gpt2, "),
     ],
 )
 def test_a_tokenizer_that_there_is_not(tmp_path, script, name, message):
