@@ -400,6 +400,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_measurements_process_ends_with_bench(tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     numbers = (signal.SIGTERM, signal.SIGKILL)

@@ -358,7 +358,8 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
         "console.run_main(train.main)\n"
     )
     (tmp_path / "file").touch()
-    code, _, err = run_process("-c", code, *flags(dataset, tmp_path / "file/out"))
+    arguments = flags(dataset, tmp_path / "file/out")
+    code, _, err = run_process("-c", code, *arguments, WHOLE_END="1")
     problem = f"error: {tmp_path / 'file/out'}: "
     assert code == 2 and err.splitlines()[-1].startswith(problem)
 
