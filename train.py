@@ -180,8 +180,7 @@ def evaluation_due(config: Config, progress: Progress, reason: str | None, clock
 
 def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) -> str:
     """What to try when the micro-batch did not fit into memory: flags that would fit."""
-    room = hw.usable_bytes()
-    advice = out_of_memory_advice(config, model, hw.dtype_name, room, ranks.world_size)
+    advice = out_of_memory_advice(config, model, hw.dtype_name, hw.usable_bytes(), ranks.world_size)
     resumes = config.init_from != "auto" and list_checkpoints(Path(config.out_dir))
     return f"{advice} --init_from=resume" if resumes else advice
 
@@ -327,6 +326,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         optimizer.zero_grad(set_to_none=True)
         hardware.set_rng_state(p.rng, hw.device)
 
+    exit_code = 0
     try:
         with log.ledger.book("compile"):
             model = compile_or_warn(raw_model, c, data.vocab, hw)
@@ -375,10 +375,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             skips.add(it, look=is_logged)
             if is_logged:
                 log.line(it)
-    except Interrupted:  # a signal, raised on all ranks together
+    except Interrupted as stop:  # a signal, raised on all ranks together
         rewind()
         save(last=True)
-        reason = signals.name
+        reason, exit_code = stop.args[0].name, 128 + stop.args[0]
     except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
         rewind()
         # saving takes all ranks; after skipped or unfinished updates the previous one stays
@@ -393,7 +393,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     finally:
         batches.close()
     log.end(reason, p)
-    return signals.exit_code
+    return exit_code
 
 
 if __name__ == "__main__":

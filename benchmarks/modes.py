@@ -145,19 +145,6 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # where the ladder begins: everything off
 LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
 LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
-# Each row: its name, the config keys that it changes, and the arguments of time_training() that it
-# changes. The changes stay for the rows below.
-LADDER = [
-    ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
-    ("TF32", dict(tf32=True), {}),
-    ("no host sync", {}, dict(host_sync=False)),
-    ("AMP", {}, {}),  # ladder() sets the dtype: the config's, or this machine's best
-    ("compile", dict(compile=True), {}),
-    ("flash attention", dict(flash=True), {}),
-    ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
-    ("tied weights", dict(tie_weights=True), {}),
-    ("loader thread", {}, dict(read_ahead=True)),
-]
 
 
 def ladder(config: Config, options: Namespace) -> dict:
@@ -169,13 +156,10 @@ def ladder(config: Config, options: Namespace) -> dict:
     title = f"micro-batch {config.batch_size}"
     say(title)
     say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
-    amp_dtype = "auto" if config.dtype == "float32" else config.dtype
     arguments = dict(trials=options.trials or 3)
     rows, rates = [], []
-    for name, changes, more_arguments in possible_rows(device, config):
+    for name, changes, more_arguments in ladder_rows(device, config):
         config = replace(config, **changes)
-        if name == "AMP":
-            config = replace(config, dtype=amp_dtype)
         arguments |= more_arguments
         row = dict(name=name) | attempt(config, **arguments)
         rows.append(row)
@@ -195,14 +179,29 @@ def ladder(config: Config, options: Namespace) -> dict:
     return dict(rows=rows)
 
 
-def possible_rows(device: torch.device, config: Config) -> list[tuple]:
-    """The rows of LADDER that this machine and this model can have."""
+def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
+    """
+    The rows that this machine and this model can have: name, the config keys that the row changes,
+    and the arguments of time_training() that it changes. The changes stay for the rows below.
+    """
+    amp = dict(dtype="auto" if config.dtype == "float32" else config.dtype)
+    rows = [
+        ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
+        ("TF32", dict(tf32=True), {}),
+        ("no host sync", {}, dict(host_sync=False)),
+        ("AMP", amp, {}),
+        ("compile", dict(compile=True), {}),
+        ("flash attention", dict(flash=True), {}),
+        ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
+        ("tied weights", dict(tie_weights=True), {}),
+        ("loader thread", {}, dict(read_ahead=True)),
+    ]
     left_out = set()
     if config.model == "fast":  # it has a head of its own
         left_out.add("tied weights")
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         left_out.add("TF32")  # needs a GPU of the Ampere generation or later
-    return [row for row in LADDER if row[0] not in left_out]
+    return [row for row in rows if row[0] not in left_out]
 
 
 # -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ bench.py's mode peer: this trainer and a checkout of karpathy/nanoGPT in turn, o
 import contextlib
 import importlib.util
 import io
+import math
 import statistics
 from argparse import Namespace
 from pathlib import Path
@@ -43,17 +44,12 @@ def main(config: Config, options: Namespace) -> dict:
     speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
     for side in SIDES:
         rate = config.iter_tokens / statistics.median(seconds[side])
-        line = f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}"
-        if memory[side]:
-            line += f", memory {memory[side]:.2f} GiB"
-        say(line)
+        gib = f"{memory[side] or math.nan:.2f} GiB"
+        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
     span = f"({low:.3f} to {high:.3f} over {len(ratios)} pairs of windows)"
-    line = f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}"
-    memory_ratio = None
-    if memory["ours"]:
-        memory_ratio = memory["ours"] / memory["nanoGPT"]
-        line += f", {memory_ratio:.3f} x the memory"
-    say(line)
+    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
+    of_memory = f"{memory_ratio or math.nan:.3f} x the memory"
+    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")
     result = dict(speed_ratio=speed, speed_ratio_range=[low, high], seconds_per_iter=seconds)
     result |= dict(memory_ratio=memory_ratio, memory_gib=memory, machine=measure.machine(hw))
     return result | dict(tokens_per_iter=config.iter_tokens, first_loss=losses)

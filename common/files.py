@@ -50,10 +50,8 @@ def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable: a rename is on the disk only after this."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def try_lock(file: BinaryIO) -> bool:

@@ -17,6 +17,7 @@ same sequence of windows differently.
 """
 
 import atexit
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -135,11 +136,9 @@ class TrainBatches:
     def wait(self) -> bool:
         """Wait for the next micro-batch, but no more than a moment. Whether it has come."""
         if self.arrived is None:
-            try:
+            with contextlib.suppress(queue.Empty):
                 self.arrived = self.loaded.get(timeout=MOMENT)
-            except queue.Empty:
-                return False
-        return True
+        return self.arrived is not None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -190,9 +189,8 @@ def eval_batches(
     T = config.block_size
     available = (len(split) - 1) // T
     count = min(max(tokens // T, 1), available)
-    starts = [n * T for n in range(count)]
-    if spread:
-        starts = [n * available // count * T for n in range(count)]
+    room = available if spread else count
+    starts = [n * room // count * T for n in range(count)]
     for first in range(0, count, config.batch_size * world_size):
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]

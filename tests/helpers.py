@@ -130,10 +130,14 @@ def start_process(
 
 
 def run_process(
-    *arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str
+    *arguments: str,
+    cwd: Path = ROOT,
+    cold: bool = False,
+    only_torch: bool = False,
+    **environment: str,
 ) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a script."""
-    process = start_process(*arguments, cwd=cwd, cold=cold, **environment)
+    process = start_process(*arguments, cwd=cwd, cold=cold, only_torch=only_torch, **environment)
     stdout, stderr = process.communicate(timeout=300)
     return process.returncode, stdout, stderr
 

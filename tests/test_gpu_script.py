@@ -88,6 +88,7 @@ def test_a_dry_run_brings_back_every_row_in_a_few_files(queue, tmp_path):
     assert logs >= {f"{row}.log" for row in QUEUES[queue]}
 
 
+@pytest.mark.slow
 def test_a_queue_outlives_its_call_and_the_next_call_waits_for_it(tmp_path):
     output, _ = start("2", tmp_path, ["machine"], WAIT="0").communicate(timeout=60)
     pid = int((tmp_path / "work/2/pid").read_text())
@@ -99,6 +100,7 @@ def test_a_queue_outlives_its_call_and_the_next_call_waits_for_it(tmp_path):
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_killed_keeps_its_rows_and_goes_on_after_them(tmp_path):
     rows = ["machine", "baseline_again"]
     process = start("2", tmp_path, rows)

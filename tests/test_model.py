@@ -63,7 +63,7 @@ SHAPES = {
         ("one head", False),
         ("untied", True),
         ("untied", False),
-        ("124M", True),
+        pytest.param("124M", True, marks=pytest.mark.slow),
         pytest.param("124M", False, marks=pytest.mark.slow),
     ],
 )

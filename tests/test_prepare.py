@@ -693,6 +693,7 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     assert contents(out).items() < before.items()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="needs Linux's /proc for the peak of memory"
 )

@@ -104,7 +104,7 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
     ledger.switch("other")
     for it in range(10):
         if it in (0, 7):
-            with ledger.book("evaluation"):
+            with log.book("evaluation"):
                 clock.sleep(60)
         with ledger.book("steps"):
             with ledger.book("data wait"):
@@ -113,12 +113,12 @@ def test_time_speed_mfu_and_eta_with_evaluations_between_log_lines(tmp_path, clo
         log.timed += 1
     log.line(result(9))
     line = capsys.readouterr().out
-    # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and one evaluation at their
-    # mean price of 120 s are left
+    # 524,288 tokens in 9.34 s on a 58.3 TFLOP/s card; 90 iterations and two evaluations of 60 s
+    # are left
     assert line == (
         "iter 9: loss 3.0000, time 9340.00ms, mfu 82.30%, tok/s 56,134, lr 6.00e-04, "
         "norm 0.50, tokens 4.72M, epoch 0.47, "
-        f"mem {log.hw.peak_memory_gib():.1f}GiB, eta {duration(90 * 9.34 + 2 * 120)}\n"
+        f"mem {log.hw.peak_memory_gib():.1f}GiB, eta {duration(90 * 9.34 + 2 * 60)}\n"
     )
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert record["step_ms"] == pytest.approx(9340) and record["data_wait_ms"] == pytest.approx(340)

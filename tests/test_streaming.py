@@ -303,7 +303,7 @@ def test_workers_end_with_a_killed_run(moment, parquet, tmp_path):
 def test_a_run_ends_without_a_word_to_stderr(folder, tmp_path):
     """Its workers read both forms: parquet with Arrow's threads, jsonl with tqdm's bars."""
     options = flags(folder, tmp_path, stream=True, data_workers=2, batch_size=32)
-    code, _, stderr = run_process("-c", TRAIN, *options)
+    code, _, stderr = run_process("-c", TRAIN, *options, WHOLE_END="1")
     assert (code, stderr) == (0, "")
 
 

@@ -48,6 +48,7 @@ def test_tensorboard_reads_the_numbers_of_metrics_jsonl_resumed_or_not(dataset, 
     assert [event.step for event in events.Scalars("step/loss")] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(dataset, tmp_path):
     pytest.importorskip("wandb")
     arguments = flags(

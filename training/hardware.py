@@ -61,7 +61,7 @@ class Hardware:
     @property
     def dtype_name(self) -> str:
         """Such as bfloat16, without the "torch." before it."""
-        return name_of(self.dtype)
+        return str(self.dtype).removeprefix("torch.")
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The forward pass runs its matrix products in `dtype` inside this."""
@@ -87,8 +87,7 @@ class Hardware:
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything it was given."""
-        if self.device.type in ("cuda", "mps"):
-            getattr(torch, self.device.type).synchronize()
+        getattr(torch, self.device.type).synchronize()
 
     def peak_memory_gib(self) -> float | None:
         """
@@ -207,12 +206,13 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
     if device.type == "cuda" and torch.version.hip:
         warn("torch for AMD GPUs (ROCm): nobody has tried this program with it")
-    name, peak = platform.processor() or platform.machine(), None
+    hw = Hardware(device, dtype, platform.processor() or platform.machine(), None)
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        row = find_row(name, torch.cuda.get_device_properties(device).multi_processor_count)
-        peak = row_peak(row, name_of(dtype), config.tf32) if row else None
-    return Hardware(device, dtype, name, config.peak_tflops or peak)
+        hw.name = torch.cuda.get_device_name(device)
+        row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
+        hw.peak_tflops = row_peak(row, hw.dtype_name, config.tf32) if row else None
+    hw.peak_tflops = config.peak_tflops or hw.peak_tflops
+    return hw
 
 
 def forbid_spilling(device: torch.device) -> None:
@@ -236,10 +236,6 @@ def keep_freed_memory() -> None:
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -----------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class Ranks:
 
 
 class Interrupted(Exception):
-    """A signal arrived. Raised where the run can stop without losing anything."""
+    """The signal in `args` arrived. Raised where the run can stop without losing anything."""
 
 
 class Signals:
@@ -238,7 +238,6 @@ class Signals:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.received = ranks, 0
-        self.number = 0  # of the signal that all ranks have agreed on; 0: none
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has the first two
             # nohup ignores SIGHUP, which a terminal sends when it closes
@@ -266,8 +265,7 @@ class Signals:
         """
         number, waiting = self.ranks.max([self.received, not ready])
         if number:
-            self.number = int(number)
-            raise Interrupted
+            raise Interrupted(signal.Signals(int(number)))
         return not waiting
 
     def wait(self, seconds: int) -> bool:
@@ -279,12 +277,3 @@ class Signals:
             time.sleep(1)
             seconds -= 1
         return came
-
-    @property
-    def name(self) -> str:
-        """Of the signal that stops the run, such as SIGTERM."""
-        return signal.Signals(self.number).name
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number if self.number else 0

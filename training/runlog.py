@@ -271,14 +271,14 @@ class RunLog:
 
     def eta(self, it: int) -> float:
         """
-        Seconds to the end: the iterations left, at their mean over the last minutes, and the
-        evaluations and checkpoints left at their mean price so far. By the clock, what is left.
+        Seconds to the end: the iterations left, at their mean over the last minutes, and an
+        evaluation and a checkpoint for each interval left, as long as the last ones. By the clock,
+        what is left.
         """
-        c, seconds = self.config, self.ledger.seconds
-        evaluations = it // c.eval_interval + 1
-        pause = (seconds["evaluation"] + seconds["checkpoints"]) / evaluations
+        c = self.config
         left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        eta = (c.max_iters - it - 1) * self.clock.pace + left * pause
+        pauses = left * sum(self.clock.prices.values())
+        eta = (c.max_iters - it - 1) * self.clock.pace + pauses
         return max(0.0, min(eta, self.seconds_left()))
 
     def mark_spike(self, iter_num: int, loss: float) -> None:

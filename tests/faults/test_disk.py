@@ -361,7 +361,7 @@ def test_the_first_save_imports_nothing(dataset, tmp_path):
     )
     options = dict(max_iters=2, eval_interval=100, checkpoint_interval=1, log_interval=100)
     arguments = flags(dataset, tmp_path, **options)
-    code, out, err = run_process("-c", watched, *arguments, cold=True)
+    code, out, err = run_process("-c", watched, *arguments, only_torch=True)
     assert code == 0 and re.findall(r"^imported (.*)$", out, re.MULTILINE) == ["[]", "[]"], (
         out + err
     )
