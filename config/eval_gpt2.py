@@ -6,5 +6,5 @@ dataset = "fineweb_edu"  # tokenised with GPT-2's BPE
 eval_only = True  # writes nothing
 
 batch_size = 8
-eval_tokens = 2097152  # the tokens that config/gpt124m_*.py evaluate on
+eval_tokens = 2097152  # the tokens that the GPU configs evaluate on
 compile = False  # compiling takes a minute and would save seconds

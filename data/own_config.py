@@ -3,6 +3,7 @@ The config file of prepare_text.py --write: a small fast model for a text that i
 docs/own_text.md has the rule and what was measured.
 """
 
+import shlex
 from pathlib import Path
 
 from data.tokenizer import BYTE_VOCAB, Tokenizer
@@ -11,13 +12,14 @@ TEMPLATE = Path(__file__).with_name("own_config.template")
 BLOCK_SIZE, ITER_TOKENS = 256, 2048  # as the template has them
 MOST_TOKENS = 5_000_000  # to train on: ten minutes on two CPU cores, with time to spare
 MOST_EPOCHS = 10
+MOST_EVAL_TOKENS = 2**18  # all of validation in up to 5 MB of text
 
 
-def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int) -> None:
-    """Write the file for a dataset of `train` training tokens. Raises OSError."""
+def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int, val: int) -> None:
+    """Write the file for a dataset of so many tokens in each split. Raises OSError."""
     max_iters = 1 + min(MOST_TOKENS, MOST_EPOCHS * train) // ITER_TOKENS
     text = TEMPLATE.read_text("utf-8").format(
-        path=path,
+        path=shlex.quote(str(path)),
         dataset=dataset.as_posix(),
         out_dir=f"out/{path.stem}",
         tokenizer=tokenizer,
@@ -26,6 +28,7 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int) ->
         dropout=0.2 if train < 500_000 else 0.1 if train < 2_000_000 else 0.0,
         max_iters=max_iters,
         eval_interval=1 + max_iters // 10,
+        eval_tokens=min(val, MOST_EVAL_TOKENS),
         epochs=max_iters * ITER_TOKENS / train,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

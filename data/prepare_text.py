@@ -10,7 +10,7 @@ Make a dataset from your own text, or, with no argument, from the Python standar
 
 A text file is one document, and so is a row. Text is UTF-8, UTF-16 with its mark, or else in
 --encoding. Validation is --val_fraction of the text: documents, or ends of large ones, from all
-over it by a fixed seed; of a single document its end. bpe:N is a tokenizer made for the text.
+over it; of a single document its end. bpe:N is a tokenizer made for the text.
 """
 
 import argparse
@@ -20,11 +20,11 @@ import csv
 import hashlib
 import math
 import os
-import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
 from itertools import accumulate
 from pathlib import Path
 
@@ -49,8 +49,8 @@ MODULES = Path(__file__).with_name("python_stdlib.csv")
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text
 
-SEED = 1337
 PIECES = 16  # of large documents make up validation: more than one subject, or language
+GOLDEN_RATIO = 0.6180339887498949  # so many steps of this share of a text as you like fall evenly
 MOST_NAMES = 10  # in a line
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 
@@ -105,10 +105,12 @@ def looks_like(content: bytes, controls: int, given: str | None) -> str:
     if controls and not (b"\0" in content and is_read_by("utf-16-le", content)):
         return f"{controls:,} NULs and control characters: binary, or damaged; leave it out"
     guess = "utf-16-le" if controls else "cp1252"
-    mend = "iconv -f {} -t utf-8 FILE > NEW" if given else "--encoding={}"
+    mend = "iconv -f {0} -t utf-8 FILE > NEW"
+    if not given:
+        mend += " (or --encoding={0} for all such files)"
     if is_read_by(guess, content):
         reads = f"as {guess} it reads {excerpt(content.decode(guess))!r}"
-        return f"{reads}: if that is right, {mend.format(guess)}, else its own"
+        return f"{reads}: if that is right, {mend.format(guess)}; else another name"
     return f"find its encoding (shift_jis? gb18030?): {mend.format('NAME')}"
 
 
@@ -119,8 +121,8 @@ def excerpt(text: str) -> str:
 
 def is_read_by(encoding: str, content: bytes) -> bool:
     try:
-        return not count_controls(content.decode(encoding))
-    except UnicodeDecodeError:
+        return not count_controls(TextIOWrapper(BytesIO(content), encoding).read())
+    except UnicodeError:
         return False
 
 
@@ -184,15 +186,16 @@ class OwnText:
 
     def draw_validation(self, fraction: float) -> None:
         """
-        Set `shares`: the documents at random places of the text, by a fixed seed. One larger than
+        Set `shares`: the documents at places that are spread evenly over the text. One larger than
         a piece gives that much of its end each time; so of a single document, or of a few,
         validation is the end, as in nanoGPT.
         """
         ends, taken = list(accumulate(self.sizes)), Counter()
         wanted = fraction * sum(self.sizes)
-        draw = random.Random(SEED)
+        place = 0.0
         while taken.total() < wanted:
-            document = bisect.bisect(ends, draw.random() * ends[-1])
+            place = (place + GOLDEN_RATIO) % 1
+            document = bisect.bisect(ends, place * ends[-1])
             taken[document] += math.ceil(wanted / PIECES)
             taken[document] = min(taken[document], self.sizes[document])
         self.shares = {n: taken[n] / self.sizes[n] for n in sorted(taken)}
@@ -235,7 +238,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     try:
-        codecs.lookup(arguments.encoding or "utf-8")
+        "x".encode(arguments.encoding or "utf-8")
     except LookupError as error:
         parser.error(f"--encoding: {error}")
     if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):

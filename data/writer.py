@@ -93,7 +93,7 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
             path = error.filename or plan.folder
             raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
     if plan.write:
-        write_config(plan.write, plan.folder, plan.tokenizer, tokens_of(writer.manifest)["train"])
+        write_config(plan.write, plan.folder, plan.tokenizer, **tokens_of(writer.manifest))
     say_what_it_holds(plan.folder, writer.manifest, plan.write)
     return 0
 
@@ -132,7 +132,7 @@ def say_what_it_holds(folder: Path, manifest: dict, written: Path | None = None)
         say(f"text: {size:,} bytes, {size / total:.3f} bytes per token")
     config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
     name = folder.name if folder.parent == Path("data") else folder
-    own = [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
+    own = [f"--dataset={name}", f"--out_dir=out/{Path(config).stem}_{folder.name}"]
     arguments = [str(written)] if written else [config, *own]
     command = shlex.join(["python", "train.py", *arguments])
     unfinished = "unfinished: the command that began it continues it"

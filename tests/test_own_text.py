@@ -72,11 +72,13 @@ def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypa
 
 def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
     """Else validation of a small text turns between two evaluations, and best.pt is the end."""
+    tokenizer = SimpleNamespace(kind="byte", vocab=256)
     for tokens, most in ((250, 1), (20_000, 10), (10_000_000, 245)):
         path = tmp_path / f"{tokens}.py"
-        own_config.write_config(path, tmp_path, SimpleNamespace(kind="byte", vocab=256), tokens)
+        own_config.write_config(path, tmp_path, tokenizer, tokens, tokens // 19)
         c = load_config([str(path)])
         assert 1 <= c.eval_interval <= most and c.max_iters < 11 * c.eval_interval
+        assert c.eval_tokens == min(tokens // 19, 2**18)  # all of validation, up to 5 MB of text
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
 def test_the_rule_is_that_of_its_page(tokens, kind, dropout, iterations, rows, tmp_path):
     path, vocab = tmp_path / "my.py", dict(byte=256, bpe=4096)[kind]
     tokenizer = SimpleNamespace(kind=kind, vocab=vocab)
-    own_config.write_config(path, tmp_path / "data", tokenizer, tokens)
+    own_config.write_config(path, tmp_path / "data", tokenizer, tokens, 9)
     c = load_config([str(path)])
     assert (c.dropout, c.max_iters, c.bigram_rows) == (dropout, iterations, rows)
     assert (c.iter_tokens, c.block_size) == (own_config.ITER_TOKENS, own_config.BLOCK_SIZE)

@@ -142,6 +142,16 @@ def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_
     assert contents(resumed) == contents(out)
 
 
+def test_validation_has_each_tenth_of_the_text(tmp_path):
+    """A language that is a tenth of a folder, wherever its files stand, is validated on."""
+    texts = [f"{i} " * 5000 for i in range(10)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    out = tmp_path / "out"
+    assert from_text(tmp_path / "*.txt", f"--out={out}") == 0
+    assert {int(text.split()[0]) for text in validation_of(out, texts)} == set(range(10))
+
+
 def test_validation_is_from_all_over_the_text(tmp_path, capsys):
     """Six languages in path order: the first documents would be of one of them."""
     texts = [f"{letter}{i} " * (100 + 30 * i) for letter in "abcdef" for i in range(8)]
@@ -175,10 +185,16 @@ MANY = "\u540d\u524d\u306f\u307e\u3060\u7121\u3044\u3002\n" * 40
 UNREADABLE = {
     "cp1252.txt": (GERMAN.encode("cp1252"), "reads '\u00dcber Gr\u00f6\u00dfe"),
     "latin.md": (("x\n" * 9 + "caf\u00e9").encode("latin1"), "as cp1252 it reads 'caf\u00e9': if "),
-    "cp1251.txt": (RUSSIAN.encode("cp1251"), "is right, --encoding=cp1252, else its own"),
-    "sjis.txt": (MANY.encode("shift_jis"), "its encoding (shift_jis? gb18030?): --encoding=NAME"),
+    "cp1251.txt": (
+        RUSSIAN.encode("cp1251"),
+        "(or --encoding=cp1252 for all such files); else another name",
+    ),
+    "sjis.txt": (
+        MANY.encode("shift_jis"),
+        "its encoding (shift_jis? gb18030?): iconv -f NAME -t utf-8 ",
+    ),
     "damaged.txt": (MANY.encode() + b"\xff" + MANY.encode(), "line 41 is not UTF-8; the rest is: "),
-    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "is right, --encoding=utf-16-le, else"),
+    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "(or --encoding=utf-16-le for all such"),
     "twice.txt": (
         GERMAN.encode("cp1252").decode("latin1").encode(),
         "60 NULs and control characters: binary, or damaged; leave it out",
@@ -207,7 +223,7 @@ def test_every_file_that_cannot_be_read_is_named_at_once_and_none_is_guessed(tmp
     [
         ("sjis.txt", "cp1252", "find its encoding (shift_jis? gb18030?): iconv -f NAME -t utf-8 "),
         ("scan.txt", "utf-16-le", "control characters: binary, or damaged; leave it out"),
-        ("cp1252.txt", "utf-16-le", "': if that is right, iconv -f cp1252 -t utf-8 FILE > NEW, "),
+        ("cp1252.txt", "utf-16-le", "': if that is right, iconv -f cp1252 -t utf-8 FILE > NEW; "),
     ],
 )
 def test_an_encoding_that_does_not_fit_is_not_advised_again(tmp_path, name, encoding, message):
@@ -671,7 +687,8 @@ def test_errors_are_lines_and_not_tracebacks(tmp_path):
     code, stdout, stderr = run_process("data/prepare_text.py", *options)
     assert code == 2 and stdout == ""
     looks = "no text in UTF-8; as cp1252 it reads 'caf\u00e9': if that is right, "
-    looks += "--encoding=cp1252, else its own"
+    looks += "iconv -f cp1252 -t utf-8 FILE > NEW (or --encoding=cp1252 for all such files); "
+    looks += "else another name"
     assert stderr.splitlines() == [f"error: {tmp_path}/{n}.txt: {looks}" for n in "ab"]
     assert not (tmp_path / "out").exists()
 
@@ -791,7 +808,10 @@ def test_the_next_command_is_printed(tmp_path, monkeypatch, capsys, small, confi
     Path("notes.txt").write_text("a line\n" * 200)
     assert prepare_text.main(["notes.txt"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: python train.py {config} --dataset=notes --out_dir=out/notes"
+    assert (
+        last
+        == f"next: python train.py {config} --dataset=notes --out_dir=out/{Path(config).stem}_notes"
+    )
 
 
 def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
