@@ -273,7 +273,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
         problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
     ranks.raise_together(problems)
-    ranks.check_same("dataset", data.fingerprint)
+    ranks.check_same(dataset=data.fingerprint)
     return data
 
 
