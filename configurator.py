@@ -444,7 +444,8 @@ def print_help(keys: type = Config) -> None:
         m = f.metadata
         if m["group"]:
             print(f"\n{m['group']}:")
-        flag = f"--{name}={f.default!r}"
+        # typed in a shell, \n would be two letters
+        flag = f"--{name}={f.default!r}".replace(repr("\n"), "a line end")
         of = f"{m['of']}: " if m["of"] else ""
         choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
         print(f"  {flag:<34} {f.type.__name__:<6} {of}{m['meaning']}{choices}")

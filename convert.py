@@ -233,8 +233,6 @@ def to_ckpt(source: str, out: str) -> str:
         raise UserError(f"{path}: exists; choose another name")
     checkpoint.save(state, path)
     say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
-    if state["tokenizer"]["kind"] == "unknown":
-        say("tokenizer: not known; sample.py needs nanoGPT's data/NAME/meta.pkl beside the file")
     return state["source"]
 
 

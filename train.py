@@ -271,7 +271,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
     asked, problems = read_config(argv)
     ranks.raise_together(problems)
-    ranks.check_same("configuration", config_values(asked))
+    ranks.check_same(**config_values(asked) | dict(wandb_run_name=""))  # it may hold the time
     checkpoints = Checkpoints(asked, ranks, check_checkpoint)  # keeps other runs out of out_dir
     start = find_start(asked, ranks)  # loads the checkpoint or the weights that init_from names
     c = check_start(asked, start, ranks)
@@ -279,7 +279,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         return 0
     signals = Signals(ranks)  # they set a flag; signals.check() raises Interrupted when safe
     hw = hardware.set_up(c, ranks.local_rank)
-    ranks.check_same("dtype", hw.dtype_name)  # auto is another one on another card
+    ranks.check_same(dtype=hw.dtype_name)  # auto is another one on another card
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state

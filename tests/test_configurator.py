@@ -319,6 +319,12 @@ def test_every_key_has_a_meaning_and_help_lists_it():
         assert f.metadata["meaning"] and f"--{name}=" in out
 
 
+def test_help_shows_no_default_that_a_shell_would_read_otherwise():
+    """sample.py's prompt is a line end; typed as \\n it would be two letters."""
+    code, out, _ = run_process("sample.py", "--help")
+    assert code == 0 and "--start=a line end " in out and "\\n" not in out
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
 def test_every_committed_config_is_valid(path):
     config = load_config([str(path)])

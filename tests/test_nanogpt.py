@@ -258,6 +258,29 @@ def test_the_log_says_where_the_weights_came_from(nanogpt_folder, tmp_path, monk
     assert f"weights: {SOURCE}; iterations and learning rate begin anew" in capsys.readouterr().out
     assert run_here(data, tmp_path / "run", init_from="resume", max_iters=4, **model) == 0
     assert "weights:" not in capsys.readouterr().out
+    assert run_here(data, tmp_path / "no", init_from=path, eval_only=True, **model) == 0
+    out = capsys.readouterr().out
+    assert f"weights: {SOURCE}\n" in out and "run: " not in out
+
+
+def test_its_vocabulary_stays_unpadded_and_the_records_say_so(nanogpt_folder, tmp_path):
+    data, model = tmp_path / "data" / "shakespeare_char", dict(n_layer=1, n_embd=16)
+    model |= dict(init_from=tmp_path / "out-shakespeare-char", block_size=16, max_iters=1)
+    with pytest.raises(UserError) as error:
+        run_here(data, tmp_path / "run", pad_vocab_multiple=128, **model)
+    (problem,) = error.value.problems
+    assert problem.endswith(
+        "has pad_vocab_multiple 1 (asked for: 128); use its values, or another --init_from"
+    )
+    assert run_here(data, tmp_path / "run", **model) == 0
+    assert records(tmp_path / "run", "start")[0]["config"]["pad_vocab_multiple"] == 1
+
+
+def test_characters_and_bytes_are_never_mixed(nanogpt_folder, dataset, tmp_path):
+    weights = tmp_path / "out-shakespeare-char" / "ckpt.pt"
+    model = dict(n_layer=1, n_embd=16, block_size=16)
+    with pytest.raises(UserError, match="one, char; only the folder with their meta.pkl fits: --d"):
+        run_here(dataset, tmp_path / "run", init_from=weights, **model)
 
 
 def test_its_folders_are_among_the_runs_that_are_named(nanogpt_folder, monkeypatch, script):

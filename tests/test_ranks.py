@@ -648,20 +648,20 @@ BAD_STARTS = {
         "device: ",
     ),
     "another configuration": (
-        "sys.argv += ['--seed=5'] if RANK == '1' else []",
+        "sys.argv += ['--wandb_run_name=' + RANK, '--seed=' + RANK, '--beta1=0.' + RANK]",
         {},
-        "rank 1's configuration differs from rank 0's; start all processes with the same",
+        "rank 1 has another beta1, seed than rank 0; start all processes with the same",
     ),
     "a card with another dtype": (
         "from train import hardware, torch\n"
         "hardware.best_dtype = lambda _: torch.float32 if RANK == '0' else torch.bfloat16",
         dict(dtype="auto"),
-        "rank 1's dtype differs from rank 0's; start all processes with the same",
+        "rank 1 has another dtype than rank 0; start all processes with the same",
     ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x
         {},
-        "rank 1's dataset differs from rank 0's; start all processes with the same",
+        "rank 1 has another dataset than rank 0; start all processes with the same",
     ),
 }
 

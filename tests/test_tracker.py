@@ -91,7 +91,7 @@ class Failing:
 
     def act(self, what: str):
         if self.failing == what:
-            raise ConnectionError("no\nnetwork")
+            raise ConnectionError("no\nnetwork.")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])

@@ -215,7 +215,7 @@ def test_a_resume_with_other_tokens_per_iteration_says_both(dataset, tmp_path, c
     run_here(dataset, tmp_path, max_iters=6, init_from="resume", batch_size=8)
     out = capsys.readouterr().out
     # 2 micro-batches of 8 and of 4 sequences of 16
-    both = "resume: 256 tokens per iteration, not 128, for which the learning rate was chosen"
+    both = "resume: 256 tokens per iteration; the rate was for 128"
     assert both in out.splitlines()
 
 
@@ -294,7 +294,7 @@ def test_a_finished_run_says_so(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run_here(dataset, tmp_path, init_from="resume") == 0
-    done = "all 8 iterations are done; to continue, give another --max_iters; "
+    done = "all 8 iterations are done; to continue, give another --max_iters and --lr_decay_iters; "
     assert f"{done}for a new run, another --out_dir" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -341,7 +341,7 @@ def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
     warning = capsys.readouterr().err
-    assert "the rate reaches min_lr at iteration 8, where the run was to end" in warning
+    assert "the rate reaches min_lr = 6e-05 at iteration 8, the old end" in warning
     assert "--lr_decay_iters=6 moves that\n" in warning
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
     run_here(dataset, tmp_path / "b", max_iters=8)

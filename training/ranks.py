@@ -197,12 +197,12 @@ class Ranks:
         said = mine or ["another rank cannot start; its own lines say why"]
         raise UserError(*said, on_all_ranks=mine in ([], everywhere[0]))
 
-    def check_same(self, what: str, value: Any) -> None:
-        """Raises UserError on every rank where one has another value than the first."""
-        everywhere = self.gather(value)
-        for rank, other in enumerate(everywhere):
-            if other != everywhere[0]:
-                problem = f"rank {rank}'s {what} differs from rank 0's"
+    def check_same(self, **values: Any) -> None:
+        """Raises UserError on every rank where one has other values than the first; names them."""
+        everywhere = self.gather(values)
+        for rank, others in enumerate(everywhere):
+            if different := [name for name in values if others[name] != everywhere[0][name]]:
+                problem = f"rank {rank} has another {', '.join(different)} than rank 0"
                 raise UserError(f"{problem}; start all processes with the same", on_all_ranks=True)
 
     def check_config(self, config: Config) -> list[str]:

@@ -181,7 +181,7 @@ class RunLog:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"
             end = f"in {c.out_dir}; stops by about {clock_time(self.seconds_left())}"
             say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
-        else:
+        elif not c.eval_only:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:

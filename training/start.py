@@ -139,6 +139,8 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         config = replace(config, **{name: saved[name] for name in kept})
     else:
         saved, names, source = start.weights["model_config"], ARCHITECTURE, config.init_from
+        if saved["vocab_size"] % config.pad_vocab_multiple:  # rows are never added to weights
+            saved, names = saved | dict(pad_vocab_multiple=1), [*names, "pad_vocab_multiple"]
     # an older checkpoint lacks what came later
     values = {name: saved.get(name, getattr(Config, name)) for name in names}
     different = [
@@ -146,9 +148,9 @@ def adopt(config: Config, start: Start) -> tuple[Config, list[str]]:
         for name, value in values.items()
         if name in config.given and getattr(config, name) != value
     ]
-    mend = "use its values, or another --out_dir and --init_from"
-    problems = [f"init_from: {source} has {', '.join(different)}; {mend}"] if different else []
-    return replace(config, **values), problems
+    other = "--out_dir and --init_from" if start.resumed else "--init_from"
+    problem = f"init_from: {source} has {', '.join(different)}; use its values, or another {other}"
+    return replace(config, **values), [problem] if different else []
 
 
 def is_finished(config: Config, start: Start) -> bool:
@@ -161,7 +163,7 @@ def is_finished(config: Config, start: Start) -> bool:
         end = progress.iter_num if start.resumed.get("clock", {}).get("share", 0) >= 1 else NEVER
     if min(progress.iter_num, progress.evaluated_at) < end:
         return False
-    key = "until" if config.until else "hours" if config.hours else "max_iters"
+    key = "until" if config.until else "hours" if config.hours else "max_iters and --lr_decay_iters"
     done = f"all {progress.iter_num:,} iterations are done; to continue, give another --{key}"
     say(f"{config.out_dir}: {done}; for a new run, another --out_dir")
     return True
@@ -182,7 +184,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     """
     if not start.resumed:
         if start.weights:
-            say(f"weights: {start.weights['source']}; iterations and learning rate begin anew")
+            anew = "" if config.eval_only else "; iterations and learning rate begin anew"
+            say(f"weights: {start.weights['source']}{anew}")
         elif config.eval_only and ranks.is_main:
             warn(f"eval_only: {config.out_dir} holds no checkpoint; this model is untrained")
         return
@@ -204,14 +207,13 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
-        ends = f"the rate reaches min_lr at iteration {horizon:,}, where the run was to end"
+        ends = f"the rate reaches min_lr = {config.min_lr:g} at iteration {horizon:,}, the old end"
         warn(f"{config.out_dir}: {ends}; --lr_decay_iters={config.max_iters} moves that")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
     before = saved_config(start.resumed["config"]).iter_tokens
     if config.iter_tokens != before:
-        chosen = f"{before:,}, for which the learning rate was chosen"
-        say(f"resume: {config.iter_tokens:,} tokens per iteration, not {chosen}")
+        say(f"resume: {config.iter_tokens:,} tokens per iteration; the rate was for {before:,}")
 
 
 def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr) -> None:
@@ -265,7 +267,10 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         known = f"the weights of init_from={config.init_from} another one, {theirs['kind']}"
         name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
-        problems.append(f"{held}, {known}; prepare or stream it with --tokenizer={name}")
+        mend = f"prepare or stream it with --tokenizer={name}"
+        if theirs["kind"] == "char":
+            mend = "only the folder with their meta.pkl fits: --dataset=PATH"
+        problems.append(f"{held}, {known}; {mend}")
     elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
         problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
@@ -273,7 +278,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
         problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
     ranks.raise_together(problems)
-    ranks.check_same("dataset", data.fingerprint)
+    ranks.check_same(dataset=data.fingerprint)
     return data
 
 

@@ -38,7 +38,7 @@ class Tracker:
         try:
             yield
         except Exception as error:  # whatever a tracker does, the run is worth more
-            reason = " ".join(str(error).splitlines())
+            reason = " ".join(str(error).splitlines()).rstrip(".")
             if isinstance(error, ImportError):
                 reason += f" (pip install {self.kind})"
             warn(f"tracker {self.kind}: {reason}; continuing without it")
