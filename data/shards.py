@@ -198,7 +198,8 @@ def missing_dataset(name: str, folder: Path, tokens: int) -> str:
     fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     make = f"make it with: python data/{command} --out={folder}"
-    return f"{problem}{did_you_mean(name, made)}; {make}; or nanoGPT's folder: --dataset=PATH"
+    make += "; or give its folder, such as nanoGPT's: --dataset=PATH"
+    return f"{problem}{did_you_mean(name, made)}; {make}"
 
 
 def read_description(folder: Path) -> tuple[dict[str, dict], int, dict]:

@@ -93,7 +93,8 @@ def test_a_plan_for_a_dataset_that_is_missing_says_so(tmp_path, monkeypatch, cap
     make = "make it with: python data/prepare_fineweb.py --tokens=10B --out=data/fineweb_edu"
     run(tmp_path, "plan", config, "--gpu=4070")
     assert capsys.readouterr().err.startswith(
-        f"dataset: there is no folder data/fineweb_edu; {make}; or nanoGPT's folder: --dataset=PATH"
+        f"dataset: there is no folder data/fineweb_edu; {make}; "
+        "or give its folder, such as nanoGPT's: --dataset=PATH"
     )
     run(tmp_path, "plan", config, "--gpu=4070", "--dataset_tokens=10B")
     run(tmp_path, "plan", str(ROOT / "config/quickstart.py"), "--gpu=4070")  # makes its own
