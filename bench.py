@@ -28,8 +28,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from common.console import Parser, UserError, did_you_mean, parse_count, run_main
+from common.console import Parser, UserError, complain, did_you_mean, parse_count, run_main
 from configurator import Config, load_config
+from data.shards import vocab_where_missing
+from data.tokenizer import GPT2_VOCAB
 
 # name: (type, what --help shows for the value, meaning)
 FLAGS = {
@@ -91,6 +93,8 @@ def main(argv: list[str]) -> int:
     for name in ("json", "png", "write", "profile"):  # what is written
         if path := getattr(options, name, None):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if vocab_where_missing(config) == GPT2_VOCAB and not config.stream:
+        complain(f"vocabulary {GPT2_VOCAB:,}, GPT-2's, as dataset {config.dataset} is missing")
     result = run_mode(config, options)
     if options.json:
         result = dict(command=f"python bench.py {' '.join(argv)}") | result

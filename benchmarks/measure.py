@@ -24,9 +24,8 @@ import train
 from common.console import RunError, raise_if_any
 from configurator import Config
 from data.loader import Batch, TrainBatches, to_batch
-from data.shards import Dataset, HeldTokens, check_dataset, dataset_folder, open_dataset
+from data.shards import Dataset, HeldTokens, check_dataset, open_dataset, vocab_where_missing
 from data.stream import set_up_worker
-from data.tokenizer import GPT2_VOCAB
 from training import build, hardware
 from training.gpus import GIB
 from training.memory import memory_needed
@@ -110,12 +109,13 @@ def real_or_random_data(config: Config) -> Dataset:
     The config's dataset, or random tokens where there is none. Raises UserError if the dataset does
     not suit the config.
     """
-    if dataset_folder(config.dataset).is_dir() and not config.stream:
+    vocab = vocab_where_missing(config)
+    if vocab is None:
         raise_if_any(check_dataset(config))
         return open_dataset(config.dataset)
     random = np.random.default_rng(config.seed)
-    tokens = HeldTokens(random.integers(0, GPT2_VOCAB, RANDOM_TOKENS, dtype=np.uint16))
-    return Dataset("random tokens", tokens, tokens, GPT2_VOCAB, dict(kind="gpt2"), "random")
+    tokens = HeldTokens(random.integers(0, vocab, RANDOM_TOKENS, dtype=np.uint16))
+    return Dataset("random tokens", tokens, tokens, vocab, dict(kind="unknown"), "random")
 
 
 @contextlib.contextmanager

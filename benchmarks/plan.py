@@ -16,7 +16,7 @@ import torch
 
 from common.console import UserError, complain, count, raise_if_any, say, table_lines
 from configurator import NEVER, Config
-from data.shards import dataset_folder, is_made_on_demand, missing_dataset, open_dataset
+from data.shards import dataset_folder, missing_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import Records, percentile
@@ -24,7 +24,8 @@ from training import hardware
 from training.build import count_flops, count_parameters, model_config, warn_of_epochs
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.memory import USABLE_MEMORY, fitting_batch, memory_bytes, memory_caveat
+from training.memory import fitting_batch, memory_bytes, memory_caveat
+from training.ranks import check_shares
 
 # What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
 # no published measurement of it. Published: four GeForce cards 55 to 84 %, 18 kinds of others 25
@@ -34,6 +35,9 @@ LAPTOP_MFU = (0.25, 0.50, 0.80)
 OTHER_MFU = (0.25, 0.35, 0.50)
 MFU_MARGIN = 0.1  # around published ones, which are of another program on another machine
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
+# The driver needs the rest of a card's memory. Of the size in its data sheet torch shows 91 to
+# 98 %, least where ECC is on (T4, A10, L4), and a desktop takes its share.
+USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
 
@@ -114,7 +118,7 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     theirs, ours = start["flops_per_token"] / 1e6, count_flops(model)[0] / 1e6
     if theirs != ours:
         differ = f"trained {theirs:.1f} MFLOP/token, this configuration and code {ours:.1f}"
-        raise UserError(f"from_run: {run} {differ}; give the run's own config file, and its code")
+        raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")
     per_token = step_ms / 1000 / start["tokens_per_iter"] * start.get("world_size", 1)
     card = card_figures(start["device"], start["dtype"], start["peak_tflops"], None)
     return per_token * config.iter_tokens, card
@@ -164,6 +168,8 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         watts=options.watts,
     )
     p = card | p | pace
+    share = USABLE_OF_DATA_SHEET if options.gpu else USABLE_MEMORY
+    p["usable_gib"] = p["gpu_memory_gib"] and share * p["gpu_memory_gib"]
     p |= memory_figures(config, model, p)
     p["checkpoint_gb"] = (4 * params + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
     p |= time_figures(config, p, options)
@@ -179,13 +185,16 @@ def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, op
     if config.until:
         hours = (next_time(config.until, wall()) - wall()) / 3600
         say(f"until    {config.until}, {hours_text(hours)} from now")
+    options.hours, options.most_iters = hours, config.max_iters
     most = min(config.max_iters, int(3600 * hours / pace["iter_seconds"]))
+    if most < 1:
+        raise UserError(f"hours: {hours:.3g} hold no iteration of {pace['iter_seconds']:.3g} s")
     evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / pace["iter_seconds"])
     config = replace(config, max_iters=most, eval_interval=evals, checkpoint_interval=saves)
     # evaluations and checkpoints take their share of the hours
     total = make_plan(config, model, card, pace, options)["hours_total"]
-    return replace(config, max_iters=int(most * min(1.0, hours / total)))
+    return replace(config, max_iters=max(1, int(most * min(1.0, hours / total))))
 
 
 def time_figures(config: Config, p: dict, options: Namespace) -> dict:
@@ -197,9 +206,12 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
     checkpoint_seconds = 1e9 * p["checkpoint_gb"] / CHECKPOINT_BYTES_PER_SEC
     pauses = p["evaluations"] * eval_seconds + p["checkpoints"] * checkpoint_seconds
     figures = dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
-    if config.by_clock:  # the hours are given: faster or slower means more or fewer tokens
-        figures["hours_range"] = [hours, hours]
-        figures["tokens_range"] = [p["total_tokens"] * hours / h for h in reversed(spread)]
+    if config.by_clock:  # the hours are given: faster or slower means more or fewer iterations
+        most = options.most_iters  # with --max_iters there may be time to spare
+        room = hours if config.max_iters < most else options.hours - pauses / 3600
+        iters = [min(most, 3600 * room / s) for s in p["iter_seconds_range"]]
+        figures["hours_range"] = [min(room, most * h / config.max_iters) for h in spread]
+        figures["tokens_range"] = [n * config.iter_tokens for n in reversed(iters)]
     figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
     figures |= dict(tokens_per_sec=rate, mfu=None, kwh=None, cost=None)
     if p["peak_tflops"]:
@@ -217,8 +229,7 @@ def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
     parts_gib = {part: size / GIB for part, size in parts.items()}
     vram = sum(parts_gib.values())
     fits = best = None
-    if p["gpu_memory_gib"]:
-        usable = USABLE_MEMORY * p["gpu_memory_gib"]
+    if usable := p["usable_gib"]:
         fits = vram <= usable
         sequences = config.iter_sequences // p["gpus"]
         best = fitting_batch(config, model, p["dtype"], sequences, usable * GIB)
@@ -285,7 +296,7 @@ def memory_lines(p: dict) -> list[str]:
     if p["fits"] is None:
         return [line]
     verdict = "fits into" if p["fits"] else "DOES NOT FIT into"
-    verdict += f" {USABLE_MEMORY * p['gpu_memory_gib']:.1f} GiB"
+    verdict += f" {p['usable_gib']:.1f} GiB"
     advice = ", nor does batch_size 1; --recompute=True, a smaller model or block_size may"
     if best := p["batch_size_that_fits"]:
         accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
@@ -326,14 +337,12 @@ def main(config: Config, options: Namespace) -> dict:
     if options.gpu == "all" and of_one_card:
         its = "--from_run, --iter_seconds, --watts, --hours and --until"
         raise UserError(f"gpu: {its} are not for all; name one card")
-    vocab = GPT2_VOCAB
-    folder = dataset_folder(config.dataset)
-    if folder.is_dir() and not config.stream:
+    raise_if_any(check_shares(config, options.gpus))
+    vocab = vocab_where_missing(config)
+    if vocab is None:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
-    elif not (options.dataset_tokens or config.stream or is_made_on_demand(config)):
-        complain(missing_dataset(config.dataset, folder, config.iter_tokens * config.max_iters))
     model = model_config(config, vocab)
     if options.gpu == "all":
         plans = []
@@ -348,6 +357,10 @@ def main(config: Config, options: Namespace) -> dict:
         config = with_iterations(config, model, card, pace, options)
     warn_of_epochs(config, config.iter_tokens * config.max_iters, options.dataset_tokens)
     plan = make_plan(config, model, card, pace, options)
+    if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
+        tokens, folder = plan["disk_tokens"], dataset_folder(config.dataset)
+        unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
+        complain(missing_dataset(config.dataset, folder, math.ceil(tokens / unit) * unit))
     say(*plan_lines(plan))
     return plan
 

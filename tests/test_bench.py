@@ -29,6 +29,7 @@ from training import hardware
 from training.gpus import read_gpu_table, row_peak, short_name
 
 GPT40M, GPT124M = f"{ROOT}/config/gpt40m_4070.py", f"{ROOT}/config/gpt124m_4070.py"
+FAST124M = f"{ROOT}/config/fast124m_4070.py"
 
 
 def run(tmp_path, mode, *arguments) -> dict:
@@ -91,14 +92,53 @@ def test_a_plan_for_a_dataset_that_is_missing_says_so(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "config/gpt124m_4070.py")
     make = "make it with: python data/prepare_fineweb.py --tokens=10B --out=data/fineweb_edu"
+    vocabulary = "vocabulary 50,257, GPT-2's, as dataset fineweb_edu is missing\n"
+    elsewhere = "or give its folder, such as nanoGPT's: --dataset=PATH"
+    missing = f"{vocabulary}dataset: there is no folder data/fineweb_edu; {make}; {elsewhere}\n"
     run(tmp_path, "plan", config, "--gpu=4070")
-    assert capsys.readouterr().err.startswith(
-        f"dataset: there is no folder data/fineweb_edu; {make}; "
-        "or give its folder, such as nanoGPT's: --dataset=PATH"
-    )
+    assert capsys.readouterr().err == missing
     run(tmp_path, "plan", config, "--gpu=4070", "--dataset_tokens=10B")
-    run(tmp_path, "plan", str(ROOT / "config/quickstart.py"), "--gpu=4070")  # makes its own
+    assert capsys.readouterr().err == vocabulary
+    # as many as the hours hold at the fastest speed of the range, rounded up
+    for hours, tokens in ((8, "2B"), (1, "200M")):
+        p = run(tmp_path, "plan", FAST124M, "--gpu=4070", f"--hours={hours}")
+        assert capsys.readouterr().err == missing.replace("10B", tokens)
+        assert 0.8 < p["tokens_range"][1] / float(tokens.replace("B", "e9").replace("M", "e6")) <= 1
+
+
+def test_the_quickstart_is_planned_and_measured_with_bytes_before_its_dataset_is_made(
+    tmp_path, monkeypatch, capsys
+):
+    """256 * 128 + 4 * (12 * 128^2 + 2 * 128) + 128 = 820,352 take part in products."""
+    monkeypatch.chdir(tmp_path)
+    quickstart = str(ROOT / "config/quickstart.py")
+    p = run(tmp_path, "plan", quickstart, "--iter_seconds=0.07")
+    assert (p["vocab_size"], p["params_in_products"]) == (256, 820_352)
+    data = measure.real_or_random_data(load_config([quickstart]))
+    assert data.vocab == 256 and data.train.tokens.max() == 255
     assert capsys.readouterr().err == ""
+
+
+def test_plan_refuses_gpus_that_train_cannot_share_the_work_out_to(tmp_path):
+    said = "gradient_accumulation_steps: 64 micro-batches cannot be shared out to 3 processes"
+    for gpu in ("4070", "all"):
+        with pytest.raises(UserError, match=said):
+            run(tmp_path, "plan", GPT124M, f"--gpu={gpu}", "--gpus=3")
+
+
+def test_max_iters_bound_what_the_hours_hold(tmp_path, monkeypatch):
+    """
+    At 9.04 to 17.08 s an iteration 8 hours hold 1,600 to 3,100: 2,500 are reached at the fastest
+    speed alone, and 1,000 at each.
+    """
+    monkeypatch.chdir(tmp_path)  # where no data set is
+    command = ("plan", FAST124M, "--gpu=4070", "--hours=8")
+    free, some, few = (run(tmp_path, *command, f"--max_iters={n}") for n in (10_000, 2_500, 1_000))
+    assert free["tokens_range"][1] > 3000 * 524_288
+    assert some["tokens_range"] == [pytest.approx(free["tokens_range"][0]), 2_500 * 524_288]
+    assert some["shards_gb"] == pytest.approx(2 * 2_500 * 524_288 / 1e9)
+    assert few["tokens_range"] == [1_000 * 524_288] * 2
+    assert few["hours_range"] == pytest.approx([n * 1000 / 3600 for n in few["iter_seconds_range"]])
 
 
 def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path, capsys):
@@ -133,7 +173,7 @@ def test_plan_says_what_fits(tmp_path, capsys):
     p = run(tmp_path, "plan", GPT124M, *flags)
     assert p["fits"] is False and p["batch_size_that_fits"] == 16
     advice = "--batch_size=16 --gradient_accumulation_steps=32"
-    line = f"DOES NOT FIT into 11.4 GiB; the largest that does: {advice}"
+    line = f"DOES NOT FIT into 10.8 GiB; the largest that does: {advice}"
     assert line in capsys.readouterr().out
     run(tmp_path, "plan", GPT124M, "--gpu=4070", "--n_embd=7680", "--n_layer=24")
     assert "nor does batch_size 1" in capsys.readouterr().out
@@ -195,10 +235,10 @@ def test_many_epochs_are_warned_of(tmp_path, capsys):
     """20 * 524,288 tokens of 300,000 are 34.95 epochs; 2 iterations are 3.5."""
     run(tmp_path, "plan", GPT124M, "--gpu=4070", "--max_iters=20", "--dataset_tokens=300k")
     err = capsys.readouterr().err
-    assert err.startswith("warning: 35.0 epochs")
+    assert "\nwarning: 35.0 epochs" in err
     assert err.endswith("prepare a larger dataset, or add --dropout=0.1\n")
     run(tmp_path, "plan", GPT124M, "--gpu=4070", "--max_iters=2", "--dataset_tokens=300k")
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_without_a_known_peak_plan_asks_for_a_card(tmp_path, capsys):
@@ -267,6 +307,7 @@ def test_plan_from_a_run(dataset, tmp_path):
         ("plan --max_iters=-1", "--max_iters: must be 0 or more, got -1"),
         ("plan --tokens_per_iter=500000", "tokens_per_iter: 500,000 is not a multiple"),
         ("plan --gpu=all --iter_seconds=1", "gpu: .* are not for all; name one card"),
+        ("plan --gpu=4070 --hours=0.003", "hours: 0.003 hold no iteration of .* s"),
         ("plan --gpu=all --watts=200", "gpu: .* are not for all; name one card"),
         ("plan --from_run=nowhere", "from_run: nowhere/metrics.jsonl holds no iteration"),
         ("plan --gpu_count=2", "--gpu_count: unknown key"),
@@ -340,7 +381,9 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
     tflops = (6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 1e12
     assert r["mfu_of_matmul"] == pytest.approx(tflops / r["matmul_tflops"])
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
-    first, *lines = capsys.readouterr().out.splitlines()
+    console = capsys.readouterr()
+    assert console.err == "vocabulary 50,257, GPT-2's, as dataset none is missing\n"
+    first, *lines = console.out.splitlines()
     assert first == "warming up"  # before the first measurement, which takes long
     assert any("aten::mm" in line for line in lines)  # what most of the time goes to
     assert calls  # the very step of train.py

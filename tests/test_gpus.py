@@ -16,7 +16,7 @@ from configurator import Config, divisors, load_config
 from model import GPTConfig
 from training import hardware
 from training.build import model_config
-from training.gpus import GIB, resolve_gpu, short_name
+from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 from training.memory import (
     CONTEXT_BYTES,
     block_bytes,
@@ -29,6 +29,7 @@ from training.memory import (
 )
 
 BF16 = "bfloat16"
+PEAKS = ("bf16_tflops", "fp16_tflops")
 GPT124M = GPTConfig(bias=False)
 ROOT = Path(__file__).parent.parent
 CONFIG_FOLDER = ROOT / "config"
@@ -161,6 +162,9 @@ def test_out_of_memory_names_the_pair_that_fits():
         ("A100-80GB", "A100-SXM4-80GB"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "GeForce RTX 4070 Laptop GPU"),
         ("rtx-4070-laptop", "GeForce RTX 4070 Laptop GPU"),
+        ("rtx 4070 mobile", "GeForce RTX 4070 Laptop GPU"),
+        ("a100 80", "A100-SXM4-80GB"),
+        ("rtx 3080 12", "GeForce RTX 3080"),
         ("4070", "GeForce RTX 4070"),
     ],
 )
@@ -169,6 +173,12 @@ def test_a_name_may_be_written_in_one_word(typed, meant):
     assert short_name(row) == meant
     if "3080" in typed:
         assert row["memory_gib"] == "12"
+
+
+def test_each_card_is_found_by_the_name_that_an_error_offers():
+    for row in read_gpu_table():
+        found = resolve_gpu(f"{short_name(row)}, {row['memory_gib']}GB")
+        assert [found[key] for key in PEAKS] == [row[key] for key in PEAKS], short_name(row)
 
 
 @pytest.mark.parametrize(

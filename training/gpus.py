@@ -50,11 +50,9 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     rows = read_gpu_table()
     known_words = set().union(*map(row_words, rows))
     asked = set()
-    for word in split_words(typed) - {"nvidia"}:
-        if word in known_words:
-            asked.add(word)
-        else:
-            asked.update(re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
+    for word in split_words(typed.lower().replace("mobile", "laptop")) - {"nvidia"}:
+        known = {word, f"{word}gb"} & known_words  # a100 80 means 80gb
+        asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
     candidates = [row for row in rows if asked and asked <= row_words(row)]
     if not candidates:
         meant = did_you_mean(without_family(typed), map(without_family, map(short_name, rows)))
@@ -74,7 +72,7 @@ def without_family(name: str) -> str:
 
 
 def split_words(name: str) -> set[str]:
-    return set(re.split(r"[\s_-]+", name.strip().lower()))
+    return set(re.split(r"[\s,_-]+", name.strip().lower()))
 
 
 def row_words(row: dict[str, str]) -> set[str]:

@@ -18,8 +18,6 @@ from training.build import (
     optimizer_groups,
 )
 
-# the driver needs the rest of a card's memory; a desktop, which needs more, is not modelled
-USABLE_MEMORY = 0.95
 # CUDA's context and its libraries' workspaces: an estimate, outside of what torch allocates
 CONTEXT_BYTES = 0.55e9
 # what the allocator holds beyond its tensors, as a share of them

@@ -207,19 +207,23 @@ class Ranks:
 
     def check_config(self, config: Config) -> list[str]:
         """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
-        n, accum, problems = self.world_size, config.gradient_accumulation_steps, []
-        if accum % n:
-            shared = f"{accum} micro-batches cannot be shared out to {n} processes"
-            mend, fits = f"a multiple of {n} can", (accum // n + 1) * n
-            size, rest = divmod(config.batch_size * accum, fits)
-            if not rest:
-                mend += f"; {fits} with --batch_size={size} is the same training"
-            problems.append(f"gradient_accumulation_steps: {shared}; {mend}")
+        problems = check_shares(config, self.world_size)
         if torch.cuda.is_available() and config.device != "cpu":
             here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
             if here > gpus:
                 problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")
         return problems
+
+
+def check_shares(config: Config, n: int) -> list[str]:
+    """Whether `n` processes can share out the micro-batches of an iteration."""
+    accum = config.gradient_accumulation_steps
+    shared = f"{accum} micro-batches cannot be shared out to {n} processes"
+    mend, fits = f"a multiple of {n} can", (accum // n + 1) * n
+    size, rest = divmod(config.batch_size * accum, fits)
+    if not rest:
+        mend += f"; {fits} with --batch_size={size} is the same training"
+    return [f"gradient_accumulation_steps: {shared}; {mend}"] if accum % n else []
 
 
 # -----------------------------------------------------------------------------
