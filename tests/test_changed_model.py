@@ -175,7 +175,7 @@ def test_only_what_is_computed_changes_the_fingerprint(patch):
 
 def test_memory_of_a_changed_model_is_said_to_be_the_shipped_ones(patch):
     config = Config(batch_size=32, gradient_accumulation_steps=16)
-    options = Namespace(gpus=1, dataset_tokens=None, watts=None)
+    options = Namespace(gpus=1, dataset_tokens=None, watts=None, gpu=None)
     card = card_figures("Tesla T4", "float16", 65.0, 15.0)
 
     def words() -> list[str]:

@@ -258,7 +258,7 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path, monkeypatch)
     for name, message in (
         ("empty", "empty: holds no tokens for train"),
         ("fineweb", f"fineweb; did you mean fineweb_edu?; {make}/prepare_fineweb.py --tokens=10B"),
-        ("mine", f"no folder data/mine; {make}/prepare_text.py FILE --out=data/mine; or nanoGPT's"),
+        ("mine", f"no folder data/mine; {make}/prepare_text.py FILE --out=data/mine; or give its"),
         ("openwebtext", "the default; config/quickstart.py needs no data; make it with"),
     ):
         with pytest.raises(UserError) as raised:
