@@ -68,7 +68,8 @@ def ckpt_to_hf(source: str, out: str) -> str:
         write_code(folder)
     kind = state["tokenizer"]["kind"]
     if kind not in ("gpt2", "bpe"):
-        say(f"tokenizer: {kind}, which Hugging Face has no class for; no tokenizer files written")
+        why = "not known" if kind == "unknown" else f"{kind}, which Hugging Face has no class for"
+        say(f"tokenizer: {why}; no tokenizer files written")
     elif not write_tokenizer(folder, state["tokenizer"], config.block_size):
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
     trust = ", trust_remote_code=True" if fast else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, complain, count, raise_if_any, say, table_lines
+from common.console import UserError, complain, count, duration, raise_if_any, say, table_lines
 from configurator import NEVER, Config
 from data.shards import dataset_folder, missing_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
@@ -253,8 +253,8 @@ def disk_figures(config: Config, p: dict) -> dict:
 
 
 def hours_text(hours: float) -> str:
-    """21.7 h; below an hour 12.5 min."""
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.3g} min"
+    """21.7 h; below an hour 12m30s."""
+    return f"{hours:.1f} h" if hours >= 1 else duration(3600 * hours)
 
 
 def plan_lines(p: dict) -> list[str]:

@@ -155,7 +155,7 @@ def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path, capsys):
     assert p["hours"] == pytest.approx(1000 / 3600)
     assert p["hours_total"] == pytest.approx(seconds / 3600)
     assert p["cost"] == pytest.approx(seconds / 3600 * 0.1 * 0.5)
-    assert "time     16.7 min of iterations; " in capsys.readouterr().out
+    assert "time     16m40s of iterations; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

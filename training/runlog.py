@@ -177,7 +177,7 @@ class RunLog:
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
         iterations, total = f"{c.max_iters:,} iterations", c.iter_tokens * c.max_iters
-        if c.by_clock:
+        if c.by_clock and not c.eval_only:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"
             end = f"in {c.out_dir}; stops by about {clock_time(self.seconds_left())}"
             say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
