@@ -164,6 +164,7 @@ def test_out_of_memory_names_the_pair_that_fits():
         ("rtx-4070-laptop", "GeForce RTX 4070 Laptop GPU"),
         ("rtx 4070 mobile", "GeForce RTX 4070 Laptop GPU"),
         ("a100 80", "A100-SXM4-80GB"),
+        ("h100 sxm", "H100 80GB HBM3"),
         ("rtx 3080 12", "GeForce RTX 3080"),
         ("4070", "GeForce RTX 4070"),
     ],

@@ -72,7 +72,8 @@ def without_family(name: str) -> str:
 
 
 def split_words(name: str) -> set[str]:
-    return set(re.split(r"[\s,_-]+", name.strip().lower()))
+    name = re.sub(r"(sxm|hbm)\d", "sxm", name.strip().lower())  # an H100 SXM is an H100 80GB HBM3
+    return set(re.split(r"[\s,_-]+", name))
 
 
 def row_words(row: dict[str, str]) -> set[str]:
