@@ -16,7 +16,13 @@ import torch
 
 from common.console import UserError, complain, count, duration, raise_if_any, say, table_lines
 from configurator import NEVER, Config
-from data.shards import dataset_folder, missing_dataset, open_dataset, vocab_where_missing
+from data.shards import (
+    MOST_TOKENS,
+    dataset_folder,
+    missing_dataset,
+    open_dataset,
+    vocab_where_missing,
+)
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import Records, percentile
@@ -239,9 +245,10 @@ def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
 def disk_figures(config: Config, p: dict) -> dict:
     """
     In GB: the shards and all checkpoints that stay. Without a dataset the shards are those of all
-    tokens that the run may read: by the clock, at the range's upper end.
+    tokens that the run may read, by the clock at the range's upper end, or of FineWeb's sample.
     """
-    tokens = p["dataset_tokens"] or max(p.get("tokens_range", [p["total_tokens"]]))
+    most = max(p.get("tokens_range", [p["total_tokens"]]))
+    tokens = p["dataset_tokens"] or min(most, MOST_TOKENS)
     shards = 0 if config.stream else 2 * tokens / 1e9
     kept = config.keep_checkpoints + 2  # best.pt, and the one being written
     disk = shards + kept * p["checkpoint_gb"]
