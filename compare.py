@@ -140,8 +140,7 @@ def build_table(runs: list[RunRecords], target_loss: float | None) -> list[Row]:
         ("pause_share", "evaluations and checkpoints", percent, "lower", "less"),
     ):
         values = [none_if_nan(of_run[key]) for of_run in figures]
-        same = max(SAME, *(run.rounding for run in runs)) if key == "parameters" else SAME
-        result = verdict(names, values, better, word, same=same)
+        result = verdict(names, values, better, word)
         if key in ("step_ms_p50", "step_ms_p95") and not equal_batches:
             result = "unequal tokens per iteration"
         rows.append(Row(label, key, values, form, result))

@@ -16,13 +16,7 @@ import torch
 
 from common.console import UserError, complain, count, duration, raise_if_any, say, table_lines
 from configurator import NEVER, Config
-from data.shards import (
-    MOST_TOKENS,
-    dataset_folder,
-    missing_dataset,
-    open_dataset,
-    vocab_where_missing,
-)
+from data.shards import MOST_TOKENS, missing_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import Records, percentile
@@ -365,9 +359,9 @@ def main(config: Config, options: Namespace) -> dict:
     warn_of_epochs(config, config.iter_tokens * config.max_iters, options.dataset_tokens)
     plan = make_plan(config, model, card, pace, options)
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
-        tokens, folder = plan["disk_tokens"], dataset_folder(config.dataset)
+        tokens = plan["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
-        complain(missing_dataset(config.dataset, folder, math.ceil(tokens / unit) * unit))
+        complain(missing_dataset(config.dataset, math.ceil(tokens / unit) * unit))
     say(*plan_lines(plan))
     return plan
 

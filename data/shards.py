@@ -180,7 +180,7 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     """
     folder = dataset_folder(name)
     if not folder.is_dir():
-        raise UserError(missing_dataset(name, folder, tokens))
+        raise UserError(missing_dataset(name, tokens))
     listed, vocab, tokenizer = read_description(folder)
     shards = open_shards(folder, listed)
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
@@ -189,8 +189,9 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, bytes_per_token=size)
 
 
-def missing_dataset(name: str, folder: Path, tokens: int) -> str:
+def missing_dataset(name: str, tokens: int) -> str:
     """The message where the folder is not there."""
+    folder = dataset_folder(name)
     problem = f"dataset: there is no folder {folder}"
     if name == "openwebtext":  # the default of --dataset: most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"

@@ -53,8 +53,10 @@ def read_nanogpt_log(path: Path) -> RunRecords:
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         run.warnings.append(f"{path}: {missing}")
     separate_evaluations(run)
-    parameters = re.search(r"number of parameters: ([\d.]+)M", text)
-    find_flops(run, 1e6 * float(parameters[1]) if parameters else math.nan)
+    counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
+    rounded = re.search(r"number of parameters: ([\d.]+)M", text)
+    run.parameters = sum(float(number.replace(",", "")) for number in counted) or math.nan
+    find_flops(run, 1e6 * float(rounded[1]) if rounded else math.nan)
     return run
 
 
@@ -77,6 +79,8 @@ def settings(lines: list[str]) -> dict:
     defaults = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
     config = defaults | known_keys(printed)
     on_cuda = "cuda" in config["device"]
+    if any(line.startswith("found vocab_size") for line in lines):
+        config["pad_vocab_multiple"] = 1
     if not on_cuda and "dtype" not in printed:
         config["dtype"] = "float32"  # nanoGPT uses autocast on CUDA only
     # "cuda" does not tell which card it was
@@ -103,17 +107,18 @@ def separate_evaluations(run: RunRecords) -> None:
 def find_flops(run: RunRecords, matmul_parameters: float) -> None:
     """
     Set FLOPs per token from the printed configuration and parameters, which leave out position
-    embeddings. They are divided by the number of cards: tok/s are those of all cards, MFU is that
+    embeddings. FLOPs are divided by the number of cards: tok/s are those of all cards, MFU is that
     of one. Only the printed MFU tells how many cards there were. Evaluations pull it down, so it
     serves for no more than that, and it is removed here: it is not the MFU of the run's card.
+    The parameters follow from the same where the log does not have them in full.
     """
     printed_mfu = percentile(run.step["mfu"][run.step["mfu"] > 0], 50) / 100
     run.step["mfu"] = np.full(len(run.step["iter"]), math.nan)
     if not run.config:
         return
     L, C, T = run.config["n_layer"], run.config["n_embd"], run.config["block_size"]
-    run.parameters = round(matmul_parameters + T * C, -4)  # no more digits than were printed
-    run.rounding = 1e4 / run.parameters
+    if math.isnan(run.parameters):
+        run.parameters = round(matmul_parameters + T * C, -4)  # no more digits than were printed
     run.flops_per_token = 6 * matmul_parameters + 12 * L * C * T
     # FLOP/s of all cards over those of one
     cards = run.flops_per_token * percentile(run.step["tokens_per_sec"], 50)

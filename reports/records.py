@@ -86,7 +86,6 @@ class RunRecords:
         self.tokenizer: str | None = last.get("tokenizer")
         self.data_fingerprint: str | None = last.get("data_fingerprint")
         self.parameters = number(last.get("parameters"))
-        self.rounding = 0.0  # of the parameters, as a share of them
         self.tokens_per_iter = number(last.get("tokens_per_iter"))
         # tok/s are those of all cards together, but MFU is that of one card
         self.flops_per_token = number(last.get("flops_per_token")) / last.get("world_size", 1)

@@ -359,10 +359,13 @@ def holds_run(out_dir: Path) -> bool:
     """Whether there is something to lose: a checkpoint, or the log of a run that saved one."""
     log = out_dir / "metrics.jsonl"
     saved = log.is_file() and b'"kind": "checkpoint"' in log.read_bytes()
-    return saved or (out_dir / "best.pt").exists() or bool(list_checkpoints(out_dir))
+    others = any((out_dir / name).exists() for name in ("best.pt", "ckpt.pt"))
+    return saved or others or bool(list_checkpoints(out_dir))
 
 
 def in_the_way(out_dir: Path) -> str:
     """The error line for a fresh run in a folder that holds another."""
+    if (out_dir / "ckpt.pt").exists():
+        return f"out_dir: {out_dir} holds nanoGPT's ckpt.pt; give this run another --out_dir"
     ways = "--init_from=auto resumes it; for a new run: another --out_dir, or delete that folder"
     return f"out_dir: {out_dir} holds an earlier run; {ways}"

@@ -75,6 +75,8 @@ def find_start(config: Config, ranks: Ranks) -> Start:
     elif config.init_from == "resume":
         runs = [path.name for path in out_dir.parent.glob("*") if list_checkpoints(path)]
         hint = f"--init_from=auto starts a new run there{did_you_mean(out_dir.name, runs)}"
+        if out_dir.is_file():
+            hint = f"it is a file; --out_dir={out_dir.parent} is its folder"
         start.problems.append(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
     elif ranks.is_main and (out_dir / "metrics.jsonl").exists():
         say(f"{out_dir}: an earlier start ended before its first save; this one begins anew")
