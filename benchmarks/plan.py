@@ -85,7 +85,7 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
 
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     if not card["peak_tflops"]:
-        mend = "name a card, as in --gpu=4070, or give --iter_seconds or --from_run"
+        mend = "name another card, as in --gpu=4070, or give --iter_seconds or --from_run"
         raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {mend}")
     (low, likely, high), basis = assumed_mfu(card)
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
@@ -309,7 +309,7 @@ def memory_lines(p: dict) -> list[str]:
 def energy_line(p: dict) -> str:
     if p["kwh"] is None:
         return "energy   n/a (--watts= the draw of one GPU)"
-    energy = f"{p['kwh']:.1f} kWh of iterations, {p['kwh_total']:.1f} kWh in all"
+    energy = f"{p['kwh']:.3g} kWh of iterations, {p['kwh_total']:.3g} kWh in all"
     power = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
     return f"energy   {energy} at {power}; cost {cost}"
@@ -374,6 +374,9 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
     card = card_of_row(row, config) if row else None
     if options.from_run:
         seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
+        if card and card["gpu"] not in card_of_run["gpu"]:
+            where = f"{options.from_run} ran on {card_of_run['gpu']}"
+            raise UserError(f"gpu: {where}, not on {card['gpu']}; leave out one of the two flags")
         pace = known_pace(f"measured in {options.from_run}", seconds, options.gpus)
         return card or card_of_run, pace
     card = card or card_here(config)

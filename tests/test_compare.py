@@ -167,7 +167,6 @@ def test_parameters_are_those_that_nanogpt_counted(tmp_path, script):
     assert row(out, "parameters").endswith("a 1.03x larger")  # 156,160 and 160,192
 
 
-
 def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
     # 16 % of an A100's peak on one card: the same speed from eight is 2 % each
     log = write_notes_logs(tmp_path)[1]

@@ -55,7 +55,8 @@ def resolve_gpu(typed: str) -> dict[str, str]:
         asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
     candidates = [row for row in rows if asked and asked <= row_words(row)]
     if not candidates:
-        meant = did_you_mean(without_family(typed), map(without_family, map(short_name, rows)))
+        names = [short_name(row) for row in rows if "UNVERIFIED" not in row["note"]]
+        meant = did_you_mean(without_family(typed), map(without_family, names))
         hint = "--gpu=all lists it; for another card give --iter_seconds or --from_run"
         raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{meant}; {hint}")
     fewest_words = min(len(row_words(row)) for row in candidates)
