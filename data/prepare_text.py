@@ -32,6 +32,8 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from charset_normalizer import from_bytes  # tiktoken brings it along
+
 from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
 from data.own_config import BLOCK_SIZE
 from data.shards import PREPARED_ON_DEMAND
@@ -48,6 +50,8 @@ MODULES = Path(__file__).with_name("python_stdlib.csv")
 
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text
+# of texts that are not mostly ASCII; with more to choose from, rare ones win on short files
+ENCODINGS = "cp1251 koi8_r shift_jis gb18030 big5 euc_kr utf_16_le".split()
 
 PIECES = 16  # of large documents make up validation: more than one subject, or language
 GOLDEN_RATIO = 0.6180339887498949  # so many steps of this share of a text as you like fall evenly
@@ -102,16 +106,19 @@ def encoding_of(path: str, given: str | None) -> str:
 
 def looks_like(content: bytes, controls: int, given: str | None) -> str:
     """What a file that cannot be read looks like, and what mends it."""
-    if controls and not (b"\0" in content and is_read_by("utf-16-le", content)):
+    mostly_ascii = len(content.decode("ascii", "ignore")) > 0.7 * len(content)
+    names = ["cp1252"] if mostly_ascii and not controls else ENCODINGS
+    found = from_bytes(content, cp_isolation=names).best()
+    if controls and not found:
         return f"{controls:,} NULs and control characters: binary, or damaged; leave it out"
-    guess = "utf-16-le" if controls else "cp1252"
-    mend = "iconv -f {0} -t utf-8 FILE > NEW"
+    if not found:
+        return "find its encoding: iconv -f NAME -t utf-8 FILE > NEW"
+    name = found.encoding.replace("_", "-").replace("16-le", "16le")  # as iconv says
+    mend = f"iconv -f {name} -t utf-8 FILE > NEW"
     if not given:
-        mend += " (or --encoding={0} for all such files)"
-    if is_read_by(guess, content):
-        reads = f"as {guess} it reads {excerpt(content.decode(guess))!r}"
-        return f"{reads}: if that is right, {mend.format(guess)}; else another name"
-    return f"find its encoding (shift_jis? gb18030?): {mend.format('NAME')}"
+        mend += f" (or --encoding={name} for all such files)"
+    reads = f"as {name} it reads {excerpt(str(found))!r}"
+    return f"{reads}: if that is right, {mend}; else another name"
 
 
 def excerpt(text: str) -> str:

@@ -196,6 +196,8 @@ def missing_dataset(name: str, tokens: int) -> str:
     if name == "openwebtext":  # the default of --dataset: most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
+    if name == "shakespeare_char":
+        return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
     fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     make = f"make it with: python data/{command} --out={folder}"

@@ -180,21 +180,26 @@ def test_rows_for_validation_are_whole_and_never_trained_on(tmp_path, capsys):
 
 
 GERMAN = "\u00dcber die Gr\u00f6\u00dfe der Stra\u00dfe \u2013 5 \u20ac.\n" * 30
-RUSSIAN = "\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435.\n" * 30
+RUSSIAN = "\u041a\u043e\u0442 \u0436\u0434\u0430\u043b \u0443 \u0434\u0432\u0435\u0440\u0438, "
+RUSSIAN = (
+    f"{RUSSIAN}\u0430 \u043c\u0430\u043c\u0430 \u0443\u0436\u0435 \u0441\u043f\u0430\u043b\u0430.\n"
+    * 30
+)
 MANY = "\u540d\u524d\u306f\u307e\u3060\u7121\u3044\u3002\n" * 40
 UNREADABLE = {
     "cp1252.txt": (GERMAN.encode("cp1252"), "reads '\u00dcber Gr\u00f6\u00dfe"),
     "latin.md": (("x\n" * 9 + "caf\u00e9").encode("latin1"), "as cp1252 it reads 'caf\u00e9': if "),
     "cp1251.txt": (
         RUSSIAN.encode("cp1251"),
-        "(or --encoding=cp1252 for all such files); else another name",
+        "(or --encoding=cp1251 for all such files); else another name",
     ),
     "sjis.txt": (
         MANY.encode("shift_jis"),
-        "its encoding (shift_jis? gb18030?): iconv -f NAME -t utf-8 ",
+        "': if that is right, iconv -f shift-jis -t utf-8 FILE > NEW ",
     ),
     "damaged.txt": (MANY.encode() + b"\xff" + MANY.encode(), "line 41 is not UTF-8; the rest is: "),
-    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "(or --encoding=utf-16-le for all such"),
+    "utf16.txt": (MANY.encode("utf-16-le") + b"a\0" * 9, "(or --encoding=utf-16le for all such"),
+    "koi.txt": (RUSSIAN.encode("koi8_r"), "if that is right, iconv -f koi8-r -t utf-8 FILE > NEW "),
     "twice.txt": (
         GERMAN.encode("cp1252").decode("latin1").encode(),
         "60 NULs and control characters: binary, or damaged; leave it out",
@@ -221,7 +226,7 @@ def test_every_file_that_cannot_be_read_is_named_at_once_and_none_is_guessed(tmp
 @pytest.mark.parametrize(
     "name, encoding, message",
     [
-        ("sjis.txt", "cp1252", "find its encoding (shift_jis? gb18030?): iconv -f NAME -t utf-8 "),
+        ("sjis.txt", "cp1252", "': if that is right, iconv -f shift-jis -t utf-8 FILE > NEW; "),
         ("scan.txt", "utf-16-le", "control characters: binary, or damaged; leave it out"),
         ("cp1252.txt", "utf-16-le", "': if that is right, iconv -f cp1252 -t utf-8 FILE > NEW; "),
     ],

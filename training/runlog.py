@@ -35,7 +35,7 @@ from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
 
-SPIKE = 1.25  # a loss this many times its running mean gets a warning
+SPIKE = 2.0  # a loss this many times its running mean gets a warning
 CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
 
 # -----------------------------------------------------------------------------

@@ -210,6 +210,7 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
     if config.lr_schedule != "constant" and unmoved and ranks.is_main:
         ends = f"the rate reaches min_lr = {config.min_lr:g} at iteration {horizon:,}, the old end"
+        ends += "" if config.min_lr else ", and nothing is learnt after it"
         warn(f"{config.out_dir}: {ends}; --lr_decay_iters={config.max_iters} moves that")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
@@ -265,7 +266,10 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         data = open_dataset(config.dataset)
     problems = []
     theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
-    if "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
+    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
+        other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
+        problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
+    elif "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         known = f"the weights of init_from={config.init_from} another one, {theirs['kind']}"
         name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
@@ -273,9 +277,6 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         if theirs["kind"] == "char":
             mend = "only the folder with their meta.pkl fits: --dataset=PATH"
         problems.append(f"{held}, {known}; {mend}")
-    elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
-        other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
-        problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
     elif start.weights and start.weights["vocab"] < data.vocab:
         known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
         problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
