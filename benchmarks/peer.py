@@ -48,7 +48,7 @@ def main(config: Config, options: Namespace) -> dict:
         say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
     span = f"({low:.3f} to {high:.3f} over {len(ratios)} pairs of windows)"
     memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
-    of_memory = f"{memory_ratio or math.nan:.3f} x the memory"
+    of_memory = f"{memory_ratio or math.nan:.3f} x the memory, both in {hw.dtype_name}"
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")
     result = dict(speed_ratio=speed, speed_ratio_range=[low, high], seconds_per_iter=seconds)
     result |= dict(memory_ratio=memory_ratio, memory_gib=memory, machine=measure.machine(hw))
