@@ -247,6 +247,10 @@ class RunLog:
             # the first line of a run by the clock: now its speed is known
             tokens = last.tokens + tokens_per_sec * self.seconds_left()
             warn_of_epochs(self.config, tokens, self.train_tokens)
+            iters = tokens // self.config.iter_tokens
+            if 10 * self.config.warmup_iters > iters:
+                tenth = f"{iters / 10:,.0f} iterations, a tenth of those that the time holds"
+                say(f"warm-up: about {tenth}, in place of {self.config.warmup_iters:,}")
         self.mark_spike(last.iter_num, values["loss"])
         advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
         if advice and not self.said_threads:
