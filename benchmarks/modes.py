@@ -3,7 +3,6 @@ bench.py's modes step, sweep and ladder.
 """
 
 import math
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,6 @@ from benchmarks.measure import Trainee, attempt, readable_errors, time_windows
 from common.console import UserError, say
 from configurator import Config, divisors, print_config
 from training import hardware
-from training.build import flops_per_token
-
-# the side of the square matrices whose product step times
-MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
 
 # -----------------------------------------------------------------------------
 # step
@@ -31,11 +26,8 @@ def step(config: Config, options: Namespace) -> dict:
     with readable_errors():
         trainee = Trainee(config)
         r = time_windows(trainee, trials)
-        r["matmul_tflops"] = matmul_tflops(trainee.hw)
         if options.profile:
             profile_step(trainee, options.profile)
-    tflops = flops_per_token(trainee.model.config) * r["tokens_per_sec"] / 1e12
-    r["mfu_of_matmul"] = tflops / r["matmul_tflops"]
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {speed_text(r)}")
@@ -43,8 +35,6 @@ def step(config: Config, options: Namespace) -> dict:
     fastest, slowest = r["step_ms_range"]
     say(f"         median of {windows}, {fastest:.1f} to {slowest:.1f} ms")
     say(f"compile  {r['compile_seconds']:.1f} s")
-    share = f"the step reaches {r['mfu_of_matmul']:.1%} of that"
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; {share}")
     return r
 
 
@@ -57,19 +47,6 @@ def speed_text(r: dict) -> str:
 
 def percent(fraction: float | None) -> str:
     return "n/a" if fraction is None else f"{fraction:.1%}"
-
-
-def matmul_tflops(hw: hardware.Hardware) -> float:
-    """The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten."""
-    n, fastest = MATMUL_SIZE[hw.device.type], math.inf
-    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
-    for _ in range(10):
-        hw.synchronize()
-        began = time.perf_counter()
-        a @ b
-        hw.synchronize()
-        fastest = min(fastest, time.perf_counter() - began)
-    return 2 * n**3 / fastest / 1e12
 
 
 def profile_step(trainee: Trainee, trace: str) -> None:
