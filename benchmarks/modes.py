@@ -80,10 +80,8 @@ def sweep(config: Config, options: Namespace) -> dict:
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
         row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
-        line = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {speed_text(row)}"
-        if row is best:
-            line += "  <- fastest"
-        say(line)
+        mark = "  <- fastest" if row is best else ""
+        say(f"{row['name']:>10}  {speed_text(row)}{mark}")
     if options.write:
         write_config(Path(options.write), config, best)
     if options.png:

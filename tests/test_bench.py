@@ -529,7 +529,7 @@ def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch,
     r = run(tmp_path, "sweep", *small())
     assert [p["tokens_per_sec"] for p in r["rows"]] == [1000, 2000, 4000, None]
     assert r["fastest"] == 4
-    assert "8 x 1     out of memory" in capsys.readouterr().out
+    assert "8 x 1  out of memory" in capsys.readouterr().out
 
 
 def fake_attempt(rate, most=math.inf):
