@@ -159,10 +159,8 @@ def time_windows(trainee: Trainee, trials: int) -> dict:
         added = torch.cuda.max_memory_reserved() / GIB
     modelled = memory_needed(config, model, hw.dtype_name, config.batch_size) / GIB
     return micro_batch(config) | dict(
-        trials=trials,
         iters_per_trial=iters,
         step_ms=1000 * seconds,
-        step_ms_range=[1000 * min(windows), 1000 * max(windows)],
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=rate,
         tokens_per_sec_range=[config.iter_tokens / max(windows), config.iter_tokens / min(windows)],
