@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import multiprocessing
-import os
 import platform
 import re
 import statistics
@@ -213,7 +212,6 @@ def machine(hw: hardware.Hardware) -> dict:
         dtype=hw.dtype_name,
         peak_tflops=hw.peak_tflops,
         cpu=cpu_name[1] if cpu_name else platform.processor(),
-        cpu_cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         date=time.strftime("%Y-%m-%d"),

@@ -445,13 +445,14 @@ def test_sweep_measures_for_real(tmp_path):
 
 
 IDLE = f"""
+import os
 import sys
 import time
 sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import measure
 if __name__ == "__main__":
     pool = measure.new_process()
-    print(pool.submit(measure.os.getpid).result(), flush=True)
+    print(pool.submit(os.getpid).result(), flush=True)
     time.sleep(600)
 """
 
