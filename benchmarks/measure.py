@@ -158,7 +158,6 @@ def time_windows(trainee: Trainee, trials: int) -> dict:
         added = torch.cuda.max_memory_reserved() / GIB
     modelled = memory_needed(config, model, hw.dtype_name, config.batch_size) / GIB
     return micro_batch(config) | dict(
-        iters_per_trial=iters,
         step_ms=1000 * seconds,
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=rate,

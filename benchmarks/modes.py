@@ -31,9 +31,8 @@ def step(config: Config, options: Namespace) -> dict:
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {speed_text(r)}")
-    windows = f"{trials} windows of {r['iters_per_trial']} iterations"
     slowest, fastest = r["tokens_per_sec_range"]
-    say(f"         median of {windows}, {slowest:,.0f} to {fastest:,.0f} tok/s")
+    say(f"         median of {trials} windows, {slowest:,.0f} to {fastest:,.0f} tok/s")
     say(f"compile  {r['compile_seconds']:.1f} s")
     return r
 
