@@ -104,12 +104,10 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     """The configuration with the fastest micro-batch, as a config file for train.py."""
     # a folder of its own, because the config that was measured may have a run in its own
     config = replace(with_batch(config, best["batch_size"]), out_dir=f"out/{path.stem}")
-    machine = best["machine"]
-    lines = [
-        f"# The fastest micro-batch of a sweep: {speed_text(best)}",
-        f"# {machine['device']}, {machine['dtype']}, torch {machine['torch']}, {machine['date']}",
-    ]
-    path.write_text("\n".join(lines) + "\n\n" + print_config(config))
+    m = best["machine"]
+    measured = f"# The fastest micro-batch of a sweep: {speed_text(best)}\n"
+    where = f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}\n\n"
+    path.write_text(measured + where + print_config(config))
     say(f"wrote {path}")
 
 
