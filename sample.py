@@ -16,7 +16,6 @@ ends at the end of text.
 """
 
 import contextlib
-import os
 import select
 import sys
 from collections.abc import Iterator
@@ -194,7 +193,6 @@ def spaced_ids(prompt: str, text: Tokenizer) -> list[int]:
 def main(argv: list[str]) -> int:
     config, problems = read_config(argv, SampleConfig)
     raise_if_any(problems or hardware.check_device(config))
-    sys.stdin = sys.stdin or open(os.devnull)  # None where it is closed
     has_start = "start" in config.given
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     asks = config.interactive or (on_terminal and not has_start)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import multiprocessing
-import os
 import platform
 import re
 import statistics
@@ -159,10 +158,7 @@ def time_windows(trainee: Trainee, trials: int) -> dict:
         added = torch.cuda.max_memory_reserved() / GIB
     modelled = memory_needed(config, model, hw.dtype_name, config.batch_size) / GIB
     return micro_batch(config) | dict(
-        trials=trials,
-        iters_per_trial=iters,
         step_ms=1000 * seconds,
-        step_ms_range=[1000 * min(windows), 1000 * max(windows)],
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=rate,
         tokens_per_sec_range=[config.iter_tokens / max(windows), config.iter_tokens / min(windows)],
@@ -215,7 +211,6 @@ def machine(hw: hardware.Hardware) -> dict:
         dtype=hw.dtype_name,
         peak_tflops=hw.peak_tflops,
         cpu=cpu_name[1] if cpu_name else platform.processor(),
-        cpu_cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         date=time.strftime("%Y-%m-%d"),

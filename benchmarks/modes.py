@@ -3,7 +3,6 @@ bench.py's modes step, sweep and ladder.
 """
 
 import math
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,6 @@ from benchmarks.measure import Trainee, attempt, readable_errors, time_windows
 from common.console import UserError, say
 from configurator import Config, divisors, print_config
 from training import hardware
-from training.build import flops_per_token
-
-# the side of the square matrices whose product step times
-MATMUL_SIZE = {"cuda": 8192, "mps": 2048, "cpu": 2048}
 
 # -----------------------------------------------------------------------------
 # step
@@ -31,20 +26,14 @@ def step(config: Config, options: Namespace) -> dict:
     with readable_errors():
         trainee = Trainee(config)
         r = time_windows(trainee, trials)
-        r["matmul_tflops"] = matmul_tflops(trainee.hw)
         if options.profile:
             profile_step(trainee, options.profile)
-    tflops = flops_per_token(trainee.model.config) * r["tokens_per_sec"] / 1e12
-    r["mfu_of_matmul"] = tflops / r["matmul_tflops"]
     m = r["machine"]
     say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
     say(f"step     {speed_text(r)}")
-    windows = f"{trials} windows of {r['iters_per_trial']} iterations"
-    fastest, slowest = r["step_ms_range"]
-    say(f"         median of {windows}, {fastest:.1f} to {slowest:.1f} ms")
+    slowest, fastest = r["tokens_per_sec_range"]
+    say(f"         median of {trials} windows, {slowest:,.0f} to {fastest:,.0f} tok/s")
     say(f"compile  {r['compile_seconds']:.1f} s")
-    share = f"the step reaches {r['mfu_of_matmul']:.1%} of that"
-    say(f"matmul   {r['matmul_tflops']:.3g} TFLOP/s in a large product; {share}")
     return r
 
 
@@ -57,19 +46,6 @@ def speed_text(r: dict) -> str:
 
 def percent(fraction: float | None) -> str:
     return "n/a" if fraction is None else f"{fraction:.1%}"
-
-
-def matmul_tflops(hw: hardware.Hardware) -> float:
-    """The rate of a large square matrix product in hw.dtype, TFLOP/s, the best of ten."""
-    n, fastest = MATMUL_SIZE[hw.device.type], math.inf
-    a, b = torch.randn(2, n, n, device=hw.device, dtype=hw.dtype)
-    for _ in range(10):
-        hw.synchronize()
-        began = time.perf_counter()
-        a @ b
-        hw.synchronize()
-        fastest = min(fastest, time.perf_counter() - began)
-    return 2 * n**3 / fastest / 1e12
 
 
 def profile_step(trainee: Trainee, trace: str) -> None:
@@ -103,10 +79,8 @@ def sweep(config: Config, options: Namespace) -> dict:
     say(f"{config.iter_tokens:,} tokens per iteration on {machine['device']}, {machine['dtype']}")
     for row in rows:
         row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
-        line = f"{row['batch_size']:>5} x {row['gradient_accumulation_steps']:<5} {speed_text(row)}"
-        if row is best:
-            line += "  <- fastest"
-        say(line)
+        mark = "  <- fastest" if row is best else ""
+        say(f"{row['name']:>10}  {speed_text(row)}{mark}")
     if options.write:
         write_config(Path(options.write), config, best)
     if options.png:
@@ -130,12 +104,10 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     """The configuration with the fastest micro-batch, as a config file for train.py."""
     # a folder of its own, because the config that was measured may have a run in its own
     config = replace(with_batch(config, best["batch_size"]), out_dir=f"out/{path.stem}")
-    machine = best["machine"]
-    lines = [
-        f"# The fastest micro-batch of a sweep: {speed_text(best)}",
-        f"# {machine['device']}, {machine['dtype']}, torch {machine['torch']}, {machine['date']}",
-    ]
-    path.write_text("\n".join(lines) + "\n\n" + print_config(config))
+    m = best["machine"]
+    measured = f"# The fastest micro-batch of a sweep: {speed_text(best)}\n"
+    where = f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}\n\n"
+    path.write_text(measured + where + print_config(config))
     say(f"wrote {path}")
 
 

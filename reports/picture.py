@@ -40,13 +40,11 @@ def save_picture(runs: list[RunRecords], path: Path) -> None:
     Write a PNG of one run or of several. Raises OSError, and then leaves the old file as it was.
     """
     # not pyplot: it keeps every figure and may look for a screen
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    # a "$" in a run's name begins no formula
-    with rc_context({"text.parse_math": False}), replacing(path) as file:
+    with replacing(path) as file:
         draw(figure, runs)
         figure.savefig(file, format="png", dpi=110)
 

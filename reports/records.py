@@ -66,8 +66,7 @@ class RunRecords:
     Its records are columns, ordered by iteration: one array for each value of a kind of record. A
     value that is not known is NaN. Added to the values in metrics.jsonl are
 
-    - `step["iters"]`: how many iterations a record is the mean of
-    - `step["seconds"]`: the time of those iterations
+    - `step["seconds"]`: the time of the iterations that a record is the mean of
     - `eval["tokens"]`: tokens trained on before the evaluation
     - `eval["hours"]`: time spent until the end of the evaluation: iterations, evaluations and
       checkpoints, without start-up and compilation
@@ -115,15 +114,14 @@ def number(value: float | None) -> float:
 
 def add_totals(run: RunRecords, first_iter: int = 0) -> None:
     """
-    Add what follows from other columns: iters and seconds of steps, tokens and hours of
-    evaluations, iterations and tokens of the run.
+    Add what follows from other columns: seconds of steps, tokens and hours of evaluations,
+    iterations and tokens of the run.
     """
     step, evals = run.step, run.eval
     usual_ms = percentile(step["step_ms"], 50)
-    # a step record stands for the iterations since the record before it
-    step["iters"] = np.diff(step["iter"], prepend=first_iter - 1)
     known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
-    step["seconds"] = step["iters"] * known_ms / 1e3
+    # a step record stands for the iterations since the record before it
+    step["seconds"] = np.diff(step["iter"], prepend=first_iter - 1) * known_ms / 1e3
 
     # from the step records: iter * tokens_per_iter is wrong if a resume changed the batch
     tokens = total_at(evals["iter"], step["iter"], step["tokens"], run.tokens_per_iter)

@@ -353,7 +353,6 @@ def small(**changes) -> list[str]:
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
     monkeypatch.setattr(measure, "WINDOW_SECONDS", 0.1)
-    monkeypatch.setitem(modes.MATMUL_SIZE, "cpu", 256)
     # new processes: on a busy machine, models this small only wait for a second thread
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -377,9 +376,8 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
     assert r["tokens_per_sec"] == pytest.approx(256 / r["step_ms"] * 1000)
     # N = 50304 * 32 + 2 * (12 * 32^2 + 2 * 32) + 32 = 1,634,464 and 12 L C T = 24,576
     assert r["mfu"] == pytest.approx((6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 0.5e12)
-    assert r["step_ms_range"][0] <= r["step_ms"] <= r["step_ms_range"][1]
-    tflops = (6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 1e12
-    assert r["mfu_of_matmul"] == pytest.approx(tflops / r["matmul_tflops"])
+    slowest, fastest = r["tokens_per_sec_range"]
+    assert slowest <= r["tokens_per_sec"] <= fastest
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     console = capsys.readouterr()
     assert console.err == "vocabulary 50,257, GPT-2's, as dataset none is missing\n"
@@ -441,18 +439,20 @@ def test_sweep_measures_for_real(tmp_path):
     r = run(tmp_path, "sweep", *small(batch_size=1, gradient_accumulation_steps=1), "--trials=1")
     (row,) = r["rows"]
     assert (row["batch_size"], row["gradient_accumulation_steps"]) == (1, 1)
-    assert row["tokens_per_iter"] == 32 and row["tokens_per_sec"] > 0 and row["trials"] == 1
+    assert row["tokens_per_iter"] == 32 and row["tokens_per_sec"] > 0
+    assert len(set(row["tokens_per_sec_range"])) == 1  # one trial
     assert r["fastest"] == 1
 
 
 IDLE = f"""
+import os
 import sys
 import time
 sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import measure
 if __name__ == "__main__":
     pool = measure.new_process()
-    print(pool.submit(measure.os.getpid).result(), flush=True)
+    print(pool.submit(os.getpid).result(), flush=True)
     time.sleep(600)
 """
 
@@ -532,7 +532,7 @@ def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch,
     r = run(tmp_path, "sweep", *small())
     assert [p["tokens_per_sec"] for p in r["rows"]] == [1000, 2000, 4000, None]
     assert r["fastest"] == 4
-    assert "8 x 1     out of memory" in capsys.readouterr().out
+    assert "8 x 1  out of memory" in capsys.readouterr().out
 
 
 def fake_attempt(rate, most=math.inf):

@@ -553,13 +553,6 @@ def test_a_folder_given_for_the_picture_is_one_line(tmp_path, script, monkeypatc
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
-def test_a_dollar_in_a_runs_name_is_no_formula(tmp_path):
-    runs = [write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0}) for name in ("$\\frac{$", "b")]
-    for some in (runs, runs[:1]):
-        picture.save_picture(compare.read_runs(some, None), tmp_path / "x.png")
-        png_size(tmp_path / "x.png")
-
-
 def test_a_run_of_less_than_a_second_is_not_shown_as_none():
     shown = [compare.time_text(seconds / 3600) for seconds in (0.0042, 0.42, 4.2, 42, 4200)]
     assert shown == ["0.0042s", "0.42s", "4.2s", "42s", "1h10m"]
