@@ -132,8 +132,10 @@ def say_what_it_holds(folder: Path, manifest: dict, written: Path | None = None)
         say(f"text: {size:,} bytes, {size / total:.3f} bytes per token")
     config = "config/quickstart.py" if total < SMALL_DATASET else "config/gpt124m_4070.py"
     name = folder.name if folder.parent == Path("data") else folder
-    own = [f"--dataset={name}", f"--out_dir=out/{Path(config).stem}_{folder.name}"]
-    arguments = [str(written)] if written else [config, *own]
+    arguments = [config, f"--dataset={name}", f"--out_dir=out/{Path(config).stem}_{folder.name}"]
+    own = written or Path("config", f"{folder.name}.py")
+    if own.exists():  # written now, or by an earlier --write
+        arguments = [str(own)]
     command = shlex.join(["python", "train.py", *arguments])
     unfinished = "unfinished: the command that began it continues it"
     say(f"next: {command}" if manifest["complete"] else unfinished)

@@ -266,17 +266,20 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         data = open_dataset(config.dataset)
     problems = []
     theirs = start.weights["tokenizer"] if start.weights else data.tokenizer
-    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
-        other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
-        problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
-    elif "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
+    if "unknown" not in (theirs["kind"], data.tokenizer["kind"]) and theirs != data.tokenizer:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
-        known = f"the weights of init_from={config.init_from} another one, {theirs['kind']}"
+        holder = config.out_dir if start.resumed else f"init_from={config.init_from}"
+        known = f"the weights of {holder} another one, {theirs['kind']}"
         name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
         mend = f"prepare or stream it with --tokenizer={name}"
         if theirs["kind"] == "char":
             mend = "only the folder with their meta.pkl fits: --dataset=PATH"
+        if start.resumed and not config.stream:
+            mend = "for a new run give another --out_dir"
         problems.append(f"{held}, {known}; {mend}")
+    elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
+        other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
+        problems.append(f"dataset: {other}; restore it, or start anew with another --out_dir")
     elif start.weights and start.weights["vocab"] < data.vocab:
         known = f"that of init_from={config.init_from} only {start.weights['vocab']}"
         problems.append(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
