@@ -192,7 +192,7 @@ def loss_verdict(
         return "not comparable: unequal tokenizers"
     if len({run.config.get("dataset") for run in runs} - {None}) > 1 and not in_bits:
         return "not comparable: unequal datasets"
-    if len({run.config.get("eval_tokens", 0) for run in runs} - {0}) > 1:
+    if len({run.config.get("eval_tokens", 0) for run in runs} - {0}) > 1 and not in_bits:
         return "not comparable: unequal eval_tokens"
     names = [run.name for run in runs]
     if noise is None:

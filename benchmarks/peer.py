@@ -46,7 +46,7 @@ def main(config: Config, options: Namespace) -> dict:
         rate = config.iter_tokens / statistics.median(seconds[side])
         gib = f"{memory[side] or math.nan:.2f} GiB"
         say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
-    span = f"({low:.3f} to {high:.3f} over {len(ratios)} pairs of windows)"
+    span = f"(median of {len(ratios)} pairs in turn, {low:.3f} to {high:.3f})"
     memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
     of_memory = f"{memory_ratio or math.nan:.3f} x the memory, both in {hw.dtype_name}"
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")

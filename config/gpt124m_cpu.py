@@ -1,6 +1,7 @@
 # GPT-124M on a CPU: to try the whole machinery at full model size, not to finish a training.
 # Two cores with native bfloat16 do some 400 tokens/s: 10B tokens would take nine months.
 out_dir = "out/gpt124m_cpu"
+init_from = "auto"  # the same command resumes where it was stopped
 dataset = "fineweb_edu"
 
 batch_size = 4

@@ -118,7 +118,7 @@ def looks_like(content: bytes, controls: int, given: str | None) -> str:
     if not given:
         mend += f" (or --encoding={name} for all such files)"
     reads = f"as {name} it reads {excerpt(str(found))!r}"
-    return f"{reads}: if that is right, {mend}; else another name"
+    return f"{reads}: if that is right, {mend}; else another encoding"
 
 
 def excerpt(text: str) -> str:
@@ -270,8 +270,8 @@ def describe(text: OwnText, names: list[str], given: str | None) -> list[str]:
     what is for validation, a line each.
     """
     others = set(local_files(names, ("",))) - set(text.files)
-    left_out = Counter(Path(name).suffix or "without ending" for name in others)
-    left_out += Counter(empty=text.sizes.count(0))
+    left_out = Counter(Path(name).suffix or Path(name).name for name in sorted(others))
+    left_out += Counter({"empty text": text.sizes.count(0)})
     in_given = [name for name, encoding in text.encodings.items() if encoding == given]
     pieces = [f"{name} {excerpt(Path(name).read_text(given))!r}" for name in in_given]
     lines = {"read": Counter(text.encodings.values()), f"as {given}": Counter(pieces)}

@@ -95,9 +95,9 @@ def separate_evaluations(run: RunRecords) -> None:
     usual_ms = percentile(step["step_ms"][~evaluated & (step["iter"] > 0)], 50)
     for i, it in enumerate(evals["iter"]):
         step_ms = step["step_ms"][step["iter"] == it]
-        if it > 0 and len(step_ms):
+        # the first iteration's time holds compilation, too
+        if (it > 0 or run.config.get("compile") is False) and len(step_ms):
             evals["seconds"][i] = max(0, step_ms[0] - usual_ms) / 1e3
-    # the first iteration holds compilation, too
     step["step_ms"][evaluated | (step["iter"] == 0)] = math.nan
     step["tokens"] = step["iter"] * run.tokens_per_iter
     step["tokens_per_sec"] = run.tokens_per_iter / step["step_ms"] * 1e3

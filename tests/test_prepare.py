@@ -191,7 +191,7 @@ UNREADABLE = {
     "latin.md": (("x\n" * 9 + "caf\u00e9").encode("latin1"), "as cp1252 it reads 'caf\u00e9': if "),
     "cp1251.txt": (
         RUSSIAN.encode("cp1251"),
-        "(or --encoding=cp1251 for all such files); else another name",
+        "(or --encoding=cp1251 for all such files); else another encoding",
     ),
     "sjis.txt": (
         MANY.encode("shift_jis"),
@@ -257,7 +257,7 @@ def test_an_encoding_is_for_the_files_that_are_not_utf8(tmp_path, capsys, name, 
     assert f"read: utf-8 (2), utf-16, {encoding}\n" in printed
     # a wrong --encoding that fits is seen by what it makes of the text
     assert f"as {encoding}: {tmp_path / name} '{content.decode(encoding)[:4]}" in printed
-    assert "left out: .jpg, empty\n" in printed
+    assert "left out: .jpg, empty text\n" in printed
     # neither noise nor UTF-8 with a broken byte becomes text by it
     for other in ("scan.txt", "damaged.txt"):
         (tmp_path / other).write_bytes(UNREADABLE[other][0])
@@ -693,7 +693,7 @@ def test_errors_are_lines_and_not_tracebacks(tmp_path):
     assert code == 2 and stdout == ""
     looks = "no text in UTF-8; as cp1252 it reads 'caf\u00e9': if that is right, "
     looks += "iconv -f cp1252 -t utf-8 FILE > NEW (or --encoding=cp1252 for all such files); "
-    looks += "else another name"
+    looks += "else another encoding"
     assert stderr.splitlines() == [f"error: {tmp_path}/{n}.txt: {looks}" for n in "ab"]
     assert not (tmp_path / "out").exists()
 
