@@ -651,7 +651,7 @@ def test_peer_compares_equal_work(tmp_path, capsys, warm_processes):
     assert r["first_loss"]["ours"] == pytest.approx(math.log(50304), abs=0.2)
     assert 0.5 < r["memory_ratio"] < 2  # the same work in two processes
     assert r["speed_ratio_range"][0] <= r["speed_ratio"] <= r["speed_ratio_range"][1]
-    assert "over 3 pairs" in capsys.readouterr().out
+    assert "median of 3 pairs" in capsys.readouterr().out
 
 
 def test_peer_refuses_another_loss(tmp_path, warm_processes):
