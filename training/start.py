@@ -208,7 +208,8 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         say(f"resume: these are no longer keys and are ignored: {', '.join(sorted(unknown))}")
     horizon = progress.lr_horizon
     unmoved = horizon not in (config.max_iters, NEVER) and "lr_decay_iters" not in config.given
-    if config.lr_schedule != "constant" and unmoved and ranks.is_main:
+    decays = config.lr_schedule != "constant" and not config.eval_only
+    if decays and unmoved and ranks.is_main:
         ends = f"the rate reaches min_lr = {config.min_lr:g} at iteration {horizon:,}, the old end"
         ends += "" if config.min_lr else ", and nothing is learnt after it"
         warn(f"{config.out_dir}: {ends}; --lr_decay_iters={config.max_iters} moves that")
