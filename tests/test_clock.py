@@ -354,8 +354,9 @@ def test_an_explicit_max_iters_ends_earlier_and_the_schedule_with_it(run, world,
     assert records(tmp_path, "end")[0]["reason"] == "max_iters"
 
 
-def test_a_warm_up_longer_than_a_tenth_of_the_time_becomes_that(run, world, tmp_path):
+def test_a_warm_up_longer_than_a_tenth_of_the_time_becomes_that(run, world, tmp_path, capsys):
     run(hours=1, warmup_iters=2000)
+    assert "; warm-up: 2,000 iterations, a tenth of the time at most\n" in capsys.readouterr().out
     lr = rates(tmp_path)
     assert lr.index(max(lr)) == pytest.approx(world.steps / 10, abs=6) and max(lr) > 0.95
     assert lr[-1] == 0.0

@@ -785,7 +785,7 @@ DAMAGE = {
     ),
     "no manifest": (
         lambda f: (f / "manifest.json").unlink(),
-        "manifest.json: not readable as JSON",
+        "manifest.json: No such file",
     ),
     "no JSON": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "not readable as JSON"),
 }

@@ -180,6 +180,8 @@ class RunLog:
         if c.by_clock and not c.eval_only:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"
             end = f"in {c.out_dir}; stops by about {clock_time(self.seconds_left())}"
+            if c.warmup_iters:
+                end += f"; warm-up: {c.warmup_iters:,} iterations, a tenth of the time at most"
             say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
         elif not c.eval_only:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
@@ -245,12 +247,8 @@ class RunLog:
         self.record("step", **values)
         if self.mean_loss is None and self.config.max_iters == NEVER and ranks.is_main:
             # the first line of a run by the clock: now its speed is known
-            tokens = last.tokens + tokens_per_sec * self.seconds_left()
+            tokens = last.tokens + tokens_per_sec * self.clock.left()
             warn_of_epochs(self.config, tokens, self.train_tokens)
-            iters = tokens // self.config.iter_tokens
-            if 10 * self.config.warmup_iters > iters:
-                tenth = f"{iters / 10:,.0f} iterations, a tenth of those that the time holds"
-                say(f"warm-up: about {tenth}, in place of {self.config.warmup_iters:,}")
         self.mark_spike(last.iter_num, values["loss"])
         advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
         if advice and not self.said_threads:
