@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-from configurator import FIELDS, NEVER
+from configurator import FIELDS, NEVER, saved_config
 from reports.curves import learning_curve, loss_at, reach
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, millions, save_picture
@@ -192,8 +192,10 @@ def loss_verdict(
         return "not comparable: unequal tokenizers"
     if len({run.config.get("dataset") for run in runs} - {None}) > 1 and not in_bits:
         return "not comparable: unequal datasets"
-    if len({run.config.get("eval_tokens", 0) for run in runs} - {0}) > 1 and not in_bits:
-        return "not comparable: unequal eval_tokens"
+    # nanoGPT draws its tokens from the whole split
+    fixed = [run.config for run in runs if run.config.get("eval_tokens") is not None]
+    if len({saved_config(config).eval_size for config in fixed}) > 1 and not in_bits:
+        return "not comparable: unequal tokens evaluated"
     names = [run.name for run in runs]
     if noise is None:
         return verdict(names, values, "lower", "less", same=SAME_TO_LOSS)

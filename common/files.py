@@ -75,10 +75,9 @@ def read_json(path: Path, mend: str) -> dict:
     """A JSON object from a file. Raises UserError, which ends in `mend`."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {mend}") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); {mend}") from None
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or f"not readable as JSON ({error})"
+        raise UserError(f"{path}: {reason}; {mend}") from None
 
 
 def lack_of_space(folder: Path, needed: int) -> str:

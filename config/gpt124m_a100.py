@@ -12,7 +12,7 @@ warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT. For the reasons see config/gpt124m_4070.py
 max_iters = 19073
 
-eval_interval = 1000  # every 45 minutes
+eval_interval = 1000  # every 44 minutes
 eval_tokens = 2097152
 checkpoint_interval = 250  # a rented machine may vanish: about 11 minutes are lost
 log_interval = 10

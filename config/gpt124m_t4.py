@@ -16,7 +16,7 @@ max_iters = 19073
 
 eval_interval = 250  # every 80 minutes
 eval_tokens = 2097152
-checkpoint_interval = 50  # about 17 minutes are lost
+checkpoint_interval = 50  # about 16 minutes are lost
 log_interval = 10
 sample_tokens = 100
 

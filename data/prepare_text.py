@@ -55,7 +55,7 @@ ENCODINGS = "cp1251 koi8_r shift_jis gb18030 big5 euc_kr utf_16_le".split()
 
 PIECES = 16  # of large documents make up validation: more than one subject, or language
 GOLDEN_RATIO = 0.6180339887498949  # so many steps of this share of a text as you like fall evenly
-MOST_NAMES = 10  # in a line
+MOST_NAMES = 16  # in a line
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 
 # -----------------------------------------------------------------------------
@@ -209,7 +209,8 @@ class OwnText:
         self.sha256.update(repr(self.shares).encode())
 
     def name(self, document: int) -> str:
-        file = self.files[bisect.bisect(self.starts, document) - 1]
+        path = Path(self.files[bisect.bisect(self.starts, document) - 1])
+        file = os.path.join(*path.parts[-2:])
         return file if self.shares[document] == 1 else f"the end of {file}"
 
 

@@ -15,7 +15,7 @@ from reports.records import Records, RunRecords, add_totals, known_keys, percent
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 # where nanoGPT's defaults differ from this program's; it pads GPT-2's vocabulary only
 NANOGPT_DEFAULTS = {"device": "cuda", "dtype": "bfloat16", "lr_decay_iters": 600000}
-NANOGPT_DEFAULTS |= {"pad_vocab_multiple": None}
+NANOGPT_DEFAULTS |= {"pad_vocab_multiple": None, "eval_tokens": None}
 
 N = r"-?(?:[\d.]+|nan|inf)"
 # kind of record -> the line that it is read from; groups are named as in metrics.jsonl

@@ -299,6 +299,22 @@ def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
         assert row(out, label).endswith("not comparable: unequal datasets")
 
 
+# settings of two runs, one of which reads 4,096 tokens of each split in an evaluation
+@pytest.mark.parametrize(
+    "other, verdict",
+    [
+        (dict(batch_size=4, eval_iters=2), "a 1.0000 lower"),
+        (dict(batch_size=4), "not comparable: unequal tokens evaluated"),
+    ],
+)
+def test_losses_on_unequal_numbers_of_tokens_are_not_compared(tmp_path, script, other, verdict):
+    sizes = dict(eval_tokens=0, eval_iters=1, batch_size=8, block_size=512)
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 2.0}, **sizes)
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0}, **sizes | other)
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "val loss at iteration").endswith(verdict)
+
+
 def test_a_dataset_given_by_its_path_is_the_same_dataset(tmp_path, script):
     """As nanoGPT's log has it, and a run here on nanoGPT's own folder."""
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, dataset="shakespeare_char")

@@ -130,7 +130,7 @@ def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_
     book.write_text(whole)
     assert from_text(book, f"--out={out}", "--val_fraction=0.25") == 0
     (val,) = validation_of(out, [whole])
-    assert f"validation: the end of {book}\n" in capsys.readouterr().out
+    assert f"validation: the end of {tmp_path.name}/book.txt\n" in capsys.readouterr().out
     assert val.startswith("paragraph") and 0.25 <= len(val) / len(whole) < 0.3
     with pytest.raises(UserError, match=r"other text .*\(revision\); choose another --out, or del"):
         from_text(book, f"--out={out}", "--val_fraction=0.5")
@@ -164,8 +164,16 @@ def test_validation_is_from_all_over_the_text(tmp_path, capsys):
     assert {text[0] for text in val} == set("abcdef")
     assert 0.05 <= sum(map(len, val)) / sum(map(len, texts)) < 0.075
     (line,) = {s for s in capsys.readouterr().out.splitlines() if s.startswith("validation: ")}
-    assert line.count("the end of ") == 10 and line.endswith(f", and {len(val) - 10} more")
+    assert line.count("the end of ") == len(val) == 16
     assert all(f"{texts.index(text):02}.txt" in line for text in texts if text.endswith(val[0]))
+
+
+def test_a_line_names_no_more_than_sixteen_files(tmp_path, capsys):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text("words " * 20)
+    assert from_text(tmp_path, f"--out={tmp_path / 'out'}", "--val_fraction=0.5") == 0
+    (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("validation: ")]
+    assert line.count(".txt") == 16 and line.endswith(" more")
 
 
 def test_rows_for_validation_are_whole_and_never_trained_on(tmp_path, capsys):
@@ -174,7 +182,7 @@ def test_rows_for_validation_are_whole_and_never_trained_on(tmp_path, capsys):
     assert from_text(source, f"--out={tmp_path / 'out'}") == 0
     val = validation_of(tmp_path / "out", texts)
     assert set(val) < set(texts) and 30 < len(val) < 60
-    assert f"validation: {source} ({len(val)})\n" in capsys.readouterr().out
+    assert f"validation: {tmp_path.name}/a.parquet ({len(val)})\n" in capsys.readouterr().out
     numbers = [texts.index(text) for text in val]
     assert max(b - a for a, b in zip([0, *numbers], [*numbers, 1000], strict=True)) < 150
 

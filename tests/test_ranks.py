@@ -640,7 +640,7 @@ BAD_STARTS = {
         "",
         dict(gradient_accumulation_steps=3),
         "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; "
-        "a multiple of 2 can; 4 with --batch_size=3 is the same training",
+        "a multiple of 2 can; 4 with --batch_size=3 --eval_tokens=256 is the same training",
     ),
     "GPUs where there are none": (
         "ranks.torch.cuda.is_available = lambda: False",

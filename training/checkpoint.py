@@ -43,8 +43,8 @@ class Checkpoints:
     def __init__(self, config: Config, ranks: Ranks, check: Callable[[dict, Path], None]):
         """
         `check` raises UserError for a state that cannot be resumed, and is asked of the first one
-        saved. Raises UserError where another run is in the folder. One that is not there yet is
-        made by `claim_folder`: a mistake in the configuration leaves no trace.
+        saved. Raises UserError where another run is in the folder. A folder that no run has had yet
+        is made or taken by `claim_folder`: a mistake in the configuration leaves no trace.
         """
         self.check, self.checked = check, False
         self.failed = False  # the last save has; another one would only fail again
@@ -57,7 +57,7 @@ class Checkpoints:
             ranks.from_main(self.lock_existing)
 
     def lock_existing(self) -> None:
-        if self.out_dir.is_dir():
+        if (self.out_dir / "lock").exists():
             self.lock = lock_folder(self.out_dir)
 
     def claim_folder(self, resumed: Progress | None) -> None:

@@ -222,7 +222,8 @@ def check_shares(config: Config, n: int) -> list[str]:
     mend, fits = f"a multiple of {n} can", (accum // n + 1) * n
     size, rest = divmod(config.batch_size * accum, fits)
     if not rest:
-        mend += f"; {fits} with --batch_size={size} is the same training"
+        pair = f"--batch_size={size} --eval_tokens={config.eval_size}"
+        mend += f"; {fits} with {pair} is the same training"
     return [f"gradient_accumulation_steps: {shared}; {mend}"] if accum % n else []
 
 

@@ -167,8 +167,9 @@ def test_the_best_evaluation_is_kept_where_the_sample_after_it_fails(
 @pytest.mark.parametrize("exists", [True, False])
 def test_of_two_runs_that_start_together_one_has_the_folder(exists, dataset, tmp_path, monkeypatch):
     out_dir, open_data, codes = tmp_path / "run", train.open_data, []
-    if exists:
+    if exists:  # as an earlier run has left it
         out_dir.mkdir()
+        (out_dir / "lock").touch()
 
     def slow(*args):
         # the other one, from its start to its end
