@@ -25,7 +25,7 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int, va
         tokenizer=tokenizer,
         train=train,
         bigram_rows=16384 if tokenizer.vocab == BYTE_VOCAB else 65536,
-        dropout=0.2 if train < 500_000 else 0.1 if train < 2_000_000 else 0.0,
+        dropout=0.2 if train < 500_000 else 0.1 if train < 850_000 else 0.0,
         max_iters=max_iters,
         eval_interval=1 + max_iters // 10,
         eval_tokens=min(val, MOST_EVAL_TOKENS),
