@@ -32,7 +32,8 @@ from data.tokenizer import Tokenizer, encode_rows, read_bpe
 
 FORMAT = "uint16 shards, llm.c header"
 # What must be the same for a preparation to continue
-IDENTITY = ("format", "tokenizer", "vocab", "tokenizer_sha256", "source", "revision", "settings")
+IDENTITY = ("format", "tokenizer", "vocab", "tokenizer_sha256", "source", "revision")
+IDENTITY += ("train_tokens", "val_tokens", "val_documents", "shard_tokens")  # its settings
 
 SPARE_BYTES = 50_000_000  # left free on the disk
 READ_AHEAD = 2  # batches of documents for each thread that tokenises
@@ -301,7 +302,8 @@ def open_folder(plan: Plan) -> tuple[dict, BinaryIO | None]:
     own_json = folder / "tokenizer.json"  # written first; it may be all that a kill has left
     if (folder / "manifest.json").exists():
         found = read_preparation(folder)
-        if differs := [key for key in IDENTITY if found.get(key) != manifest.get(key)]:
+        then, now = found | found.get("settings", {}), manifest | manifest["settings"]
+        if differs := [key for key in IDENTITY if then.get(key) != now.get(key)]:
             problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
             raise UserError(f"{folder}: {problem}; choose another --out, or delete that folder")
         manifest = found

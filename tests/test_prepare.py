@@ -712,7 +712,7 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     fineweb(*flags)
     before = contents(out)
     assert fineweb(*flags) == 0  # nothing to do
-    with pytest.raises(UserError, match=r"\(settings\); choose another --out, or delete"):
+    with pytest.raises(UserError, match=r"\(shard_tokens\); choose another --out, or delete"):
         fineweb(*flags, "--shard_tokens=1k")
     write_parquet(source, documents(60))
     with pytest.raises(UserError, match=r"\(revision\); choose another --out"):
