@@ -347,7 +347,7 @@ class RunLog:
         """The last lines: why the run ended, and where its wall time went."""
         total, seconds = self.ledger.total(), self.ledger.seconds
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s >= 0.05]
-        spent = ", ".join(shares).replace("evaluation", "evaluation with sample and picture")
+        spent = ", ".join(shares).replace("evaluation", "evaluation with any sample and picture")
         say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
         iters, tokens = progress.iter_num, progress.tokens
         by_clock = reason in ("hours", "until")
