@@ -3,6 +3,7 @@ The config file of prepare_text.py --write: a small fast model for a text that i
 docs/own_text.md has the rule and what was measured.
 """
 
+import math
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,8 @@ TEMPLATE = Path(__file__).with_name("own_config.template")
 BLOCK_SIZE, ITER_TOKENS = 256, 2048  # as the template has them
 MOST_TOKENS = 5_000_000  # to train on: ten minutes on two CPU cores, with time to spare
 MOST_EPOCHS = 10
+# below so many training tokens
+DROPOUT = ((500_000, 0.2), (850_000, 0.1), (2_000_000, 0.05), (math.inf, 0.0))
 MOST_EVAL_TOKENS = 2**18  # all of validation in up to 5 MB of text
 
 
@@ -25,7 +28,7 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int, va
         tokenizer=tokenizer,
         train=train,
         bigram_rows=16384 if tokenizer.vocab == BYTE_VOCAB else 65536,
-        dropout=0.2 if train < 500_000 else 0.1 if train < 850_000 else 0.0,
+        dropout=next(dropout for tokens, dropout in DROPOUT if train < tokens),
         max_iters=max_iters,
         eval_interval=1 + max_iters // 10,
         eval_tokens=min(val, MOST_EVAL_TOKENS),
