@@ -35,8 +35,8 @@ LAPTOP_MFU = (0.25, 0.50, 0.80)
 OTHER_MFU = (0.25, 0.35, 0.50)
 MFU_MARGIN = 0.1  # around published ones, which are of another program on another machine
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
-# The driver needs the rest of a card's memory. Of the size in its data sheet torch shows 91 to
-# 98 %, least where ECC is on (T4, A10, L4), and a desktop takes its share.
+# The driver needs the rest of a card's memory. Torch shows less than the size in its data sheet,
+# least where ECC is on (a T4 14.6 of 16 GiB), and a desktop takes its share.
 USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
