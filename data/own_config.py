@@ -30,7 +30,7 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int, va
         out_dir=f"out/{path.stem}",
         tokenizer=tokenizer,
         train=train,
-        bigram_rows=16384 if is_bytes else 65536,
+        bigram_rows=16384 if is_bytes else 0 if train < MOST_TOKENS else 65536,
         dropout=next(share for tokens, share in dropout if train < tokens),
         max_iters=max_iters,
         eval_interval=1 + max_iters // 10,
