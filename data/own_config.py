@@ -15,7 +15,7 @@ MOST_TOKENS = 5_000_000  # to train on: ten minutes on two CPU cores, with time 
 MOST_EPOCHS = 10
 # below so many training tokens
 BYTE_DROPOUT = ((500_000, 0.2), (850_000, 0.1), (math.inf, 0.0))
-BPE_DROPOUT = ((2_000_000, 0.2), (5_000_000, 0.1), (math.inf, 0.0))
+BPE_DROPOUT = ((500_000, 0.2), (MOST_TOKENS, 0.1), (math.inf, 0.0))
 MOST_EVAL_TOKENS = 2**18  # all of validation in up to 5 MB of text
 
 
