@@ -101,7 +101,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.extend(k, v)
         if self.looks_back:
             k = offset_keys(k)
-        # as in model.py
+        # as in model.py, but without dropout: Block has it, on what attention adds
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=0.0, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))

@@ -106,8 +106,8 @@ def read_run(out_dir: str) -> dict:
     Says so.
     """
     state, best = read_weights(out_dir), Path(out_dir).expanduser() / "best.pt"
-    if best.exists() and Progress(**state["progress"]).has_turned:
-        complain(f"the newest, {state['source']}, has learnt its text by heart; taking best.pt")
+    if best.exists() and Progress(**state["progress"]).past_best:
+        complain(f"the newest, {state['source']}, is clearly worse on validation; taking best.pt")
         state = read_weights(str(best))
     return state
 

@@ -307,8 +307,8 @@ def main(argv: list[str]) -> int:
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = total // bytes_per_token + len(text.sizes)
     plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
-    plan.val_documents, plan.write = len(text.shares), arguments.write
-    plan.least_tokens = BLOCK_SIZE + 1 if plan.write else LEAST_TOKENS
+    plan.val_documents, plan.config = len(text.shares), arguments.write
+    plan.least_tokens = BLOCK_SIZE + 1 if plan.config else LEAST_TOKENS
     least_bytes = plan.least_tokens * bytes_per_token / arguments.val_fraction
     plan.mend = f"give more text, about {100 * math.ceil(least_bytes / 100):,} bytes in all"
     return prepare(plan, text, arguments.workers)

@@ -60,7 +60,7 @@ class Plan:
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # of each split
     mend: str = "give more text, or a lower --val_tokens"  # where a split has fewer
-    write: Path | None = None  # a config file to make for it
+    config: Path | None = None  # a file to make for it
 
     def manifest(self) -> dict:
         """The manifest to begin with."""
@@ -93,9 +93,9 @@ def prepare(plan: Plan, source: Source, workers: int) -> int:
         except OSError as error:  # a full disk, which names no file, or a text that has gone
             path = error.filename or plan.folder
             raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
-    if plan.write:
-        write_config(plan.write, plan.folder, plan.tokenizer, **tokens_of(writer.manifest))
-    say_what_it_holds(plan.folder, writer.manifest, plan.write)
+    if plan.config:
+        write_config(plan.config, plan.folder, plan.tokenizer, **tokens_of(writer.manifest))
+    say_what_it_holds(plan.folder, writer.manifest, plan.config)
     return 0
 
 

@@ -21,7 +21,7 @@ from data import own_config, prepare_text
 from training.pretrained import read_weights
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
-SHORT = [f"--{key}={value}" for key, value in dict(device="cpu", dtype="float32").items()]
+CPU = ["--device=cpu", "--dtype=float32"]
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
@@ -35,13 +35,13 @@ def test_two_commands_and_a_sample(tokenizer, tmp_path, script, monkeypatch):
     assert code == 0
     assert out.splitlines()[-1] == "next: python train.py config/my.py"
     written = Path("config/my.py").read_text()
-    assert script(train.main, "config/my.py", "--max_iters=2", "--sample_tokens=5", *SHORT)[0] == 0
+    assert script(train.main, "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU)[0] == 0
     (command,) = re.findall("^# python (sample.*)$", written, re.MULTILINE)
     words = shlex.split(command)[1:]
     code, out, _ = script(sample.main, *words, "--start=To", "--max_new_tokens=9", "--device=cpu")
     assert code == 0 and out.startswith("To")
     # the numbers are literal, for the person who edits them
-    assert re.search(r"^max_iters = \d+  # .*tokens", written, re.MULTILINE)
+    assert re.search(r"^max_iters = \d+ ", written, re.MULTILINE)
     # nobody's file is overwritten, and no folder is advised to be
     for name in ("config/my.py", "config"):
         code, out, err = script(prepare_text.main, "my text.txt", f"--write={name}")
@@ -85,23 +85,22 @@ def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
     "tokens, kind, dropout, iterations, rows",
     [
         (300_000, "byte", 0.2, 1465, 16384),  # ten readings
-        (700_000, "byte", 0.1, 2442, 16384),  # 5M tokens
-        (1_000_000, "byte", 0.0, 2442, 16384),
-        (1_000_000, "bpe", 0.1, 2442, 0),
-        (3_000_000, "bpe", 0.1, 2442, 0),
-        (9_000_000, "bpe", 0.0, 2442, 65536),
-        (3_000_000, "byte", 0.0, 2442, 16384),
-        (400_000, "bpe", 0.2, 1954, 0),
+        (499_999, "byte", 0.2, 2442, 16384),
+        (500_000, "byte", 0.1, 2442, 16384),  # 5M tokens
+        (849_999, "byte", 0.1, 2442, 16384),
+        (850_000, "byte", 0.0, 2442, 16384),
+        (500_000, "bpe", 0.1, 2442, 0),
+        (4_999_999, "bpe", 0.1, 2442, 0),
+        (5_000_000, "bpe", 0.0, 2442, 65536),
     ],
 )
-def test_the_rule_is_that_of_its_page(tokens, kind, dropout, iterations, rows, tmp_path):
+def test_the_rule_changes_at_its_thresholds(tokens, kind, dropout, iterations, rows, tmp_path):
     path, vocab = tmp_path / "my.py", dict(byte=256, bpe=4096)[kind]
     tokenizer = SimpleNamespace(kind=kind, vocab=vocab)
     own_config.write_config(path, tmp_path / "data", tokenizer, tokens, 9)
     c = load_config([str(path)])
     assert (c.dropout, c.max_iters, c.bigram_rows) == (dropout, iterations, rows)
     assert (c.iter_tokens, c.block_size) == (own_config.ITER_TOKENS, own_config.BLOCK_SIZE)
-    assert max(map(len, path.read_text().splitlines())) <= 100
 
 
 def test_gpt2s_tokens_are_sent_to_fine_tuning(tmp_path, script):
@@ -124,7 +123,7 @@ def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
     assert not path.exists()
     text.write_text("x" * (2 * least - 2))
     assert prepare_text.main(half) == 0
-    flags = [f"--out_dir={tmp_path / 'run'}", "--sample_tokens=0", "--max_iters=1", *SHORT]
+    flags = [f"--out_dir={tmp_path / 'run'}", "--sample_tokens=0", "--max_iters=1", *CPU]
     assert train.main([str(path), *flags]) == 0
 
 
@@ -183,7 +182,7 @@ def test_samples_come_from_the_best_checkpoint_where_the_newest_has_overfitted(
     evaluated(losses, dataset, tmp_path / "a", monkeypatch)
     newest, best = tmp_path / "a/ckpt-00000004.pt", tmp_path / "a/best.pt"
     said, source = source_of(tmp_path / "a")
-    assert said.startswith(f"the newest, {newest}, iteration 4, val loss 3.2000, has learnt")
+    assert said.startswith(f"the newest, {newest}, iteration 4, val loss 3.2000, is clearly worse")
     assert source == f"model: {best}, iteration 2, val loss 3.0000"
     evaluated([*losses, (2.4, 3.3)], dataset, tmp_path / "b", monkeypatch, checkpoint_interval=5)
     (tmp_path / "b/ckpt-00000006.pt").unlink()
@@ -214,7 +213,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
         small = ["--tokens_per_iter=128", "--warmup_iters=0", "--eval_tokens=256"]
         steps = ["--max_iters=6", "--eval_interval=3", "--learning_rate=1e-3", "--compile=False"]
         out_dir = tmp_path / str(number)
-        assert train.main([*arguments, *small, *steps, *SHORT, f"--out_dir={out_dir}"]) == 0
+        assert train.main([*arguments, *small, *steps, *CPU, f"--out_dir={out_dir}"]) == 0
         before, *_, after = records(out_dir, "eval")
         assert after["val_loss"] < before["val_loss"]
 
@@ -223,7 +222,7 @@ def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
     steps = ["--max_iters=8", "--eval_interval=4", "--batch_size=2", "--eval_tokens=512"]
-    short = [*steps, "--sample_tokens=0", *SHORT]
+    short = [*steps, "--sample_tokens=0", *CPU]
     for name, text in (("my", LINES * 100), ("letters", LINES[::-1] * 100)):
         Path(f"{name}.txt").write_text(text)
     assert prepare_text.main(["my.txt", "--write=config/my.py", "--val_fraction=0.2"]) == 0

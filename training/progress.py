@@ -5,7 +5,7 @@ How far a run is.
 import math
 from dataclasses import dataclass, fields
 
-TURNED = 1.01  # a validation loss this many times the best one is more than noise
+TURNED = 1.01  # times the best validation loss: usually more than noise
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Progress:
         self.tokens += tokens
 
     @property
-    def has_turned(self) -> bool:
+    def past_best(self) -> bool:
         """Whether validation was clearly worse at the last evaluation than at `best_iter`."""
         return TURNED * self.best_val_loss < self.val_loss < math.inf
 

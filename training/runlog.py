@@ -312,7 +312,7 @@ class RunLog:
     def note_turn(self, progress: Progress, train_loss: float) -> None:
         """Say once that the model learns the training text by heart, and where the best one is."""
         falls, self.train_loss = train_loss < self.train_loss, train_loss
-        if falls and progress.has_turned and not self.said_turn:
+        if falls and progress.past_best and not self.said_turn:
             best = f"step {progress.best_iter} ({progress.best_val_loss:.4f})"
             kept = "best.pt keeps that model" if progress.best_iter else "lower learning_rate"
             self.warn(progress.iter_num, f"validation has not improved since {best}; {kept}")
