@@ -309,8 +309,8 @@ def main(argv: list[str]) -> int:
     plan = Plan(out, title, text.sha256.hexdigest(), tokenizer, expected_tokens)
     plan.val_documents, plan.config = len(text.shares), arguments.write
     plan.least_tokens = BLOCK_SIZE + 1 if plan.config else LEAST_TOKENS
-    least_bytes = plan.least_tokens * bytes_per_token / arguments.val_fraction
-    plan.mend = f"give more text, about {100 * math.ceil(least_bytes / 100):,} bytes in all"
+    least = 100 * math.ceil(plan.least_tokens / arguments.val_fraction / 100)
+    plan.mend = f"give more text, about {least:,} tokens in all"
     return prepare(plan, text, arguments.workers)
 
 

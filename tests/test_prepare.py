@@ -281,13 +281,13 @@ def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     for size, fraction, message in (
-        (50, 0.05, "each needs at least 65; give more text, about 1,300 bytes in all"),
+        (50, 0.05, "each needs at least 65; give more text, about 1,300 tokens in all"),
         (
             300,
             0.05,
             "300.txt: 16 tokens for validation and 286 for training, each needs at least 65",
         ),
-        (100, 0.5, "give more text, about 200 bytes in all"),
+        (100, 0.5, "give more text, about 200 tokens in all"),
     ):
         Path(f"{size}.txt").write_text("x" * size)
         with pytest.raises(UserError, match=message) as raised:
