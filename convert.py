@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
 from training.build import SkipInit, build_model, build_shapes, is_stock
-from training.pretrained import GPT2_ONLY, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
+from training.pretrained import GPT2_ONLY, NANOGPTS, TRANSPOSED, load_pretrained, read_run
 
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -54,7 +54,7 @@ def ckpt_to_hf(source: str, out: str) -> str:
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
-    state = read_weights(source)
+    state = read_run(source)
     config = replace(GPTConfig(**state["model_config"]), vocab_size=state["vocab"])
     fast = config.model == "fast"
     weights = fast_weights(state, config) if fast else gpt2_weights(state)

@@ -32,8 +32,7 @@ from model import GPT, GPTConfig, Sampling, generate_tokens, sample_next
 from model_fast import FastGPT
 from training import hardware
 from training.build import build_model
-from training.pretrained import read_weights
-from training.progress import Progress
+from training.pretrained import read_run, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -98,18 +97,6 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     for part in parts[1:]:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
     return ids or text.prompt()
-
-
-def read_run(out_dir: str) -> dict:
-    """
-    The state of a run's newest checkpoint, or of best.pt where validation was clearly better then.
-    Says so.
-    """
-    state, best = read_weights(out_dir), Path(out_dir).expanduser() / "best.pt"
-    if best.exists() and Progress(**state["progress"]).past_best:
-        complain(f"the newest, {state['source']}, is clearly worse on validation; taking best.pt")
-        state = read_weights(str(best))
-    return state
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:

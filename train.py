@@ -346,8 +346,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 with log.book("evaluation"):
                     train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
                     log.evaluation(p.iter_num, train_loss, val_loss)
-                    is_best = checkpoints.note_evaluation(p, val_loss)
-                    log.note_turn(p, train_loss)
+                    is_best = checkpoints.note_evaluation(p, train_loss, val_loss)
+                    log.note_turn(p)
                     if text and p.iter_num > 0 and math.isfinite(val_loss):
                         log.sample(p.iter_num, sample_text(raw_model, text, data.vocab, c, hw))
                 if (is_best or c.always_save_checkpoint) and p.iter_num > 0:

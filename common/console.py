@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import TextIO
 
 # -----------------------------------------------------------------------------
@@ -155,6 +156,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
+        # shells leave the ~ of --out=~/x alone
+        self.register("type", Path, lambda text: Path(text).expanduser())
 
     def error(self, message: str):
         raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name

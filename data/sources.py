@@ -58,7 +58,7 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
         if file.endswith(ROW_FILES) and not os.path.getsize(file):
             problems.append(f"{file}: is empty; remove it")
     raise_if_any(problems)
-    return files
+    return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
 def describe_files(files: list[str]) -> str:

@@ -13,11 +13,13 @@ from helpers import ROOT, records, run_here, write_dataset
 from test_docs import README, command_lines
 from weights import random_gpt2
 
+import convert
 import sample
 import train
 from common.console import UserError
 from configurator import load_config
 from data import own_config, prepare_text
+from data.shards import read_manifest
 from training.pretrained import read_weights
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
@@ -68,6 +70,28 @@ def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypa
         assert (c.dataset, c.out_dir) == (f"data/{folder}", f"out/{name}")
         assert f"\ndata/{folder}: " in out
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
+
+
+def test_a_config_of_another_dataset_is_not_next(tmp_path, script, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    Path("config/quickstart.py").write_text('dataset = "data/python_stdlib"')
+    Path("quickstart.txt").write_text(LINES * 300)
+    code, out, _ = script(prepare_text.main, "quickstart.txt")
+    assert code == 0 and out.splitlines()[-1].startswith(
+        "next: python train.py config/quickstart.py --dataset=quickstart "
+    )
+
+
+def test_a_file_named_twice_is_read_once_and_out_may_begin_with_home(tmp_path, monkeypatch):
+    """Else one copy may be in training and the other in validation."""
+    (tmp_path / "notes").mkdir()
+    for name in "ab":
+        (tmp_path / "notes" / f"{name}.txt").write_text(LINES * 300)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = [str(tmp_path / "notes"), str(tmp_path / "notes" / "a.txt"), "--out=~/mine"]
+    assert prepare_text.main(given) == 0
+    assert read_manifest(tmp_path / "mine")["documents"] == 4  # both are cut for validation
 
 
 def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
@@ -150,12 +174,22 @@ def test_a_run_says_once_that_validation_has_turned(dataset, tmp_path, monkeypat
     "losses",
     [
         [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.01), (2.2, 2.9)],  # the noise of a plateau
-        [(4.0, 4.0), (2.5, 3.0), (2.7, 3.3), (2.4, 2.9)],  # a rate too high: both get worse
+        [(4.0, 4.0), (2.5, 3.0), (2.7, 3.3), (2.6, 3.2)],  # a rate raised: both get worse
     ],
 )
 def test_a_usual_run_says_no_such_thing(losses, dataset, tmp_path, monkeypatch, capsys):
     evaluated(losses, dataset, tmp_path, monkeypatch)
     assert "validation" not in capsys.readouterr().err
+
+
+def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch, capsys):
+    """A resumed run with another eval_tokens: its first evaluation is the best so far."""
+    evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 2.9)], dataset, tmp_path, monkeypatch)
+    other = dict(init_from="resume", eval_tokens=64)
+    losses = [(2.3, 3.2), (2.2, 3.1), (4.0, 4.0), (4.0, 4.0), (4.0, 4.0)]  # two are read
+    evaluated(losses, dataset, tmp_path, monkeypatch, **other)
+    assert "validation" not in capsys.readouterr().err
+    assert read_weights(str(tmp_path / "best.pt"))["progress"]["best_val_loss"] == 3.1
 
 
 def test_fine_tuning_that_only_harms_says_so(dataset, tmp_path, monkeypatch, capsys):
@@ -182,8 +216,9 @@ def test_samples_come_from_the_best_checkpoint_where_the_newest_has_overfitted(
     evaluated(losses, dataset, tmp_path / "a", monkeypatch)
     newest, best = tmp_path / "a/ckpt-00000004.pt", tmp_path / "a/best.pt"
     said, source = source_of(tmp_path / "a")
-    assert said.startswith(f"the newest, {newest}, iteration 4, val loss 3.2000, is clearly worse")
+    assert said.startswith(f"the newest, {newest}, iteration 4, val loss 3.2000, has overfitted")
     assert source == f"model: {best}, iteration 2, val loss 3.0000"
+    assert convert.ckpt_to_hf(str(tmp_path / "a"), str(tmp_path / "hf")) == source[len("model: ") :]
     evaluated([*losses, (2.4, 3.3)], dataset, tmp_path / "b", monkeypatch, checkpoint_interval=5)
     (tmp_path / "b/ckpt-00000006.pt").unlink()
     assert source_of(tmp_path / "b")[-1].startswith(f"model: {tmp_path}/b/best.pt, iteration 2")

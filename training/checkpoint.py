@@ -85,12 +85,14 @@ class Checkpoints:
     def path(self, iter_num: int) -> Path:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
 
-    def note_evaluation(self, progress: Progress, val_loss: float) -> bool:
+    def note_evaluation(self, progress: Progress, train_loss: float, val_loss: float) -> bool:
         """Note the evaluation in `progress`. Returns whether it is the best so far."""
-        progress.evaluated_at, progress.val_loss = progress.iter_num, val_loss
+        progress.evaluated_at = progress.iter_num
+        progress.train_loss, progress.val_loss = train_loss, val_loss
         if val_loss < progress.best_val_loss:
             self.best_before = progress.best_val_loss, progress.best_iter
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
+            progress.best_train_loss = train_loss
         return progress.best_iter == progress.iter_num
 
     def newest(self) -> str:

@@ -8,13 +8,14 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.console import UserError, did_you_mean, warn
+from common.console import UserError, complain, did_you_mean, warn
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
 from training import checkpoint
 from training.build import build_shapes, code_of
+from training.progress import Progress
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
@@ -53,6 +54,17 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     state |= dict(model=weights, model_config=asdict(config))
     names = ("model", "model_config", "vocab", "tokenizer", "source")
     return {name: state[name] for name in names}
+
+
+def read_run(name_or_path: str) -> dict:
+    """
+    As `read_weights`, but of a run that has overfitted best.pt, not the newest checkpoint. Says so.
+    """
+    state, best = read_weights(name_or_path), Path(name_or_path).expanduser() / "best.pt"
+    if best.exists() and Progress(**state["progress"]).overfitted:
+        complain(f"the newest, {state['source']}, has overfitted; taking best.pt")
+        state = read_weights(str(best))
+    return state
 
 
 def read_weights(name_or_path: str) -> dict:

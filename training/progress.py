@@ -16,9 +16,11 @@ class Progress:
     tokens: int = 0
     sequences: int = 0  # position in the order of the data
     best_val_loss: float = math.inf
+    best_train_loss: float = math.inf  # of the same evaluation
     best_iter: int = -1
     evaluated_at: int = -1
     val_loss: float = math.inf  # then
+    train_loss: float = math.inf
     lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
 
     # Of this process alone, so not in state_dict(): an update has begun and its iteration is not
@@ -38,9 +40,13 @@ class Progress:
         self.tokens += tokens
 
     @property
-    def past_best(self) -> bool:
-        """Whether validation was clearly worse at the last evaluation than at `best_iter`."""
-        return TURNED * self.best_val_loss < self.val_loss < math.inf
+    def overfitted(self) -> bool:
+        """
+        Whether the last evaluation had a clearly higher validation loss than that of `best_iter`,
+        and a lower training loss.
+        """
+        fell = self.train_loss < self.best_train_loss
+        return fell and TURNED * self.best_val_loss < self.val_loss < math.inf
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps; Progress(**state) continues from there."""

@@ -81,7 +81,6 @@ class RunLog:
         self.timed = 0  # iterations since the last line, without those compiled in
         self.logged = dict(self.ledger.seconds)  # as of the last line
         self.mean_loss: float | None = None  # a running mean over the lines
-        self.train_loss = -math.inf  # of the last evaluation of this start
         self.said_turn = False
         self.drawn_at = 0.0
         self.processor_seconds = 0.0  # of all threads, in the iterations since the last line
@@ -309,10 +308,9 @@ class RunLog:
         self.record("eval", iter=iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
         self.draw(20)
 
-    def note_turn(self, progress: Progress, train_loss: float) -> None:
+    def note_turn(self, progress: Progress) -> None:
         """Say once that the model learns the training text by heart, and where the best one is."""
-        falls, self.train_loss = train_loss < self.train_loss, train_loss
-        if falls and progress.past_best and not self.said_turn:
+        if progress.overfitted and not self.said_turn:
             best = f"step {progress.best_iter} ({progress.best_val_loss:.4f})"
             kept = "best.pt keeps that model" if progress.best_iter else "lower learning_rate"
             self.warn(progress.iter_num, f"validation has not improved since {best}; {kept}")

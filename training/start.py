@@ -340,6 +340,9 @@ def restore(
     if rank < len(state["rng"]):
         set_rng_state(state["rng"][rank], device)
     progress = Progress(**state["progress"], rng=get_rng_state(device))
+    if saved_config(state["config"]).eval_size != config.eval_size:
+        # on other tokens: the next evaluation is the best so far
+        progress.best_val_loss = progress.val_loss = float("inf")
     if "lr_decay_iters" in config.given or progress.lr_horizon == NEVER:
         progress.lr_horizon = horizon
     return progress
