@@ -106,24 +106,30 @@ def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tokens, kind, dropout, iterations, rows",
+    "tokens, kind, dropout, iterations, rows, width",
     [
-        (300_000, "byte", 0.2, 1465, 16384),  # ten readings
-        (499_999, "byte", 0.2, 2442, 16384),
-        (500_000, "byte", 0.1, 2442, 16384),  # 5M tokens
-        (849_999, "byte", 0.1, 2442, 16384),
-        (850_000, "byte", 0.0, 2442, 16384),
-        (500_000, "bpe", 0.1, 2442, 0),
-        (4_999_999, "bpe", 0.1, 2442, 0),
-        (5_000_000, "bpe", 0.0, 2442, 65536),
+        (300_000, "byte", 0.2, 1465, 16384, 128),  # ten readings
+        (499_999, "byte", 0.2, 2442, 16384, 128),
+        (500_000, "byte", 0.1, 2442, 16384, 128),  # 5M tokens
+        (849_999, "byte", 0.1, 2442, 16384, 128),
+        (850_000, "byte", 0.0, 2442, 16384, 128),
+        (499_999, "bpe", 0.2, 1539, 0, 160),
+        (500_000, "bpe", 0.1, 1539, 0, 160),
+        (849_999, "bpe", 0.1, 1539, 0, 160),
+        (850_000, "bpe", 0.0, 1539, 0, 160),
+        (3_149_999, "bpe", 0.0, 1539, 0, 160),
+        (3_150_000, "bpe", 0.0, 1539, 65536, 160),
     ],
 )
-def test_the_rule_changes_at_its_thresholds(tokens, kind, dropout, iterations, rows, tmp_path):
+def test_the_rule_changes_at_its_thresholds(
+    tokens, kind, dropout, iterations, rows, width, tmp_path
+):
     path, vocab = tmp_path / "my.py", dict(byte=256, bpe=4096)[kind]
     tokenizer = SimpleNamespace(kind=kind, vocab=vocab)
     own_config.write_config(path, tmp_path / "data", tokenizer, tokens, 9)
     c = load_config([str(path)])
     assert (c.dropout, c.max_iters, c.bigram_rows) == (dropout, iterations, rows)
+    assert (c.n_layer, c.n_embd) == ({128: 3, 160: 4}[width], width)
     assert (c.iter_tokens, c.block_size) == (own_config.ITER_TOKENS, own_config.BLOCK_SIZE)
 
 
