@@ -157,7 +157,7 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
         # shells leave the ~ of --out=~/x alone
-        self.register("type", Path, lambda text: Path(text).expanduser())
+        self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def error(self, message: str):
         raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name

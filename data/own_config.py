@@ -16,7 +16,7 @@ MOST_EVAL_TOKENS = 2**18  # all of validation in up to 5M tokens of text
 
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, train: int, val: int) -> None:
     """Write the file for a dataset of so many tokens in each split. Raises OSError."""
-    # `most`: tokens to train on in about ten minutes on two CPU cores
+    # `most`: tokens to train on in ten minutes on two CPU cores, or less
     if tokenizer.kind == "byte":
         most = 5_000_000
         model = dict(n_layer=3, n_embd=128, bigram_rows=16384)

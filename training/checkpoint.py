@@ -52,7 +52,7 @@ class Checkpoints:
         self.lock = None
         # iteration of the newest checkpoint, and the last evaluation that it knows of
         self.saved: tuple[int, int] | None = None
-        self.best_before = math.inf, -1
+        self.best_before = math.inf, math.inf, -1
         if not config.eval_only:
             ranks.from_main(self.lock_existing)
 
@@ -90,7 +90,7 @@ class Checkpoints:
         progress.evaluated_at = progress.iter_num
         progress.train_loss, progress.val_loss = train_loss, val_loss
         if val_loss < progress.best_val_loss:
-            self.best_before = progress.best_val_loss, progress.best_iter
+            self.best_before = progress.best_val_loss, progress.best_train_loss, progress.best_iter
             progress.best_val_loss, progress.best_iter = val_loss, progress.iter_num
             progress.best_train_loss = train_loss
         return progress.best_iter == progress.iter_num
@@ -128,7 +128,7 @@ class Checkpoints:
             log.checkpoint(progress.iter_num, path, size, time.perf_counter() - began)
         elif progress.best_iter == progress.iter_num:
             # best.pt still holds the one before
-            progress.best_val_loss, progress.best_iter = self.best_before
+            progress.best_val_loss, progress.best_train_loss, progress.best_iter = self.best_before
 
     def write(self, state: dict, progress: Progress, log, last: bool, final: bool) -> int:
         """The file's size in bytes; 0 where saving failed and will be tried again."""

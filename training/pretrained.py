@@ -58,10 +58,11 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def read_run(name_or_path: str) -> dict:
     """
-    As `read_weights`, but of a run that has overfitted best.pt, not the newest checkpoint. Says so.
+    As `read_weights`, but where a run has overfitted: best.pt, not the newest checkpoint. Says so.
     """
-    state, best = read_weights(name_or_path), Path(name_or_path).expanduser() / "best.pt"
-    if best.exists() and Progress(**state["progress"]).overfitted:
+    state = read_weights(name_or_path)
+    best = Path(os.path.expanduser(name_or_path)) / "best.pt"
+    if best.exists() and Progress(**state.get("progress", {})).overfitted:
         complain(f"the newest, {state['source']}, has overfitted; taking best.pt")
         state = read_weights(str(best))
     return state

@@ -45,7 +45,7 @@ class Progress:
         Whether the last evaluation had a clearly higher validation loss than that of `best_iter`,
         and a lower training loss.
         """
-        fell = self.train_loss < self.best_train_loss
+        fell = self.train_loss < self.best_train_loss < math.inf  # in older checkpoints not known
         return fell and TURNED * self.best_val_loss < self.val_loss < math.inf
 
     def state_dict(self) -> dict:
