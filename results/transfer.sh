@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Does what the fast recipe saves last as models and runs grow? A ladder of model sizes, each
+# trained for several lengths with each recipe: docs/fast_recipe.md.
+#
+#   bash results/transfer.sh OUT 4x128 [5x192] [6x256]
+#   bash results/transfer.sh OUT trials      of the rates below, at 4x128 and 2 tokens a parameter
+#
+# It makes OUT/data once: the sources of packages that torch brings along, or TEXT="FILE..."; 1.1 %
+# of it are validation. Each study is a folder, OUT/SIZE-TOKENS, with so many tokens for each
+# parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 2).
+# The same command goes on where it was stopped. Rungs may run side by side: each takes one thread.
+#
+# | rung | matrices | minutes of one thread for a seed, compiled bfloat16 on a Xeon with AMX |
+# | --- | --- | --- |
+# | trials | 0.79M | 110 |
+# | 4x128 | 0.79M | 90 |
+# | 5x192 | 2.2M | 170 |
+# | 6x256 | 4.7M | 350 |
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1
+out=$1
+shift
+if [ ! -e "$out/data/manifest.json" ]; then
+    site=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # shellcheck disable=SC2086
+    python data/prepare_text.py ${TEXT:-$site/networkx $site/sympy $site/torch} \
+        --tokenizer=bpe:8192 --val_fraction=0.011 --out="$out/data"
+fi
+
+gpt="config/gpt124m_4070.py"
+fast="config/fast124m_4070.py"
+
+size_of() {  # the batch grows with the model, so that the iterations hardly do
+    case $1 in
+    4x128) size="--n_layer=4 --n_head=2 --n_embd=128 --batch_size=12 --tokens_per_iter=3072"
+        iterations=256 tables=1 ;;  # of a token for each parameter; 3 tables for 12 layers
+    5x192) size="--n_layer=5 --n_head=3 --n_embd=192 --batch_size=32 --tokens_per_iter=8192"
+        iterations=270 tables=1 ;;
+    6x256) size="--n_layer=6 --n_head=4 --n_embd=256 --batch_size=64 --tokens_per_iter=16384"
+        iterations=288 tables=2 ;;
+    *) echo "$1: 4x128, 5x192, 6x256 or trials" >&2 && exit 2 ;;
+    esac
+}
+
+study() {  # NAME TOKENS RECIPE...
+    local name=$1 steps=$(($2 * iterations)) given=()
+    shift 2
+    for recipe in "$@"; do
+        given+=("$recipe $size --max_iters=$steps --eval_interval=$((steps / 2)) --block_size=256 \
+--eval_tokens=262144 --checkpoint_interval=128 --log_interval=32 --sample_tokens=0 --dtype=auto \
+--dataset=$out/data")
+    done
+    python -m benchmarks.ablate "$out/$name" --seeds="${SEEDS:-2}" "${given[@]}"
+}
+
+add_trials() {  # NAME ARGUMENTS KEY LOW HIGH RATE...
+    local name=$1 arguments=$2 key=$3 others=("$4" "$5") rate other
+    shift 5
+    for rate in "$@"; do
+        for other in "${others[@]}"; do
+            trials+=("${name}_${rate}_$other=$arguments --learning_rate=$rate --$key=$other")
+            [ "$key" != warmup_iters ] || trials[-1]+=" --min_lr=${rate}e-1"
+        done
+    done
+}
+
+for rung in "$@"; do
+    if [ "$rung" = trials ]; then
+        size_of 4x128
+        trials=()
+        add_trials classic "$gpt --beta2=0.99" warmup_iters 64 128 0.002 0.004 0.006 0.008
+        add_trials muon "$gpt --optimizer=muon" warmup_iters 19 128 0.00625 0.0125 0.025 0.05
+        add_trials fast "$fast --value_tables=1" head_lr 0.008 0.016 0.00625 0.0125 0.025 0.05
+        bare="$fast --value_tables=0 --bigram_rows=0"
+        add_trials no_tables "$bare" head_lr 0.008 0.016 0.00625 0.0125 0.025 0.05
+        SEEDS=1 study trials 2 "${trials[@]}"
+        continue
+    fi
+    size_of "$rung"
+    # rates and warm-up: the best of eight trials for each recipe
+    rates="--learning_rate=0.0125 --head_lr=0.016"
+    classic="classic=$gpt --learning_rate=6e-3 --min_lr=6e-4 --beta2=0.99 --warmup_iters=128"
+    muon="muon=$gpt --optimizer=muon --learning_rate=0.0125 --min_lr=1.25e-3 --warmup_iters=19"
+    whole="fast=$fast $rates --value_tables=$tables"
+    bare="no_tables=$fast $rates --value_tables=0 --bigram_rows=0"
+    pairs="no_values=$fast $rates --value_tables=0"
+    values="no_pairs=$fast $rates --value_tables=$tables --bigram_rows=0"
+    study "$rung-2" 2 "$classic" "$whole" "$bare" "$muon" "$pairs" "$values"
+    if [ "$rung" = 4x128 ]; then
+        for tokens in 1 4; do
+            study "$rung-$tokens" $tokens "$classic" "$whole" "$bare" "$muon" "$pairs" "$values"
+        done
+        study "$rung-8" 8 "$classic" "$whole" "$bare"
+    else  # the fast ones' shorter runs reach the losses of the classic's longer ones
+        study "$rung-1" 1 "$whole" "$bare"
+        study "$rung-4" 4 "$classic" "$whole" "$bare"
+        [ "$rung" = 6x256 ] || study "$rung-8" 8 "$classic"
+    fi
+done
