@@ -135,7 +135,7 @@ def say_what_it_holds(folder: Path, manifest: dict, written: Path | None = None)
     name = folder.name if folder.parent == Path("data") else folder
     arguments = [config, f"--dataset={name}", f"--out_dir=out/{Path(config).stem}_{folder.name}"]
     own = written or Path("config", f"{folder.name}.py")
-    if own.exists() and f'"{folder.as_posix()}"' in own.read_text("utf-8"):  # also an earlier one
+    if own.exists() and f'"{folder.as_posix()}"' in own.read_text("utf-8"):  # or written earlier
         arguments = [str(own)]
     command = shlex.join(["python", "train.py", *arguments])
     unfinished = "unfinished: the command that began it continues it"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does what the fast recipe saves last as models and runs grow? A ladder of model sizes, each
-# trained for several lengths with each recipe: docs/fast_recipe.md.
+# trained for several lengths with each recipe. Not finished: results/LOG.md, 2026-11-22, 20:45.
 #
 #   bash results/transfer.sh OUT 4x128 [5x192] [6x256]
 #   bash results/transfer.sh OUT trials      of the rates below, at 4x128 and 2 tokens a parameter
@@ -10,7 +10,7 @@
 # parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 2).
 # The same command goes on where it was stopped. Rungs may run side by side: each takes one thread.
 #
-# | rung | matrices | minutes of one thread for a seed, compiled bfloat16 on a Xeon with AMX |
+# | rung | matrices | estimated minutes of one thread for a seed, in bfloat16 on a Xeon with AMX |
 # | --- | --- | --- |
 # | trials | 0.79M | 110 |
 # | 4x128 | 0.79M | 90 |
