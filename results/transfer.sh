@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
 # Does what the fast recipe saves last as models and runs grow? A ladder of model sizes, each
-# trained for several lengths with each recipe. Not finished: results/LOG.md, 2026-11-22, 20:45.
+# trained for several lengths with each recipe: docs/fast_recipe.md.
 #
 #   bash results/transfer.sh OUT 4x128 [5x192] [6x256]
 #   bash results/transfer.sh OUT trials      of the rates below, at 4x128 and 2 tokens a parameter
+#   python -m benchmarks.transfer OUT        the table, OUT/transfer.json and OUT/transfer.png
 #
 # It makes OUT/data once: the sources of packages that torch brings along, or TEXT="FILE..."; 1.1 %
-# of it are validation. Each study is a folder, OUT/SIZE-TOKENS, with so many tokens for each
-# parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 2).
+# of it is validation. Each study is a folder, OUT/SIZE-TOKENS, with TOKENS tokens for each
+# parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 1).
 # The same command goes on where it was stopped. Rungs may run side by side: each takes one thread.
 #
-# | rung | matrices | estimated minutes of one thread for a seed, in bfloat16 on a Xeon with AMX |
+# | rung | matrices | minutes of one thread for a seed, in bfloat16 on a Xeon with AMX |
 # | --- | --- | --- |
 # | trials | 0.79M | 110 |
 # | 4x128 | 0.79M | 90 |
 # | 5x192 | 2.2M | 170 |
-# | 6x256 | 4.7M | 350 |
+# | 6x256 | 4.7M | 270 |
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -31,7 +32,7 @@ fi
 gpt="config/gpt124m_4070.py"
 fast="config/fast124m_4070.py"
 
-size_of() {  # the batch grows with the model, so that the iterations hardly do
+size_of() {  # the batch grows with the model, so that the number of iterations hardly does
     case $1 in
     4x128) size="--n_layer=4 --n_head=2 --n_embd=128 --batch_size=12 --tokens_per_iter=3072"
         iterations=256 tables=1 ;;  # of a token for each parameter; 3 tables for 12 layers
@@ -43,15 +44,16 @@ size_of() {  # the batch grows with the model, so that the iterations hardly do
     esac
 }
 
-study() {  # NAME TOKENS RECIPE...
-    local name=$1 steps=$(($2 * iterations)) given=()
+study() {  # NAME TOKENS NAME=FLAGS...
+    local name=$1 steps given=()
+    steps=$(awk "BEGIN { print int($2 * $iterations) }")
     shift 2
     for recipe in "$@"; do
         given+=("$recipe $size --max_iters=$steps --eval_interval=$((steps / 2)) --block_size=256 \
 --eval_tokens=262144 --checkpoint_interval=128 --log_interval=32 --sample_tokens=0 --dtype=auto \
 --dataset=$out/data")
     done
-    python -m benchmarks.ablate "$out/$name" --seeds="${SEEDS:-2}" "${given[@]}"
+    python -m benchmarks.ablate "$out/$name" --seeds="${SEEDS:-1}" "${given[@]}"
 }
 
 add_trials() {  # NAME ARGUMENTS KEY LOW HIGH RATE...
@@ -80,21 +82,28 @@ for rung in "$@"; do
     size_of "$rung"
     # rates and warm-up: the best of eight trials for each recipe
     rates="--learning_rate=0.0125 --head_lr=0.016"
-    classic="classic=$gpt --learning_rate=6e-3 --min_lr=6e-4 --beta2=0.99 --warmup_iters=128"
-    muon="muon=$gpt --optimizer=muon --learning_rate=0.0125 --min_lr=1.25e-3 --warmup_iters=19"
+    classic="classic=$gpt --learning_rate=0.006 --min_lr=0.0006 --beta2=0.99 --warmup_iters=128"
+    muon="muon=$gpt --optimizer=muon --learning_rate=0.0125 --min_lr=0.00125 --warmup_iters=19"
     whole="fast=$fast $rates --value_tables=$tables"
     bare="no_tables=$fast $rates --value_tables=0 --bigram_rows=0"
-    pairs="no_values=$fast $rates --value_tables=0"
-    values="no_pairs=$fast $rates --value_tables=$tables --bigram_rows=0"
-    study "$rung-2" 2 "$classic" "$whole" "$bare" "$muon" "$pairs" "$values"
-    if [ "$rung" = 4x128 ]; then
-        for tokens in 1 4; do
-            study "$rung-$tokens" $tokens "$classic" "$whole" "$bare" "$muon" "$pairs" "$values"
-        done
-        study "$rung-8" 8 "$classic" "$whole" "$bare"
-    else  # the fast ones' shorter runs reach the losses of the classic's longer ones
-        study "$rung-1" 1 "$whole" "$bare"
-        study "$rung-4" 4 "$classic" "$whole" "$bare"
-        [ "$rung" = 6x256 ] || study "$rung-8" 8 "$classic"
-    fi
+    no_values="no_values=$fast $rates --value_tables=0"
+    no_pairs="no_pairs=$fast $rates --value_tables=$tables --bigram_rows=0"
+    all=("$classic" "$whole" "$bare" "$muon" "$no_values" "$no_pairs")
+    # the fast ones' shorter runs reach the losses of the classic's longer ones
+    study "$rung-0.25" 0.25 "$whole" "$bare"
+    study "$rung-0.5" 0.5 "$whole" "$bare"
+    study "$rung-1" 1 "${all[@]:1}"  # without the classic
+    case $rung in
+    4x128)
+        study "$rung-2" 2 "${all[@]}"
+        study "$rung-4" 4 "${all[@]}"
+        study "$rung-8" 8 "$classic" "$whole" "$bare" ;;
+    5x192)
+        study "$rung-2" 2 "${all[@]}"
+        study "$rung-4" 4 "$classic"
+        study "$rung-8" 8 "$classic" ;;
+    6x256)
+        study "$rung-2" 2 "$classic" "$bare"
+        study "$rung-4" 4 "$classic" ;;
+    esac
 done

@@ -1,0 +1,103 @@
+"""
+What a recipe saves, by the size of the model and the length of the run: docs/fast_recipe.md.
+
+    python -m benchmarks.transfer out/transfer
+
+It reads the studies of results/transfer.sh, OUT/SIZE-TOKENS/ablation.json, prints a table and
+writes OUT/transfer.json and OUT/transfer.png. A share of 0.2 means that a recipe ends at the loss
+of another one's run with a fifth of that run's tokens, each with a whole schedule of its own.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from common.console import Parser, UserError, run_main, table_lines
+from reports.curves import reach
+from reports.picture import COLORS, MARKERS, count4, millions
+
+# whose loss, and who reaches it
+CLASSIC = [("classic", "fast"), ("classic", "no_tables")]
+# what a group of pieces brings is what is missing without it
+GROUPS = [("no_tables", "fast"), ("no_values", "fast"), ("no_pairs", "fast"), ("muon", "no_tables")]
+
+
+def read_runs(out: Path) -> list[dict]:
+    """
+    The variants of ablate's JSON, the shortest run first. Adds what they were made with, and
+    `matrices`, the parameters of the layers' matrices, and `length`, the tokens for each of those.
+    """
+    runs = []
+    for file in out.glob("*x*-*/ablation.json"):
+        layers, width = map(int, file.parent.name.split("-")[0].split("x"))
+        matrices = 12 * layers * width**2
+        study = json.loads(file.read_text())
+        made = {key: study[key] for key in ("commit", "torch", "date")}
+        for run in study["variants"]:
+            length = round(run["tokens"] / matrices, 2)
+            runs.append(run | made | dict(matrices=matrices, length=length))
+    return sorted(runs, key=lambda run: run["tokens"])
+
+
+def compare(runs: list[dict]) -> list[dict]:
+    """
+    A row for each run and recipe with its share: read off a straight line between the last losses
+    of the recipe's own runs, over the logarithm of their tokens. Left out where none of these ends
+    above the loss, or none below it.
+    """
+    rows = []
+    for of, by in CLASSIC + GROUPS:
+        for target in [run for run in runs if run["name"] == of]:
+            matrices = target["matrices"]
+            others = [run for run in runs if (run["name"], run["matrices"]) == (by, matrices)]
+            tokens, losses = ([run[key] for run in others] for key in ("tokens", "val_loss"))
+            found = reach(np.log(tokens), np.array(losses), target["val_loss"])
+            if found is not None:
+                row = dict(of=of, by=by, matrices=matrices, length=target["length"])
+                row |= dict(loss=target["val_loss"], share=np.exp(found) / target["tokens"])
+                rows.append(row)
+    return rows
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """Each recipe's share of the classic's tokens against size, with a line for each length."""
+    from matplotlib.figure import Figure
+
+    of_classic = [row for row in rows if row["of"] == "classic"]
+    lengths = sorted({row["length"] for row in of_classic})
+    sizes = sorted({row["matrices"] for row in of_classic})
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(CLASSIC), sharey=True)
+    for axes, (_, by) in zip(panels, CLASSIC, strict=True):
+        for length, color, marker in zip(lengths, COLORS, MARKERS, strict=False):
+            shown = [r for r in of_classic if (r["by"], r["length"]) == (by, length)]
+            x, y = ([row[key] for row in shown] for key in ("matrices", "share"))
+            axes.plot(x, y, color=color, marker=marker, label=f"{length:g} tokens a parameter")
+        axes.set(title=by, xlabel="parameters in the layers' matrices", xscale="log")
+        axes.set_xticks(sizes, map(millions, sizes))
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+    panels[0].set(ylabel="tokens for the classic's loss, as a share of its own", ylim=(0, None))
+    panels[0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("out", type=Path, help="the folder of results/transfer.sh")
+    out = parser.parse_args(argv).out
+    runs = read_runs(out)
+    rows = compare(runs)
+    if not rows:
+        raise UserError(
+            f"{out}: no share is known; bash results/transfer.sh {out} 4x128 goes first"
+        )
+    cells = [[v if isinstance(v, str) else count4(v) for v in row.values()] for row in rows]
+    print(*table_lines([list(rows[0]), *cells]), sep="\n")
+    (out / "transfer.json").write_text(json.dumps(dict(shares=rows, runs=runs), indent=1))
+    draw(out / "transfer.png", rows)
+
+
+if __name__ == "__main__":
+    run_main(main)
