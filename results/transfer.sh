@@ -80,7 +80,7 @@ for rung in "$@"; do
         continue
     fi
     size_of "$rung"
-    # rates and warm-up: the best of eight trials for each recipe
+    # rates and warm-up: the best of five to sixteen trials for each recipe (results/LOG.md)
     rates="--learning_rate=0.0125 --head_lr=0.016"
     classic="classic=$gpt --learning_rate=0.006 --min_lr=0.0006 --beta2=0.99 --warmup_iters=128"
     muon="muon=$gpt --optimizer=muon --learning_rate=0.0125 --min_lr=0.00125 --warmup_iters=19"
