@@ -90,9 +90,7 @@ def main(argv: list[str]) -> None:
     runs = read_runs(out)
     rows = compare(runs)
     if not rows:
-        raise UserError(
-            f"{out}: no share is known; bash results/transfer.sh {out} 4x128 goes first"
-        )
+        raise UserError(f"{out}: no share is known; run results/transfer.sh {out} 4x128 first")
     cells = [[v if isinstance(v, str) else count4(v) for v in row.values()] for row in rows]
     print(*table_lines([list(rows[0]), *cells]), sep="\n")
     (out / "transfer.json").write_text(json.dumps(dict(shares=rows, runs=runs), indent=1))

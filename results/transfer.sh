@@ -3,17 +3,15 @@
 # trained for several lengths with each recipe: docs/fast_recipe.md.
 #
 #   bash results/transfer.sh OUT 4x128 [5x192] [6x256]
-#   bash results/transfer.sh OUT trials      of the rates below, at 4x128 and 2 tokens a parameter
-#   python -m benchmarks.transfer OUT        the table, OUT/transfer.json and OUT/transfer.png
+#   python -m benchmarks.transfer OUT     the table, OUT/transfer.json and OUT/transfer.png
 #
 # It makes OUT/data once: the sources of packages that torch brings along, or TEXT="FILE..."; 1.1 %
 # of it is validation. Each study is a folder, OUT/SIZE-TOKENS, with TOKENS tokens for each
 # parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 1).
 # The same command goes on where it was stopped. Rungs may run side by side: each takes one thread.
 #
-# | rung | matrices | minutes of one thread for a seed, in bfloat16 on a Xeon with AMX |
+# | rung | matrices | estimated minutes of one thread for a seed, in bfloat16 on a Xeon with AMX |
 # | --- | --- | --- |
-# | trials | 0.79M | 110 |
 # | 4x128 | 0.79M | 90 |
 # | 5x192 | 2.2M | 170 |
 # | 6x256 | 4.7M | 270 |
@@ -40,45 +38,23 @@ size_of() {  # the batch grows with the model, so that the number of iterations 
         iterations=270 tables=1 ;;
     6x256) size="--n_layer=6 --n_head=4 --n_embd=256 --batch_size=64 --tokens_per_iter=16384"
         iterations=288 tables=2 ;;
-    *) echo "$1: 4x128, 5x192, 6x256 or trials" >&2 && exit 2 ;;
+    *) echo "$1: 4x128, 5x192 or 6x256" >&2 && exit 2 ;;
     esac
 }
 
-study() {  # NAME TOKENS NAME=FLAGS...
-    local name=$1 steps given=()
-    steps=$(awk "BEGIN { print int($2 * $iterations) }")
-    shift 2
+study() {  # TOKENS NAME=FLAGS...
+    local tokens=$1 steps given=()
+    steps=$(awk "BEGIN { print int($1 * $iterations) }")
+    shift
     for recipe in "$@"; do
         given+=("$recipe $size --max_iters=$steps --eval_interval=$((steps / 2)) --block_size=256 \
 --eval_tokens=262144 --checkpoint_interval=128 --log_interval=32 --sample_tokens=0 --dtype=auto \
 --dataset=$out/data")
     done
-    python -m benchmarks.ablate "$out/$name" --seeds="${SEEDS:-1}" "${given[@]}"
-}
-
-add_trials() {  # NAME ARGUMENTS KEY LOW HIGH RATE...
-    local name=$1 arguments=$2 key=$3 others=("$4" "$5") rate other
-    shift 5
-    for rate in "$@"; do
-        for other in "${others[@]}"; do
-            trials+=("${name}_${rate}_$other=$arguments --learning_rate=$rate --$key=$other")
-            [ "$key" != warmup_iters ] || trials[-1]+=" --min_lr=${rate}e-1"
-        done
-    done
+    python -m benchmarks.ablate "$out/$rung-$tokens" --seeds="${SEEDS:-1}" "${given[@]}"
 }
 
 for rung in "$@"; do
-    if [ "$rung" = trials ]; then
-        size_of 4x128
-        trials=()
-        add_trials classic "$gpt --beta2=0.99" warmup_iters 64 128 0.002 0.004 0.006 0.008
-        add_trials muon "$gpt --optimizer=muon" warmup_iters 19 128 0.00625 0.0125 0.025 0.05
-        add_trials fast "$fast --value_tables=1" head_lr 0.008 0.016 0.00625 0.0125 0.025 0.05
-        bare="$fast --value_tables=0 --bigram_rows=0"
-        add_trials no_tables "$bare" head_lr 0.008 0.016 0.00625 0.0125 0.025 0.05
-        SEEDS=1 study trials 2 "${trials[@]}"
-        continue
-    fi
     size_of "$rung"
     # rates and warm-up: the best of five to sixteen trials for each recipe (results/LOG.md)
     rates="--learning_rate=0.0125 --head_lr=0.016"
@@ -90,20 +66,20 @@ for rung in "$@"; do
     no_pairs="no_pairs=$fast $rates --value_tables=$tables --bigram_rows=0"
     all=("$classic" "$whole" "$bare" "$muon" "$no_values" "$no_pairs")
     # the fast ones' shorter runs reach the losses of the classic's longer ones
-    study "$rung-0.25" 0.25 "$whole" "$bare"
-    study "$rung-0.5" 0.5 "$whole" "$bare"
-    study "$rung-1" 1 "${all[@]:1}"  # without the classic
+    study 0.25 "$whole" "$bare"
+    study 0.5 "$whole" "$bare"
+    study 1 "${all[@]:1}"  # without the classic
     case $rung in
     4x128)
-        study "$rung-2" 2 "${all[@]}"
-        study "$rung-4" 4 "${all[@]}"
-        study "$rung-8" 8 "$classic" "$whole" "$bare" ;;
+        study 2 "${all[@]}"
+        study 4 "${all[@]}"
+        study 8 "$classic" "$whole" "$bare" ;;
     5x192)
-        study "$rung-2" 2 "${all[@]}"
-        study "$rung-4" 4 "$classic"
-        study "$rung-8" 8 "$classic" ;;
+        study 2 "${all[@]}"
+        study 4 "$classic"
+        study 8 "$classic" ;;
     6x256)
-        study "$rung-2" 2 "$classic" "$bare"
-        study "$rung-4" 4 "$classic" ;;
+        study 2 "$classic" "$bare"
+        study 4 "$classic" ;;
     esac
 done
