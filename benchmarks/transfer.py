@@ -1,11 +1,12 @@
 """
 What a recipe saves, by the size of the model and the length of the run: docs/fast_recipe.md.
 
-    python -m benchmarks.transfer out/transfer
+    python -m benchmarks.transfer out/transfer [out/again ...]
 
 It reads the studies of results/transfer.sh, OUT/SIZE-TOKENS/ablation.json, prints a table and
-writes OUT/transfer.json and OUT/transfer.png. A share of 0.2 means that a recipe ends at the loss
-of another one's run with a fifth of that run's tokens, each with a whole schedule of its own.
+writes OUT/transfer.json, for each folder by itself. One picture, transfer.png in the first, shows
+them all. A share of 0.2 means that a recipe ends at the loss of another one's run with a fifth of
+that run's tokens, each with a whole schedule of its own.
 """
 
 import json
@@ -19,6 +20,7 @@ from reports.picture import COLORS, MARKERS, count4, millions
 
 # whose loss, and who reaches it
 CLASSIC = [("classic", "fast"), ("classic", "no_tables")]
+STYLES = ["-", "--", ":"]  # of the first ladder, the second and the third
 # what a group of pieces brings is what is missing without it
 GROUPS = [("no_tables", "fast"), ("no_values", "fast"), ("no_pairs", "fast"), ("muon", "no_tables")]
 
@@ -60,20 +62,28 @@ def compare(runs: list[dict]) -> list[dict]:
     return rows
 
 
-def draw(path: Path, rows: list[dict]) -> None:
-    """Each recipe's share of the classic's tokens against size, with a line for each length."""
+def draw(path: Path, ladders: dict[str, list[dict]]) -> None:
+    """
+    Each recipe's share of the classic's tokens against size, with a line for each length and each
+    of the ladders, which are rows of `compare` by name.
+    """
     from matplotlib.figure import Figure
 
-    of_classic = [row for row in rows if row["of"] == "classic"]
-    lengths = sorted({row["length"] for row in of_classic})
-    sizes = sorted({row["matrices"] for row in of_classic})
+    of_classic = {
+        name: [row for row in rows if row["of"] == "classic"] for name, rows in ladders.items()
+    }
+    every = [row for rows in of_classic.values() for row in rows]
+    lengths = sorted({row["length"] for row in every})
+    sizes = sorted({row["matrices"] for row in every})
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     panels = figure.subplots(1, len(CLASSIC), sharey=True)
     for axes, (_, by) in zip(panels, CLASSIC, strict=True):
-        for length, color, marker in zip(lengths, COLORS, MARKERS, strict=False):
-            shown = [r for r in of_classic if (r["by"], r["length"]) == (by, length)]
-            x, y = ([row[key] for row in shown] for key in ("matrices", "share"))
-            axes.plot(x, y, color=color, marker=marker, label=f"{length:g} tokens a parameter")
+        for (name, rows), style in zip(of_classic.items(), STYLES, strict=False):
+            for length, color, marker in zip(lengths, COLORS, MARKERS, strict=False):
+                shown = [row for row in rows if (row["by"], row["length"]) == (by, length)]
+                x, y = ([row[key] for row in shown] for key in ("matrices", "share"))
+                label = f"{length:g} tokens a parameter, {name}"
+                axes.plot(x, y, color=color, marker=marker, linestyle=style, label=label)
         axes.set(title=by, xlabel="parameters in the layers' matrices", xscale="log")
         axes.set_xticks(sizes, map(millions, sizes))
         axes.minorticks_off()
@@ -85,16 +95,18 @@ def draw(path: Path, rows: list[dict]) -> None:
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("out", type=Path, help="the folder of results/transfer.sh")
-    out = parser.parse_args(argv).out
-    runs = read_runs(out)
-    rows = compare(runs)
-    if not rows:
-        raise UserError(f"{out}: no share is known; run results/transfer.sh {out} 4x128 first")
-    cells = [[v if isinstance(v, str) else count4(v) for v in row.values()] for row in rows]
-    print(*table_lines([list(rows[0]), *cells]), sep="\n")
-    (out / "transfer.json").write_text(json.dumps(dict(shares=rows, runs=runs), indent=1))
-    draw(out / "transfer.png", rows)
+    parser.add_argument("out", type=Path, nargs="+", help="a folder of results/transfer.sh")
+    folders = parser.parse_args(argv).out
+    ladders = {}
+    for out in folders:
+        runs = read_runs(out)
+        ladders[out.name] = rows = compare(runs)
+        if not rows:
+            raise UserError(f"{out}: no share is known; run results/transfer.sh {out} 4x128 first")
+        cells = [[v if isinstance(v, str) else count4(v) for v in row.values()] for row in rows]
+        print(*table_lines([list(rows[0]), *cells]), sep="\n")
+        (out / "transfer.json").write_text(json.dumps(dict(shares=rows, runs=runs), indent=1))
+    draw(folders[0] / "transfer.png", ladders)
 
 
 if __name__ == "__main__":

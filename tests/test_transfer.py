@@ -54,6 +54,23 @@ def test_a_single_rung_is_drawn_too(ladder, script):
     assert script(transfer.main, ladder)[0] == 0
 
 
+def test_several_ladders_are_read_apart_and_drawn_together(ladder, script, tmp_path):
+    again = tmp_path / "again"
+    study = json.loads((ladder / "4x128-2" / "ablation.json").read_text())
+    for length in (1, 2, 4):
+        folder = again / f"4x128-{length}"
+        folder.mkdir(parents=True)
+        for row in study["variants"]:
+            row["tokens"] = length * MATRICES["4x128"]
+            row["val_loss"] = 9 - math.log(HEAD_START[row["name"]] * row["tokens"] / 1000)
+        (folder / "ablation.json").write_text(json.dumps(study))
+    assert script(transfer.main, ladder, again)[0] == 0
+    for folder, count in (ladder, 2), (again, 1):
+        shares = json.loads((folder / "transfer.json").read_text())["shares"]
+        assert len({row["matrices"] for row in shares}) == count
+    assert (ladder / "transfer.png").exists() and not (again / "transfer.png").exists()
+
+
 def test_a_folder_without_studies_is_one_line(tmp_path, script):
     code, _, err = script(transfer.main, tmp_path)
     assert code == 2 and len(err) == 1 and "no share is known" in err[0]
