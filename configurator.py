@@ -219,8 +219,8 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
 
 def translate(found: dict[str, Any]) -> dict[str, Any]:
     """
-    What a file or flag has set, by this program's names. Where it has set a key by both names,
-    nanoGPT's does not count.
+    What a file, a flag or a checkpoint has set, by this program's names. Where it has set a key by
+    both names, nanoGPT's does not count.
     """
     keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
     if "wandb_log" in found:
@@ -405,20 +405,12 @@ def divisors(n: int) -> list[int]:
 # Printing
 
 
-def saved_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys that a checkpoint or metrics.jsonl holds, by today's names."""
-    values = translate(values)
-    if values.get("optimizer") == "muon" and "muon_lr" in values:  # an older checkpoint's
-        values["learning_rate"] = values.pop("muon_lr")
-    return values
-
-
 def saved_config(values: dict[str, Any]) -> Config:
     """
     The configuration that a checkpoint or metrics.jsonl holds, also that of an earlier version.
     Raises UserError for a value that does not fit.
     """
-    keys = saved_keys(values)
+    keys = translate(values)
     return Config(**{n: fit(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS, INITIAL, saved_keys
+from configurator import FIELDS, INITIAL, translate
 from training.metrics import read_record
 
 # The kinds of records that are columns, and those of their values that are kept
@@ -102,7 +102,7 @@ class RunRecords:
 
 def known_keys(values: dict) -> dict:
     """The keys that this program has too, by today's names, with a value of the key's type."""
-    values = saved_keys(values)
+    values = translate(values)
     known = values.keys() & FIELDS.keys()
     return {key: values[key] for key in known if type(values[key]) is FIELDS[key].type}
 

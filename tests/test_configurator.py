@@ -218,7 +218,7 @@ def test_a_config_file_may_set_and_read_nanogpts_names(tmp_path):
 
 
 def test_a_saved_configuration_of_an_earlier_version_is_read():
-    saved = dict(optimizer="muon", learning_rate=6e-4, muon_lr=0.02, embed_lr=0.3, vector_lr=1.0)
+    saved = dict(optimizer="muon", learning_rate=0.02, embed_lr=0.3, vector_lr=1.0)
     saved |= dict(wandb_log=True, decay_lr=False, overwrite=True)
     today = dict(optimizer="muon", learning_rate=0.02, tracker="wandb", lr_schedule="constant")
     assert saved_config(saved) == Config(**today)

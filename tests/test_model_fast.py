@@ -285,7 +285,7 @@ def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path, 
     state, path = load(tmp_path / "run", 8), tmp_path / "run" / "ckpt-00000008.pt"
     (tmp_path / "run" / "ckpt-00000004.pt").unlink()
     # keys of then
-    state["config"] |= dict(vector_lr=0.015, muon_lr=0.025, learning_rate=6e-4, embed_lr=0.3)
+    state["config"] |= dict(vector_lr=0.015, embed_lr=0.3)
     state["config"] |= dict(decay_lr=True, overwrite=True)
     for name in tables:
         del state["config"][name], state["model_config"][name]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, did_you_mean, raise_if_any, say, warn
-from configurator import INITIAL, NEVER, Config, config_values, resolve, saved_config, saved_keys
+from configurator import INITIAL, NEVER, Config, config_values, resolve, saved_config, translate
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
 from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups, training_code
@@ -58,7 +58,7 @@ def find_start(config: Config, ranks: Ranks) -> Start:
         if resuming:
             start.resumed = start.weights = load_together(out_dir, check_checkpoint, ranks)
             if start.resumed:
-                start.resumed["config"] = saved_keys(start.resumed["config"])
+                start.resumed["config"] = translate(start.resumed["config"])
         elif config.init_from != "scratch":
             block_size = config.block_size if "block_size" in config.given else None
             start.weights = ranks.from_main(load_pretrained, config.init_from, block_size)
