@@ -302,13 +302,9 @@ def parse(text: str, kind: type) -> Any:
     """A flag's text as a Python value. Text that is no such value stays text."""
     if kind is bool and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
-    if kind in (int, float):
-        for number in (int, float):  # 1e4 is a float, but may be given for an int
-            with contextlib.suppress(ValueError):
-                return number(text)
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as nanoGPT does: --start='"\n"'
-        if isinstance(value, str):
+        if isinstance(value, str) or kind is not str:
             return value
     return text
 
