@@ -88,9 +88,6 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
-    for name in ("iter_seconds", "watts", "price_kwh"):
-        if (number := getattr(options, name, None)) is not None and not number > 0:
-            raise UserError(f"--{name}={number:g}: needs a number above 0")
     run_mode, checks = find_mode(mode)
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
