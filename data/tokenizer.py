@@ -146,8 +146,6 @@ def read_bpe(path: Path, manifest: dict | None = None) -> dict:
     The spec of a tokenizer.json: any, or the one of a data folder's `manifest`. Raises UserError.
     """
     mend = "restore it, or prepare anew" if manifest else f"give one of {TOKENIZERS}"
-    if path.suffix == ".pkl":
-        raise UserError(f"{path}: serves nanoGPT's own train.bin and val.bin only; {mend}")
     try:
         content = path.read_bytes()
     except OSError as error:
