@@ -234,8 +234,6 @@ def to_ckpt(source: str, out: str) -> str:
         raise UserError(f"{path}: exists; choose another name")
     checkpoint.save(state, path)
     say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
-    if state["tokenizer"]["kind"] == "unknown":
-        say("tokenizer: not known; to sample, copy nanoGPT's meta.pkl beside that file first")
     return state["source"]
 
 
