@@ -2,9 +2,7 @@
 bench.py's mode peer: this trainer and a checkout of karpathy/nanoGPT in turn, on the same work.
 """
 
-import contextlib
 import importlib.util
-import io
 import math
 import statistics
 from argparse import Namespace
@@ -124,15 +122,14 @@ def use_nanogpt(side: measure.Trainee, folder: Path) -> None:
     """Put nanoGPT's model in place of ours, with our weights."""
     c = side.config
     betas = (c.beta1, c.beta2)
-    with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints as it builds
-        spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-        theirs = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(theirs)
-        sizes = {name: getattr(side.model.config, name) for name in SIZES}
-        model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
-        model.load_state_dict(side.model.state_dict())
-        settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
-        their_groups = model.configure_optimizers(*settings).param_groups
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    sizes = {name: getattr(side.model.config, name) for name in SIZES}
+    model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
+    model.load_state_dict(side.model.state_dict())
+    settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
+    their_groups = model.configure_optimizers(*settings).param_groups
     # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
     groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
     side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
