@@ -307,10 +307,7 @@ def use_one_unit(runs: list[RunRecords]) -> None:
         run.eval["val_loss"] = run.eval["bits_per_byte"]
         run.loss_unit = BITS
     unequal = ", ".join(f"{run.name}: {(run.tokenizer or 'unknown')[:13]}" for run in runs)
-    warning = f"unequal tokenizers ({unequal}), so losses are in bits per byte"
-    if not all(np.isfinite(run.eval["val_loss"]).any() for run in runs):
-        warning += "; prepare the data of a run with n/a again"
-    runs[0].warnings.append(warning)
+    runs[0].warnings.append(f"unequal tokenizers ({unequal}), so losses are in bits per byte")
 
 
 def main(argv: list[str]) -> None:
