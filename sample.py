@@ -28,7 +28,7 @@ import torch
 from common.console import UserError, complain, printable, raise_if_any, run_main, warn
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
-from model import GPT, GPTConfig, Sampling, generate_tokens, sample_next
+from model import GPT, GPTConfig, Sampling, generate_tokens
 from model_fast import FastGPT
 from training import hardware
 from training.build import build_model
@@ -119,32 +119,21 @@ class Sampler:
     generator: torch.Generator
 
     def print_samples(self, prompt: str) -> None:
-        firsts = spaced_ids(prompt, self.text)
-        ids = encode(prompt[:-1] if firsts else prompt, self.text)
-        window = self.model.config.block_size
+        c, window = self.config, self.model.config.block_size
+        ids = encode(prompt, self.text)
         if len(ids) > window:
             complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
-        samples = [ids.copy() for _ in range(self.config.num_samples)]
+        samples = [ids.copy() for _ in range(c.num_samples)]
+        sampling = Sampling(c.temperature, c.top_k, c.top_p)
         with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
             idx = torch.tensor(samples, device=self.generator.device)
-            self.print_growing(samples, self.continue_text(idx, firsts))
+            new_ids = generate_tokens(
+                self.model, idx, c.max_new_tokens, self.vocab, sampling, self.generator
+            )
+            self.print_growing(samples, new_ids)
         for sample in samples[1:]:
             print(f"{RULER}\n{printable(self.text.decode(sample))}")
         print(RULER)
-
-    @torch.no_grad()
-    def continue_text(self, idx: torch.Tensor, firsts: list[int]) -> Iterator[torch.Tensor]:
-        """As generate_tokens(). If there are `firsts`, the first ids are some of them."""
-        c, left = self.config, self.config.max_new_tokens
-        sampling = Sampling(c.temperature, c.top_k, c.top_p)
-        if firsts:
-            window = idx[:, -self.model.config.block_size :]
-            logits = self.model.next_logits(window, self.model.new_caches(window.size(1)))
-            allowed = torch.tensor(firsts, device=idx.device)
-            new = allowed[sample_next(logits[:, allowed].float(), sampling, self.generator)]
-            yield new
-            idx, left = torch.cat((idx, new), dim=1), left - 1
-        yield from generate_tokens(self.model, idx, left, self.vocab, sampling, self.generator)
 
     def print_growing(self, samples: list[list[int]], new_ids: Iterator[torch.Tensor]) -> None:
         """
@@ -165,16 +154,6 @@ class Sampler:
             if not growing:
                 break
         print(printable(self.text.decode(samples[0])[len(printed) :]))
-
-
-def spaced_ids(prompt: str, text: Tokenizer) -> list[int]:
-    """
-    The ids of a BPE's that begin with a space, if the prompt ends with one. There the space before
-    a word is part of the word's token; as a token of its own, a second space would follow it.
-    """
-    if text.kind not in ("gpt2", "bpe") or not prompt[1:].endswith(" "):
-        return []
-    return [id for id in range(text.vocab) if text.decode([id]).startswith(" ")]
 
 
 def main(argv: list[str]) -> int:
