@@ -182,19 +182,10 @@ def test_each_card_is_found_by_the_name_that_an_error_offers():
         assert [found[key] for key in PEAKS] == [row[key] for key in PEAKS], short_name(row)
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("407", "4070"), ("RTX 4O90", "4090"), ("4070 Tii", "4070 ti")]
-)
-def test_a_mistyped_card_gets_a_suggestion(typed, meant):
-    with pytest.raises(UserError, match=f"is not in gpus.csv; did you mean {meant}\\?; --gpu=all"):
+@pytest.mark.parametrize("typed", ["407", "RTX 4O90", "4070 Tii", "M3", "GTX1080", ""])
+def test_an_unknown_or_mistyped_card_is_told_of_the_list(typed):
+    with pytest.raises(UserError, match="is not in gpus.csv; --gpu=all lists it"):
         resolve_gpu(typed)
-
-
-@pytest.mark.parametrize("typed", ["M3", "GTX1080", ""])
-def test_no_other_card_is_suggested_for_an_unknown_one(typed):
-    with pytest.raises(UserError, match="is not in gpus.csv") as error:
-        resolve_gpu(typed)
-    assert "did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)

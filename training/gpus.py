@@ -9,7 +9,7 @@ import csv
 import re
 from pathlib import Path
 
-from common.console import UserError, did_you_mean
+from common.console import UserError
 
 GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
@@ -55,21 +55,14 @@ def resolve_gpu(typed: str) -> dict[str, str]:
         asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
     candidates = [row for row in rows if asked and asked <= row_words(row)]
     if not candidates:
-        names = [short_name(row) for row in rows if "UNVERIFIED" not in row["note"]]
-        meant = did_you_mean(without_family(typed), map(without_family, names))
         hint = "--gpu=all lists it; for another card give --iter_seconds or --from_run"
-        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}{meant}; {hint}")
+        raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}; {hint}")
     fewest_words = min(len(row_words(row)) for row in candidates)
     found = [row for row in candidates if len(row_words(row)) == fewest_words]
     if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
         options = [f"'{short_name(row)}, {row['memory_gib']}GB'" for row in found]
         raise UserError(f"gpu: {typed!r} could be {' or '.join(options)}")
     return found[0]
-
-
-def without_family(name: str) -> str:
-    """4070 ti, of GeForce RTX 4070 Ti"""
-    return re.sub(r"(nvidia|geforce|rtx|tesla)\W*", "", name.lower())
 
 
 def split_words(name: str) -> set[str]:
