@@ -271,12 +271,7 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         holder = config.out_dir if start.resumed else f"init_from={config.init_from}"
         known = f"the weights of {holder} another one, {theirs['kind']}"
-        name = "PATH, their tokenizer.json" if theirs["kind"] == "bpe" else theirs["kind"]
-        mend = f"prepare or stream it with --tokenizer={name}"
-        if theirs["kind"] == "char":
-            mend = "only the folder with their meta.pkl fits: --dataset=PATH"
-        if start.resumed and not config.stream:
-            mend = "for a new run give another --out_dir"
+        mend = "prepare or stream it with their --tokenizer, or choose another dataset"
         problems.append(f"{held}, {known}; {mend}")
     elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
