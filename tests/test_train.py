@@ -210,15 +210,6 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_is_said(dataset, tmp
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
 
 
-def test_a_resume_with_other_tokens_per_iteration_says_both(dataset, tmp_path, capsys):
-    run_here(dataset, tmp_path, max_iters=4)
-    run_here(dataset, tmp_path, max_iters=6, init_from="resume", batch_size=8)
-    out = capsys.readouterr().out
-    # 2 micro-batches of 8 and of 4 sequences of 16
-    both = "resume: 256 tokens per iteration; the rate was for 128"
-    assert both in out.splitlines()
-
-
 @pytest.mark.pictures
 @pytest.mark.parametrize("end", ["SIGTERM", "an error", "max_minutes"])
 def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):

@@ -215,9 +215,6 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         warn(f"{config.out_dir}: {ends}; --lr_decay_iters={config.max_iters} moves that")
     if config.until or {"hours", "max_iters"}.intersection(changed) and config.by_clock:
         say_new_rate(config, progress, ranks, clock, get_lr)
-    before = saved_config(start.resumed["config"]).iter_tokens
-    if config.iter_tokens != before:
-        say(f"resume: {config.iter_tokens:,} tokens per iteration; the rate was for {before:,}")
 
 
 def say_new_rate(config: Config, p: Progress, ranks: Ranks, clock: Clock, get_lr) -> None:
