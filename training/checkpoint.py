@@ -75,12 +75,9 @@ class Checkpoints:
             self.lock = lock_folder(self.out_dir)
         # after a kill while saving, they may fill the place of the next checkpoint
         remove_temporaries(self.out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
-        if not fresh:
-            return
-        if list_checkpoints(self.out_dir):  # of a run that was here since this one began
-            raise UserError(in_the_way(self.out_dir))
-        for name in ("metrics.jsonl", "log.txt", "loss.png"):
-            (self.out_dir / name).unlink(missing_ok=True)
+        if fresh:
+            for name in ("metrics.jsonl", "log.txt", "loss.png"):
+                (self.out_dir / name).unlink(missing_ok=True)
 
     def path(self, iter_num: int) -> Path:
         return self.out_dir / f"ckpt-{iter_num:08}.pt"
