@@ -349,8 +349,6 @@ def lock_folder(out_dir: Path) -> BinaryIO:
     if not try_lock(lock):
         mend = "stop that one first, or choose another --out_dir"
         raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
-    if not os.access(out_dir, os.W_OK):
-        raise UserError(f"out_dir: {out_dir}: read-only; choose another --out_dir")
     return lock
 
 

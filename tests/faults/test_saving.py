@@ -214,25 +214,6 @@ def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp
     assert "iter 0" not in out
 
 
-def test_a_read_only_folder_is_one_line_before_training(dataset, tmp_path):
-    run_here(dataset, tmp_path, max_iters=4)
-    before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
-    # root may write anywhere, so give up all of root's privileges first
-    unprivileged = (
-        "import ctypes, train; from common import console\n"
-        "version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
-        "assert ctypes.CDLL(None).capset(version_3, none) == 0\n"
-        "console.run_main(train.main)"
-    )
-    tmp_path.chmod(0o555)
-    code, _, err = run_process("-c", unprivileged, *flags(dataset, tmp_path, init_from="resume"))
-    tmp_path.chmod(0o755)
-    assert code == 2 and err.splitlines() == [
-        f"error: out_dir: {tmp_path}: read-only; choose another --out_dir"
-    ]
-    assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
-
-
 def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
     options = dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=5)
     first = start_process("train.py", *flags(dataset, tmp_path, **options))
