@@ -756,7 +756,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("hf-to-ckpt", folder("llama", model_type="llama"), "'llama'", out),
         ("hf-to-ckpt", folder("fast", model_type="nightshift_fast"), "nightshift_fast", out),
         ("hf-to-ckpt", folder("relu", activation_function="relu"), "activation_function", out),
-        ("hf-to-ckpt", folder("cross", add_cross_attention=True), "add_cross_attention", out),
+        ("hf-to-ckpt", folder("mistral", scale_attn_by_inverse_layer_idx=True), "layer_idx", out),
         ("hf-to-ckpt", folder("deeper", n_layer=3), "c_attn.bias is missing", out),
         ("hf-to-ckpt", folder("shallower", n_layer=1), "in the model missing", out),
         ("hf-to-ckpt", folder("longer", n_positions=32), "wpe.weight is (16, 32)", out),

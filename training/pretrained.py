@@ -26,9 +26,7 @@ GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_e
 GPT2_ONLY = dict(
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
-    scale_attn_weights=(True,),
     scale_attn_by_inverse_layer_idx=(False,),
-    add_cross_attention=(False,),
 )
 UNKNOWN = dict(kind="unknown")  # a tokenizer
 NANOGPTS = " of nanoGPT"  # in the source of weights that nanoGPT has trained
