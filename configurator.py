@@ -304,7 +304,7 @@ def parse(text: str, kind: type) -> Any:
         return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as nanoGPT does: --start='"\n"'
-        if isinstance(value, str) or kind is not str:
+        if isinstance(value, str) or kind in (int, float):
             return value
     return text
 
