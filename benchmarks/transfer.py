@@ -82,7 +82,7 @@ def draw(path: Path, ladders: dict[str, list[dict]]) -> None:
             for length, color, marker in zip(lengths, COLORS, MARKERS, strict=False):
                 shown = [row for row in rows if (row["by"], row["length"]) == (by, length)]
                 x, y = ([row[key] for row in shown] for key in ("matrices", "share"))
-                label = f"{length:g} tokens a parameter, {name}"
+                label = f"{length:g} tokens a parameter, {name}" if shown else None
                 axes.plot(x, y, color=color, marker=marker, linestyle=style, label=label)
         axes.set(title=by, xlabel="parameters in the layers' matrices", xscale="log")
         axes.set_xticks(sizes, map(millions, sizes))
