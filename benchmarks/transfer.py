@@ -20,7 +20,8 @@ from reports.picture import COLORS, MARKERS, count4, millions
 
 # whose loss, and who reaches it
 CLASSIC = [("classic", "fast"), ("classic", "no_tables")]
-STYLES = ["-", "--", ":"]  # of the first ladder, the second and the third
+# of the first ladder, the second and the third; where lines end, their markers differ too
+STYLES = [("-", "full"), ("--", "none"), (":", "left")]
 # what a group of pieces brings is what is missing without it
 GROUPS = [("no_tables", "fast"), ("no_values", "fast"), ("no_pairs", "fast"), ("muon", "no_tables")]
 
@@ -75,21 +76,23 @@ def draw(path: Path, ladders: dict[str, list[dict]]) -> None:
     every = [row for rows in of_classic.values() for row in rows]
     lengths = sorted({row["length"] for row in every})
     sizes = sorted({row["matrices"] for row in every})
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     panels = figure.subplots(1, len(CLASSIC), sharey=True)
     for axes, (_, by) in zip(panels, CLASSIC, strict=True):
-        for (name, rows), style in zip(of_classic.items(), STYLES, strict=False):
+        for (name, rows), (line, fill) in zip(of_classic.items(), STYLES, strict=False):
             for length, color, marker in zip(lengths, COLORS, MARKERS, strict=False):
                 shown = [row for row in rows if (row["by"], row["length"]) == (by, length)]
                 x, y = ([row[key] for row in shown] for key in ("matrices", "share"))
                 label = f"{length:g} tokens a parameter, {name}" if shown else None
-                axes.plot(x, y, color=color, marker=marker, linestyle=style, label=label)
+                style = dict(color=color, marker=marker, linestyle=line, fillstyle=fill)
+                axes.plot(x, y, label=label, **style)
         axes.set(title=by, xlabel="parameters in the layers' matrices", xscale="log")
         axes.set_xticks(sizes, map(millions, sizes))
         axes.minorticks_off()
         axes.grid(alpha=0.25)
     panels[0].set(ylabel="tokens for the classic's loss, as a share of its own", ylim=(0, None))
-    panels[0].legend(frameon=False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(ladders))
     figure.savefig(path, dpi=110)
 
 
