@@ -9,6 +9,7 @@ them all. A share of 0.2 means that a recipe ends at the loss of another one's r
 that run's tokens, each with a whole schedule of its own.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from reports.picture import COLORS, MARKERS, count4, millions
 
 # whose loss, and who reaches it
 CLASSIC = [("classic", "fast"), ("classic", "no_tables")]
-# of the first ladder, the second and the third; where lines end, their markers differ too
+# of the first ladder's lines and markers, the second's and the third's; a lone point has no line
 STYLES = [("-", "full"), ("--", "none"), (":", "left")]
 # what a group of pieces brings is what is missing without it
 GROUPS = [("no_tables", "fast"), ("no_values", "fast"), ("no_pairs", "fast"), ("muon", "no_tables")]
@@ -63,27 +64,26 @@ def compare(runs: list[dict]) -> list[dict]:
     return rows
 
 
-def draw(path: Path, ladders: dict[str, list[dict]]) -> None:
+def draw(path: Path, ladders: list[tuple[str, list[dict]]]) -> None:
     """
-    Each recipe's share of the classic's tokens against size, with a line for each length and each
-    of the ladders, which are rows of `compare` by name.
+    Each recipe's share of the classic's tokens against size, a line for each length and ladder: its
+    name and its rows of `compare`.
     """
     from matplotlib.figure import Figure
 
-    of_classic = {
-        name: [row for row in rows if row["of"] == "classic"] for name, rows in ladders.items()
-    }
-    every = [row for rows in of_classic.values() for row in rows]
+    of_classic = [(name, [row for row in rows if row["of"] == "classic"]) for name, rows in ladders]
+    every = [row for _, rows in of_classic for row in rows]
     lengths = sorted({row["length"] for row in every})
     sizes = sorted({row["matrices"] for row in every})
     figure = Figure(figsize=(9, 5), layout="constrained")
     panels = figure.subplots(1, len(CLASSIC), sharey=True)
     for axes, (_, by) in zip(panels, CLASSIC, strict=True):
-        for (name, rows), (line, fill) in zip(of_classic.items(), STYLES, strict=False):
+        for (name, rows), (line, fill) in zip(of_classic, itertools.cycle(STYLES)):
             for length, color, marker in zip(lengths, COLORS, MARKERS, strict=False):
                 shown = [row for row in rows if (row["by"], row["length"]) == (by, length)]
                 x, y = ([row[key] for row in shown] for key in ("matrices", "share"))
-                label = f"{length:g} tokens a parameter, {name}" if shown else None
+                known = any(row["length"] == length for row in rows)
+                label = f"{length:g} tokens a parameter, {name}" if known else None
                 style = dict(color=color, marker=marker, linestyle=line, fillstyle=fill)
                 axes.plot(x, y, label=label, **style)
         axes.set(title=by, xlabel="parameters in the layers' matrices", xscale="log")
@@ -100,15 +100,16 @@ def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("out", type=Path, nargs="+", help="a folder of results/transfer.sh")
     folders = parser.parse_args(argv).out
-    ladders = {}
+    ladders = []
     for out in folders:
         runs = read_runs(out)
-        ladders[out.name] = rows = compare(runs)
+        rows = compare(runs)
         if not rows:
             raise UserError(f"{out}: no share is known; run results/transfer.sh {out} 4x128 first")
         cells = [[v if isinstance(v, str) else count4(v) for v in row.values()] for row in rows]
-        print(*table_lines([list(rows[0]), *cells]), sep="\n")
+        print(f"{out}:", *table_lines([list(rows[0]), *cells]), sep="\n")
         (out / "transfer.json").write_text(json.dumps(dict(shares=rows, runs=runs), indent=1))
+        ladders.append((out.name, rows))
     draw(folders[0] / "transfer.png", ladders)
 
 

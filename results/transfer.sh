@@ -3,15 +3,16 @@
 # trained for several lengths with each recipe: docs/fast_recipe.md.
 #
 #   bash results/transfer.sh OUT 4x128 [5x192] [6x256]
-#   python -m benchmarks.transfer OUT     the table, OUT/transfer.json and OUT/transfer.png
+#   python -m benchmarks.transfer OUT [OUT2 ...]     the table, OUT/transfer.json and .png
 #
 # It makes OUT/data once: the sources of packages that torch brings along, or TEXT="FILE..."; 1.1 %
 # of it is validation. Each study is a folder, OUT/SIZE-TOKENS, with TOKENS tokens for each
 # parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 1).
-# PIECES=1 also trains the fast recipe without each group of its pieces: about a third longer.
+# PIECES=1 also trains, at 1 and 2 tokens, what shows the worth of each group of pieces: about a
+# third longer. Give it each time: a study reports what the last command named.
 # The same command goes on where it was stopped. Rungs may run side by side: each takes one thread.
 #
-# | rung | matrices | estimated minutes of one thread for a seed, in bfloat16, without PIECES |
+# | rung | matrices | estimated minutes of one thread of an EPYC for a seed, in bfloat16 |
 # | --- | --- | --- |
 # | 4x128 | 0.79M | 40 |
 # | 5x192 | 2.2M | 130 |
@@ -65,17 +66,17 @@ for rung in "$@"; do
     bare="no_tables=$fast $rates --value_tables=0 --bigram_rows=0"
     no_values="no_values=$fast $rates --value_tables=0"
     no_pairs="no_pairs=$fast $rates --value_tables=$tables --bigram_rows=0"
-    pieces=(${PIECES:+"$muon" "$no_values" "$no_pairs"})
+    recipes=("$whole" "$bare" ${PIECES:+"$muon" "$no_values" "$no_pairs"})
     # the fast ones' shorter runs reach the losses of the classic's longer ones
     study 0.25 "$whole" "$bare"
     study 0.5 "$whole" "$bare"
-    study 1 "$whole" "$bare" "${pieces[@]}"
+    study 1 "${recipes[@]}"
     if [ "$rung" = 6x256 ]; then
         study 2 "$classic" "$bare"
         study 4 "$classic"
         continue
     fi
-    study 2 "$classic" "$whole" "$bare" "${pieces[@]}"
+    study 2 "$classic" "${recipes[@]}"
     study 4 "$classic" "$bare"
     study 8 "$classic"
 done

@@ -300,7 +300,7 @@ def test_plan_from_a_run(dataset, tmp_path):
     "arguments, message",
     [
         ("plam", "plam: no such mode; one of .*; did you mean plan\\?"),
-        ("plan --gpu=4071", "gpu: '4071' is not in gpus.csv; --gpu=all lists it"),
+        ("plan --gpu=4071", "gpu: '4071' is not in gpus.csv; python bench.py plan --gpu=all lists"),
         ("plan --watts=200W", "watts: invalid float value: '200W'"),
         ("plan --dataset_tokens=inf", "dataset_tokens: needs a whole number above 0, such as 8"),
         ("plan --gpus=1.5", "gpus: needs a whole number"),

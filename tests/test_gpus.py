@@ -184,7 +184,7 @@ def test_each_card_is_found_by_the_name_that_an_error_offers():
 
 @pytest.mark.parametrize("typed", ["407", "RTX 4O90", "4070 Tii", "M3", "GTX1080", ""])
 def test_an_unknown_or_mistyped_card_is_told_of_the_list(typed):
-    with pytest.raises(UserError, match="is not in gpus.csv; --gpu=all lists it"):
+    with pytest.raises(UserError, match="is not in gpus.csv; python bench.py plan --gpu=all lists"):
         resolve_gpu(typed)
 
 

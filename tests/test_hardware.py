@@ -158,9 +158,10 @@ def test_dtype_is_chosen_for_the_device_that_was_asked_for(monkeypatch):
     assert hardware.set_up(Config(device="cpu")).dtype == FP32
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:3", "gpu", "cuda:x", "meta"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "mps", "gpu", "cuda:x", "meta"])
 def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     (problem,) = hardware.check_device(Config(device=device))
     assert device in problem
 

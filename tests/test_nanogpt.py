@@ -279,7 +279,7 @@ def test_its_vocabulary_stays_unpadded_and_the_records_say_so(nanogpt_folder, tm
 def test_characters_and_bytes_are_never_mixed(nanogpt_folder, dataset, tmp_path):
     weights = tmp_path / "out-shakespeare-char" / "ckpt.pt"
     model = dict(n_layer=1, n_embd=16, block_size=16)
-    with pytest.raises(UserError, match="one, char; prepare or stream it with their --tok"):
+    with pytest.raises(UserError, match="one, char; give data that has that one"):
         run_here(dataset, tmp_path / "run", init_from=weights, **model)
 
 

@@ -286,7 +286,7 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
         out = tmp_path / "run" if options["init_from"] == "resume" else tmp_path / "new"
         code, _, err = run_flags(script, another, out, **options)
         assert code == 2 and len(err) == 1 and err[0].startswith("error: dataset: "), err
-    assert "another one, bpe; prepare or stream it with their --tokenizer, or" in err[0]
+    assert "another one, bpe; give data that has that one" in err[0]
     bytes_run = tmp_path / "bytes"
     run_here(prepare_rows(tmp_path, TEXTS, "byte"), bytes_run, max_iters=1)
     code, _, err = run_flags(script, mine, tmp_path / "new", init_from=bytes_run)
@@ -312,7 +312,7 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, s
     assert (
         code == 2
         and len(err) == 1
-        and "another one, bpe; prepare or stream it with their --tokenizer" in err[0]
+        and "another one, bpe; for a new run give another --out_dir" in err[0]
     )
 
 

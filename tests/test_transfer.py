@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import transfer
 
@@ -46,6 +47,17 @@ def test_shares_are_those_of_the_curves(ladder, script):
     assert ("fast", large, 2) in found and ("no_tables", large, 0.25) not in found
     assert "no_values" in out and "0.625" in out
     assert (ladder / "transfer.png").stat().st_size > 10_000
+
+
+def test_each_line_of_the_picture_is_in_its_legend(ladder, tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(Figure, "legend", lambda self, handles, labels, **_: named.extend(labels))
+    rows = transfer.compare(transfer.read_runs(ladder))
+    transfer.draw(tmp_path / "x.png", [("a", rows), ("b", rows)])
+    lengths = {row["length"] for row in rows if row["of"] == "classic"}
+    assert sorted(named) == [
+        f"{length:g} tokens a parameter, {name}" for length in sorted(lengths) for name in "ab"
+    ]
 
 
 def test_a_single_rung_is_drawn_too(ladder, script):

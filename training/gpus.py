@@ -55,7 +55,8 @@ def resolve_gpu(typed: str) -> dict[str, str]:
         asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
     candidates = [row for row in rows if asked and asked <= row_words(row)]
     if not candidates:
-        hint = "--gpu=all lists it; for another card give --iter_seconds or --from_run"
+        hint = "python bench.py plan --gpu=all lists its cards"
+        hint += "; for another one plan takes --iter_seconds or --from_run"
         raise UserError(f"gpu: {typed!r} is not in {GPU_TABLE.name}; {hint}")
     fewest_words = min(len(row_words(row)) for row in candidates)
     found = [row for row in candidates if len(row_words(row)) == fewest_words]

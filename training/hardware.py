@@ -154,6 +154,8 @@ def check_device(config: Config) -> list[str]:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         return [f"device: there is no {wanted}; the GPUs here are cuda:0 to cuda:{last}"]
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
     return []
 
 

@@ -180,12 +180,17 @@ def fetch(name: str) -> Path:
 
 def read_hf(folder: Path) -> dict:
     """A Hugging Face GPT-2: config.json and model.safetensors."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", mend="get it again")
     config = read_hf_config(hf, folder)
+    try:
+        stored = load_file(folder / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder}/model.safetensors: missing or cut short ({error})") from None
     weights = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in stored.items():
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # causal masks, which older versions stored

@@ -266,7 +266,9 @@ def open_data(config: Config, start: Start, ranks: Ranks) -> Dataset:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         holder = config.out_dir if start.resumed else f"init_from={config.init_from}"
         known = f"the weights of {holder} another one, {theirs['kind']}"
-        mend = "prepare or stream it with their --tokenizer, or choose another dataset"
+        mend = "give data that has that one"
+        if start.resumed:
+            mend = "for a new run give another --out_dir"
         problems.append(f"{held}, {known}; {mend}")
     elif start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
