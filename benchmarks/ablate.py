@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from common.console import Parser, UserError, duration, run_main, table_lines
+from configurator import saved_config
 from reports.curves import learning_curve, reach
 from reports.picture import COLORS, MARKERS, count4, finish
 from reports.records import Records, RunRecords
@@ -37,6 +38,8 @@ def read_variants(given: list[str], file: Path) -> dict[str, str]:
     were given. Raises UserError.
     """
     known = json.loads(file.read_text()) if file.exists() else {}
+    # one that failed before its first run may be mended under its name
+    known = {name: text for name, text in known.items() if list(file.parent.glob(f"{name}-*"))}
     variants = {}
     for text in given:
         name, _, arguments = text.partition("=")
@@ -56,6 +59,19 @@ def train(script: Path, arguments: str, out_dir: Path, seed: int) -> None:
     if code := subprocess.run(command, stdout=subprocess.PIPE).returncode:
         hint = "see its message above; the same command continues"
         raise UserError(f"{shlex.join(command)}: exit code {code}; {hint}")
+
+
+def check_comparable(runs: dict[str, list[RunRecords]]) -> None:
+    """Raises UserError for losses on unequal tokens, and for seeds with other settings."""
+    scored = [run for seeds in runs.values() for run in seeds]
+    if len({(run.data_fingerprint, saved_config(run.config).eval_size) for run in scored}) > 1:
+        raise UserError("losses do not compare: variants differ in their data or in eval_tokens")
+    for name, seeds in runs.items():
+        for run in seeds:
+            keys = seeds[0].config.keys() - {"seed", "out_dir"}
+            if changed := {key for key in keys if run.config[key] != seeds[0].config[key]}:
+                hint = "a config file has changed; choose another name"
+                raise UserError(f"{name}: its seeds differ in {', '.join(sorted(changed))}; {hint}")
 
 
 def summarize(name: str, arguments: str, runs: list[RunRecords], target: float | None) -> dict:
@@ -123,14 +139,16 @@ def main(argv: list[str]) -> None:
     seeds = range(1, args.seeds + 1)
 
     # one seed of all variants before the next seed: a study that is cut short still compares
+    runs: dict[str, list[RunRecords]] = {name: [] for name in variants}
     for name, seed in tqdm([(name, seed) for seed in seeds for name in variants], unit="run"):
-        train(args.script, variants[name], args.out / f"{name}-{seed}", seed)
+        out_dir = args.out / f"{name}-{seed}"
+        train(args.script, variants[name], out_dir, seed)
+        runs[name].append(Records(out_dir / "metrics.jsonl").read())
+        check_comparable(runs)
 
     rows, target = [], None
     for name in variants:
-        files = [args.out / f"{name}-{seed}" / "metrics.jsonl" for seed in seeds]
-        runs = [Records(file).read() for file in files]
-        rows.append(summarize(name, variants[name], runs, target))
+        rows.append(summarize(name, variants[name], runs[name], target))
         target = rows[0]["val_loss"]
     print(*lines_of(rows, target), sep="\n")
     command = shlex.join(["python", "-m", "benchmarks.ablate", *argv])

@@ -3,10 +3,11 @@
 # trained for several lengths with each recipe: docs/fast_recipe.md.
 #
 #   bash results/transfer.sh OUT 4x128 [5x192] [6x256]
-#   python -m benchmarks.transfer OUT [OUT2 ...]     the table, OUT/transfer.json and .png
 #
-# It makes OUT/data once: the sources of packages that torch brings along, or TEXT="FILE..."; 1.1 %
-# of it is validation. Each study is a folder, OUT/SIZE-TOKENS, with TOKENS tokens for each
+# It makes OUT/data once: the sources of packages that torch brings along, or TEXT="FILE...", of
+# which 4x128 wants 25 MB at least to read nothing twice, and 80 MB for its 262,144 tokens of
+# validation, which are 1.1 %. Paths are relative to the repository. At the end
+# `python -m benchmarks.transfer OUT` makes a table, OUT/transfer.json and OUT/transfer.png. Each study is a folder, OUT/SIZE-TOKENS, with TOKENS tokens for each
 # parameter of the layers' matrices, made by benchmarks/ablate.py with SEEDS seeds (default: 1).
 # PIECES=1 also trains, at 1 and 2 tokens, what shows the worth of each group of pieces: about a
 # third longer. Give it each time: a study reports what the last command named.
@@ -20,13 +21,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
+rungs=" 4x128 5x192 6x256 "
+[ $# -gt 1 ] || { echo "give OUT and one or more of:$rungs" >&2 && exit 2; }
 out=$1
 shift
+for rung in "$@"; do
+    [[ $rungs = *" $rung "* ]] || { echo "$rung: give OUT and one or more of:$rungs" >&2 && exit 2; }
+done
 if [ ! -e "$out/data/manifest.json" ]; then
     site=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     # shellcheck disable=SC2086
     python data/prepare_text.py ${TEXT:-$site/networkx $site/sympy $site/torch} \
         --tokenizer=bpe:8192 --val_fraction=0.011 --out="$out/data"
+elif [ -n "${TEXT:-}" ]; then
+    echo "$out/data is there already; for another TEXT give another OUT"
 fi
 
 gpt="config/gpt124m_4070.py"
@@ -40,7 +48,6 @@ size_of() {  # the batch grows with the model, so that the number of iterations 
         iterations=270 tables=1 ;;
     6x256) size="--n_layer=6 --n_head=4 --n_embd=256 --batch_size=64 --tokens_per_iter=16384"
         iterations=288 tables=2 ;;
-    *) echo "$1: 4x128, 5x192 or 6x256" >&2 && exit 2 ;;
     esac
 }
 
@@ -80,3 +87,4 @@ for rung in "$@"; do
     study 4 "$classic" "$bare"
     study 8 "$classic"
 done
+python -m benchmarks.transfer "$out"

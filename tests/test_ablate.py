@@ -21,7 +21,10 @@ folder = pathlib.Path(given["out_dir"])
 if not folder.exists():
     folder.mkdir()
     final = 2 - float(given["rate"]) - int(given["seed"]) / 100
-    records = [dict(kind="start", iter=0, config={}, tokens_per_iter=1000)]
+    config = dict(learning_rate=float(given["rate"]), seed=int(given["seed"]))
+    config |= dict(eval_tokens=int(given.get("eval_tokens", 8192)))
+    records = [dict(kind="start", iter=0, config=config, tokens_per_iter=1000)]
+    records[0] |= dict(data_fingerprint=given.get("data", "prose"))
     for it, loss in ((0, 5.0), (50, 3.0), (100, final)):
         records.append(dict(kind="eval", iter=it, val_loss=loss, seconds=1.0))
         records.append(dict(kind="step", iter=it, tokens=1000 * it, loss=loss, step_ms=10.0))
@@ -52,7 +55,7 @@ def study(script, tmp_path):
     ],
 )
 def test_what_cannot_be_a_study_is_one_line(arguments, says, tmp_path, study):
-    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "old-1").mkdir(parents=True)
     (tmp_path / "study" / "variants.json").write_text('{"old": "--rate=2"}')
     code, _, err = study(*arguments)
     assert code == 2 and len(err) == 1 and says in err[0]
@@ -76,6 +79,25 @@ def test_a_study_continues_where_it_stopped_and_compares_at_equal_tokens(study, 
     assert quick["tokens_to_target"] == pytest.approx(reached)
     assert "90.1k" in out
     assert (tmp_path / "study" / "ablation.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("other", ["--data=sources", "--eval_tokens=4096"])
+def test_losses_on_unequal_tokens_are_not_ranked(other, study):
+    code, out, err = study("--seeds=1", "a=--rate=0.2", f"b=--rate=0.3 {other}")
+    assert code == 2 and not out and "losses do not compare" in err[-1]
+
+
+def test_seeds_with_other_settings_are_not_averaged(study, tmp_path):
+    assert study("--seeds=1", "a=--rate=0.2")[0] == 0
+    file = tmp_path / "study" / "a-1" / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"learning_rate": 0.2', '"learning_rate": 0.1'))
+    code, _, err = study("--seeds=2", "a=--rate=0.2")
+    assert code == 2 and "a: its seeds differ in learning_rate" in err[-1]
+
+
+def test_a_variant_that_never_ran_may_be_mended_under_its_name(study):
+    assert study("--seeds=1", "x=--fail=1")[0] == 2
+    assert study("--seeds=1", "x=--rate=0.2")[0] == 0
 
 
 def test_a_variant_that_fails_stops_the_study_in_one_line(study):
