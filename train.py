@@ -288,7 +288,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         raw_model = build_model(model_config(c, data.vocab, start.weights, hw.flash(c)))
         raw_model.to(hw.device)
         torch.manual_seed(c.seed + ranks.rank)  # but other dropout
-        optimizer = build_optimizer(raw_model, c, hw.dtype, ranks.rank, ranks.world_size)
+        optimizer = build_optimizer(raw_model, c, hw.dtype)
         scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
         p = restore(c, start, raw_model, optimizer, scaler, hw.device, ranks.rank)
     optimizer.register_step_pre_hook(p.begin_update)  # unfinished until p.advance()

@@ -110,7 +110,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
 ):
     """
     Three iterations of two micro-batches, without and with DDP around the compiled model; the fast
-    one's by Muon, which gathers over NCCL, be it from this process alone.
+    one's by Muon.
     """
     hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, None)
     ranks = Ranks()

@@ -172,23 +172,6 @@ def test_a_step_starts_few_kernels():
     assert 5 * operators(ours.step) < operators(theirs.step)
 
 
-@pytest.mark.parametrize("processes, largest", [(2, 1 / 2), (4, 1 / 4), (6, 1 / 6), (8, 20 / 144)])
-def test_the_matrices_are_shared_out_evenly(processes, largest):
-    """
-    By the cost of their products. In units of one of (C, C), a layer of 12 costs 12: q, k, v and
-    the attention's projection 1 each, the other two 4 each. Eight processes cannot do better than
-    18 of 144; in turn, some get 16 and some 20.
-    """
-    model = FastGPT(replace(SMALL, n_layer=12))
-    optimizer = build_optimizer(model, CONFIG, torch.float32, 0, processes)
-    roles = parameters_by_role(model)
-    assert optimizer.owner.keys() == {*roles["matrices"], *roles["qkv"]}
-    shares = [0.0] * processes
-    for p, owner in optimizer.owner.items():
-        shares[owner] += p.numel() / SMALL.n_embd**2 / 144
-    assert max(shares) == pytest.approx(largest)
-
-
 def test_q_k_and_v_are_a_matrix_each():
     torch.manual_seed(0)
     fused = nn.Parameter(torch.zeros(48, 16))

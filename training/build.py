@@ -152,7 +152,7 @@ class OptimizerKind:
 
     # (model, config) -> parameter groups, each with its highest learning rate as initial_lr
     groups: Callable[[nn.Module, Config], list[dict]]
-    # (groups, fused=, dtype=, rank=, world_size=), see build_optimizer -> the optimizer
+    # (groups, fused=, dtype=), see build_optimizer -> the optimizer
     make: Callable[..., torch.optim.Optimizer]
     # group -> names of the tensors kept of each parameter that have the parameter's shape
     moments: Callable[[dict], tuple[str, ...]]
@@ -171,17 +171,14 @@ def optimizer_groups(model: nn.Module, config: Config) -> list[dict]:
     return [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
 
 
-def build_optimizer(
-    model: nn.Module, config: Config, dtype: torch.dtype, rank: int = 0, world_size: int = 1
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
-    `dtype` is what the device multiplies matrices in. Muon shares out its work among the
-    `world_size` processes. A fused update skips itself on the device when asked to. MPS's fused
-    kernel cannot.
+    `dtype` is what the device multiplies matrices in. A fused update skips itself on the device
+    when asked to. MPS's fused kernel cannot.
     """
     groups, make = optimizer_groups(model, config), OPTIMIZERS[config.optimizer].make
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    return make(groups, fused=fused, dtype=dtype, rank=rank, world_size=world_size)
+    return make(groups, fused=fused, dtype=dtype)
 
 
 # -----------------------------------------------------------------------------

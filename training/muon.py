@@ -10,10 +10,7 @@ of a shape, takes the parts of a fused q, k, v matrix apart, and skips an update
 a gradient is not finite.
 """
 
-from collections import Counter
-
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -69,20 +66,16 @@ class Muon(torch.optim.AdamW):
     Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each),
     the others go to AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
 
-    Each of `world_size` processes orthogonalises its share of the matrices of each shape, and only
-    it keeps their momentum. All get the results and move alike.
+    Every rank moves all matrices: ranks of one kind of GPU get the same bits from the averaged
+    gradients, so nothing is exchanged.
 
     Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device)
     where the caller or a GradScaler has set it, and changes nothing where it is 1.
     """
 
-    def __init__(self, groups: list[dict], dtype: torch.dtype, fused=True, rank=0, world_size=1):
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
         super().__init__(groups, eps=ADAM_EPS, fused=fused)
-        self.dtype, self.rank, self.world_size = dtype, rank, world_size
-        # dealt out in turn, sorted by shape: every process gets as many of each shape
-        matrices = [p for group in groups if "momentum" in group for p in group["params"]]
-        matrices.sort(key=lambda p: p.shape)
-        self.owner = {p: number % self.world_size for number, p in enumerate(matrices)}
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -96,11 +89,8 @@ class Muon(torch.optim.AdamW):
 
     def step_matrices(self, group: dict, found_inf: Tensor | None) -> None:
         """
-        With momentum mu and gradient g: the matrix shrinks by the share lr * weight_decay, m <- m +
-        (1 - mu) (g - m), and the matrix moves by lr * sqrt(max(1, rows / cols)) against the
-        orthogonal matrix nearest to g + mu (m - g), Nesterov's look-ahead, evened out by
-        `normalize`. Matrices of one shape move together, in a few kernels: one by one they would
-        take hundreds of small ones.
+        Matrices of one shape move together, in a few kernels: one by one they would take hundreds
+        of small ones.
         """
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for p in group["params"]:
@@ -109,92 +99,40 @@ class Muon(torch.optim.AdamW):
         for same in by_shape.values():
             # a skipped update is one whose rates are all 0
             applied = 1 - (same[0].new_zeros(()) if found_inf is None else found_inf)
-            own = self.update_momenta(group, same, applied)
-            directions = self.gather(orthogonalize(own, self.dtype), same, group["parts"])
-            # in float32: float16 has no room for small rates
-            self.move(group, same, directions.float(), applied)
+            self.move(group, same, applied)
 
-    def update_momenta(self, group: dict, same: list[Tensor], applied: Tensor) -> Tensor:
+    def move(self, group: dict, same: list[Tensor], applied: Tensor) -> None:
         """
-        Of those in `same`, matrices of one shape, that are this process's: bring the momenta up to
-        date, and return the look-aheads, (n * parts, rows / parts, cols).
+        Move n matrices of one shape, `same`. With momentum mu and gradient g: a matrix shrinks by
+        the share lr * weight_decay, m <- m + (1 - mu) (g - m), and it moves by lr * sqrt(max(1,
+        rows / cols)) against the orthogonal matrix nearest to g + mu (m - g), Nesterov's
+        look-ahead, evened out by `normalize`.
         """
-        rows, cols = same[0].shape
-        mine = [p for p in same if self.owner[p] == self.rank]
-        if not mine:
-            return same[0].new_empty(0, rows // group["parts"], cols)
-        for p in mine:
-            if "momentum" not in self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum"] for p in mine]
-        m, g = torch.stack(momenta), torch.stack([p.grad for p in mine])  # (n, rows, cols) each
-        g.masked_fill_(applied == 0, 0)  # NaN times a rate of 0 would be NaN
-        m.lerp_(g, (1 - group["momentum"]) * applied)
-        torch._foreach_copy_(momenta, m.unbind())
-        return g.lerp_(m, group["momentum"]).view(-1, rows // group["parts"], cols)
-
-    def gather(self, own: Tensor, same: list[Tensor], parts: int) -> Tensor:
-        """
-        The directions of all of `same`, (n * parts, rows / parts, cols), from those of this
-        process's share, `own`.
-        """
-        if not dist.is_initialized():
-            return own
-        most = max(Counter(self.owner[p] for p in same).values()) * parts
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(everyone, padded)
-        in_turn = [iter(directions.split(parts)) for directions in everyone]
-        return torch.cat([next(in_turn[self.owner[p]]) for p in same])
-
-    def move(self, group: dict, same: list[Tensor], directions: Tensor, applied: Tensor) -> None:
-        """Shrink the matrices, even out their directions, and move against them."""
+        mu, lr, parts = group["momentum"], group["lr"] * applied, group["parts"]
+        rows, cols = same[0].size(0) // parts, same[0].size(1)  # of each matrix that is stacked
         for p in same:
-            if "mean_squares" not in self.state[p]:  # checkpoints from before NorMuon lack it too
-                stacked = p.view(group["parts"], -1, p.size(1))
-                self.state[p]["mean_squares"] = torch.zeros_like(mean_squares(stacked))
+            state = self.state[p]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(p)
+            if "mean_squares" not in state:  # checkpoints from before NorMuon lack it too
+                state["mean_squares"] = torch.zeros_like(mean_squares(p.view(parts, rows, cols)))
+        momenta = [self.state[p]["momentum"] for p in same]
         means = [self.state[p]["mean_squares"] for p in same]
-        # (n * parts, rows / parts, 1) or (n * parts, 1, cols)
-        mean = torch.cat(means).lerp_(mean_squares(directions), (1 - NORMUON_BETA) * applied)
-        torch._foreach_copy_(means, mean.split(group["parts"]))
 
-        _, rows, cols = directions.shape
-        lr = group["lr"] * applied
+        m, g = torch.stack(momenta), torch.stack([p.grad for p in same])  # (n, parts * rows, cols)
+        g.masked_fill_(applied == 0, 0)  # NaN times a rate of 0 would be NaN
+        m.lerp_(g, (1 - mu) * applied)
+        torch._foreach_copy_(momenta, m.unbind())
+        look_ahead = g.lerp_(m, mu).view(-1, rows, cols)  # (n * parts, rows, cols)
+        # in float32: float16 has no room for small rates
+        directions = orthogonalize(look_ahead, self.dtype).float()
+
+        # (n * parts, rows, 1) or (n * parts, 1, cols)
+        mean = torch.cat(means).lerp_(mean_squares(directions), (1 - NORMUON_BETA) * applied)
+        torch._foreach_copy_(means, mean.split(parts))
         updates = normalize(directions, mean) * (lr * max(1, rows / cols) ** 0.5)
         torch._foreach_mul_(same, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(same, updates.view(-1, *same[0].shape).unbind())
-
-    def numbered(self) -> list[tuple[int, Tensor]]:
-        """The parameters with their numbers in a state_dict."""
-        return list(enumerate(p for group in self.param_groups for p in group["params"]))
-
-    def whole_state_dict(self) -> dict:
-        """
-        state_dict() for a checkpoint: with the momenta of all processes on the first, elsewhere
-        with one's own. All take part.
-        """
-        whole = self.state_dict()
-        for number, p in self.numbered():
-            owner = self.owner.get(p, 0)
-            if owner == 0 or p not in self.state:  # nothing to send, or no update yet
-                continue
-            if self.rank == owner:
-                dist.send(self.state[p]["momentum"].cpu(), 0)
-            elif self.rank == 0:
-                momentum = torch.empty(p.shape)
-                dist.recv(momentum, owner)
-                whole["state"][number] = dict(whole["state"][number], momentum=momentum)
-        return whole
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load a whole one, but for the momenta of other processes' matrices."""
-        states = dict(state_dict["state"])
-        for number, p in self.numbered():
-            if number in states and self.owner.get(p, self.rank) != self.rank:
-                others = states[number].items()
-                states[number] = {name: value for name, value in others if name != "momentum"}
-        super().load_state_dict(dict(state_dict, state=states))
 
     def __setstate__(self, state: dict) -> None:
         # AdamW's looks for a step in each parameter's state, and matrices have none

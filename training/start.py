@@ -289,11 +289,9 @@ def checkpoint_state(
     data: Dataset, model, optimizer, scaler, progress: Progress, log: RunLog
 ) -> dict:
     """Everything that resuming needs, as of the last whole iteration. All ranks take part."""
-    # of an optimizer whose state is spread over the ranks, all of it
-    optimizer_state = getattr(optimizer, "whole_state_dict", optimizer.state_dict)
     return dict(
         model=model.state_dict(),
-        optimizer=optimizer_state(),
+        optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
         rng=log.ranks.gather(progress.rng),
         progress=progress.state_dict(),
