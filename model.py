@@ -129,16 +129,13 @@ class Block(nn.Module):
 # The loss
 
 
-def loss_sum(logits: Tensor, targets: Tensor, cap: float | None, by_hand: bool = False) -> Tensor:
+def loss_sum(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     """
     What training minimises and evaluation reports: the loss of logits (n, V), not capped yet,
     against targets (n,), summed over those that are not -1, in nats. The one place for it: a term
     added to `loss` acts everywhere, all logits at once or in chunks, compiled or not.
     """
-    if by_hand:  # the same loss, with a slope that is made faster than autograd's
-        loss = CrossEntropyByHand.apply(logits, targets, cap)
-    else:
-        loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
+    loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
     return loss
 
 
@@ -147,13 +144,14 @@ def mean_loss(
 ) -> Tensor:
     """
     `loss_sum` of the head's logits against targets (B, T), divided by the number of those that are
-    not -1. x is (B, T, C), the head's weight (V, C), `cap` as in `cap_logits`.
+    not -1; without any, the loss and its gradients are 0. x is (B, T, C), the head's weight (V, C),
+    `cap` as in `cap_logits`.
 
     With a chunk > 0 the logits of only so many tokens exist at once. Their gradient is made along
     with them, before it is divided, so that float16 has room for it without GradScaler's factor.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
-    count = (targets != -1).sum()
+    count = (targets != -1).sum().clamp(min=1)  # a masked micro-batch must not cost the update
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         return loss_sum(F.linear(x, weight), targets, cap)
@@ -161,8 +159,7 @@ def mean_loss(
     if not 0 < chunk < len(x):
         return loss(x, targets) / count
     if torch.is_grad_enabled():
-        by_hand = not torch.compiler.is_compiling()  # compiled, autograd's slope is one kernel
-        return LossWithGradients.apply(x, weight, targets, chunk, cap, product_dtype(x), by_hand)
+        return ChunkedLoss.apply(x, weight, targets, chunk, cap, product_dtype(x))
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
     return torch.stack([loss(*part) for part in parts]).sum() / count
 
@@ -179,61 +176,36 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * logits * torch.rsqrt(logits.square() + cap**2)
 
 
-class LossWithGradients(torch.autograd.Function):
+class ChunkedLoss(torch.autograd.Function):
     """
     `mean_loss` of x (N, C) and targets (N,) with its gradients, made in the forward pass chunk by
     chunk. Products run in `dtype`; the weight's gradient is summed in at least float32.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, cap, dtype, by_hand) -> Tensor:
-        head = weight.to(dtype)
+    def forward(ctx, x, weight, targets, chunk, cap, dtype) -> Tensor:
+        head = weight.detach().to(dtype).requires_grad_()
         dx, total = [], 0.0
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
-            logits = (x_part @ head.T).requires_grad_()
+            x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(logits, y_part, cap, by_hand=by_hand)
-            (dlogits,) = torch.autograd.grad(loss, logits)
+                loss = loss_sum(x_part @ head.T, y_part, cap)
+            dx_part, dhead = torch.autograd.grad(loss, (x_part, head))
             total = total + loss.detach()
-            del loss, logits  # before the products
-            dx.append(dlogits @ head)
-            dweight += dlogits.T @ x_part
-            del dlogits  # before the next chunk's are made
+            dx.append(dx_part)
+            dweight += dhead
+            del loss, dhead  # before the next chunk's are made
         # only here: for a count made before, the compiler would make all chunks' logits at once
-        count = (targets != -1).sum()
-        # without a target to count the loss is NaN and the gradients are 0, as in F.cross_entropy
-        ctx.save_for_backward(torch.cat(dx), dweight, count.clamp(min=1))
+        count = (targets != -1).sum().clamp(min=1)
+        ctx.save_for_backward(torch.cat(dx), dweight, count)
         return total / count
 
     @staticmethod
     def backward(ctx, dloss: Tensor):
         dx, dweight, count = ctx.saved_tensors
         scale = dloss / count
-        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None, None
-
-
-class CrossEntropyByHand(torch.autograd.Function):
-    """Cross-entropy as in `loss_sum`. Its slope (n, V) can be asked for once."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
-        capped, ctx.cap = cap_logits(logits, cap), cap
-        counted, targets = (targets != -1)[:, None], targets.clamp(min=0)[:, None]  # (n, 1) each
-        logp = F.log_softmax(capped, dim=-1)
-        ctx.save_for_backward(logp, targets, counted, None if cap is None else capped)
-        return -(logp.gather(1, targets) * counted).sum()
-
-    @staticmethod
-    def backward(ctx, dloss: Tensor):
-        logp, targets, counted, capped = ctx.saved_tensors
-        # the softmax, less 1 at the target
-        dlogits = logp.exp_().scatter_add_(1, targets, -torch.ones_like(logp[:, :1]))
-        dlogits *= counted * dloss
-        if capped is not None:
-            # the slope of cap_logits; rounding may take a logit past its cap
-            dlogits *= (1 - capped.div_(ctx.cap).square_()).clamp_(min=0).pow_(1.5)
-        return dlogits, None, None
+        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None
 
 
 # -----------------------------------------------------------------------------

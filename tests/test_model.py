@@ -3,6 +3,7 @@ The model against transformers' GPT-2, against hand-computed numbers, and agains
 switch thrown.
 """
 
+import functools
 import math
 from dataclasses import fields, replace
 
@@ -277,9 +278,9 @@ def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
     """Half of the cross-entropy and a z-loss, against their formulas in float64."""
     stock, cap = model_file.loss_sum, 5.0
 
-    def with_z_loss(logits, targets, cap, **how):
+    def with_z_loss(logits, targets, cap):
         z = cap_logits(logits, cap).logsumexp(-1)
-        return stock(logits, targets, cap, **how) / 2 + (z.square() * (targets != -1)).sum()
+        return stock(logits, targets, cap) / 2 + (z.square() * (targets != -1)).sum()
 
     monkeypatch.setattr(model_file, "loss_sum", with_z_loss)
     torch.manual_seed(0)
@@ -303,6 +304,30 @@ def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
         assert (a - b).norm() < tolerance * b.norm()
 
 
+@pytest.mark.parametrize("chunk", [0, 20])
+def test_label_smoothing_in_the_loss_acts_at_once_in_chunks_and_in_evaluation(chunk, monkeypatch):
+    """Against torch's mean over the targets that count."""
+    smoothed = functools.partial(F.cross_entropy, ignore_index=-1, label_smoothing=0.1)
+
+    def loss_sum(logits, targets, cap):
+        return smoothed(cap_logits(logits, cap), targets, reduction="sum")
+
+    monkeypatch.setattr(model_file, "loss_sum", loss_sum)
+    torch.manual_seed(0)
+    x, head = (torch.randn(*shape, 16, requires_grad=True) for shape in ((5, 10), (37,)))
+    targets = tokens(5, 10, 37)
+    targets[2] = -1
+    loss = mean_loss(x, head, targets, chunk)
+    with torch.no_grad():
+        evaluated = mean_loss(x, head, targets, chunk)
+    expected = smoothed((x @ head.T).flatten(0, 1), targets.flatten())
+    # float32 sums in another order
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert evaluated.item() == pytest.approx(expected.item(), rel=1e-6)
+    for a, b in zip(*(torch.autograd.grad(v, [x, head]) for v in (loss, expected)), strict=True):
+        assert (a - b).norm() < 1e-6 * b.norm()
+
+
 def test_gradients_of_logits_far_beyond_their_cap_are_finite():
     """In float32 such a logit rounds to a little more than its cap."""
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
@@ -313,12 +338,19 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
         assert gradient.isfinite().all()
 
 
-def test_a_loss_without_targets_is_nan_and_changes_nothing():
-    for chunk in (0, 7):
-        x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-        loss = mean_loss(x, head, torch.full((2, 10), -1), chunk)
-        loss.backward()
-        assert loss.isnan() and x.grad.count_nonzero() == head.grad.count_nonzero() == 0
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("cap", [None, 15.0])
+def test_a_micro_batch_without_targets_costs_nothing(cap, chunk):
+    """A masked window among others: a NaN would skip the whole update."""
+    x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    masked = torch.full((2, 10), -1)
+    loss = mean_loss(x, head, masked, chunk, cap)
+    loss.backward()
+    with torch.no_grad():
+        evaluated = mean_loss(x, head, masked, chunk, cap)
+    assert loss.item() == evaluated.item() == 0.0
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert torch.equal(head.grad, torch.zeros_like(head))
 
 
 def test_training_computes_no_head_product_twice():

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.console import warn
 from configurator import Config
-from model import GPT, GPTConfig, LossWithGradients
+from model import GPT, ChunkedLoss, GPTConfig
 from model_fast import FastGPT
 from training.muon import Muon, parameters_by_role
 
@@ -77,7 +77,7 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 def compile_model(model: nn.Module, **options) -> nn.Module:
     """torch.compile(model, **options): what it takes to have the model in one graph stands here."""
     # the compiler cannot follow its call of autograd, and need not
-    torch.compiler.allow_in_graph(LossWithGradients)
+    torch.compiler.allow_in_graph(ChunkedLoss)
     if isinstance(model, FastGPT):
         model.keep_rotary_tables()
     return torch.compile(model, **options)

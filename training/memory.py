@@ -32,11 +32,10 @@ class Kept:
 
     block: int  # numbers of a block beside the residual stream, per token and channel
     logit: int  # bytes: the most that lives for one logit in eager mode
-    chunked: int  # bytes: its float32 numbers where the loss is made in chunks with its gradients
     recomputed: int  # numbers: gradients in the block that recompute runs again, as in `block`
 
 
-KEPT = dict(gpt2=Kept(14, 12, 8, 4), fast=Kept(16, 28, 16, 8))
+KEPT = dict(gpt2=Kept(14, 12, 4), fast=Kept(16, 28, 8))
 
 
 def element_bytes(dtype: str) -> int:
@@ -122,21 +121,16 @@ def logits_at_once(model: GPTConfig, tokens: int) -> int:
 
 def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """The logits, and beside them the gradient of the head where both exist at once."""
-    element, kept, head = element_bytes(dtype), KEPT[model.model], model.n_embd * model.vocab_size
-    logits = logits_at_once(model, tokens)
-    if 0 < model.loss_chunk < tokens and compiled:
-        # the head's gradient from each chunk, one chunk's logits and their gradient
-        chunks = -(-tokens // model.loss_chunk)
-        most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
-        return element * (most + chunks * head)
-    if compiled:
+    element, head = element_bytes(dtype), model.n_embd * model.vocab_size
+    logits, chunked = logits_at_once(model, tokens), 0 < model.loss_chunk < tokens
+    if not compiled:
+        return KEPT[model.model].logit * logits + (4 * head if chunked else 0)
+    if not chunked:
         return element * (logits + head)
-    if 0 < model.loss_chunk < tokens:
-        # Under autocast the logit that its float32 copies come from, and on a GPU the gradient of
-        # the chunk before, which autograd's thread may free late.
-        copies = element if dtype == "float32" else 2 * element
-        return (kept.chunked + copies) * logits + 4 * head
-    return kept.logit * logits
+    # the head's gradient from each chunk, one chunk's logits and their gradient
+    chunks = -(-tokens // model.loss_chunk)
+    most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
+    return element * (most + chunks * head)
 
 
 def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> float:
