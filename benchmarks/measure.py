@@ -162,7 +162,7 @@ def time_windows(trainee: Trainee, trials: int) -> dict:
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=rate,
         tokens_per_sec_range=[config.iter_tokens / max(windows), config.iter_tokens / min(windows)],
-        mfu=hw.mfu(build.flops_per_token(model), rate),
+        mfu=hw.mfu(build.count_flops(model)[0], rate),
         mem_gib=memory,
         mem_training_gib=added,
         mem_model_gib=modelled,

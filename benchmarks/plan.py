@@ -21,7 +21,13 @@ from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import Records, percentile
 from training import hardware
-from training.build import count_flops, count_parameters, model_config, warn_of_epochs
+from training.build import (
+    count_flops,
+    count_parameters,
+    describe_flops,
+    model_config,
+    warn_of_epochs,
+)
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import fitting_batch, memory_bytes, memory_caveat
@@ -38,6 +44,8 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 # The driver needs the rest of a card's memory. Torch shows less than the size in its data sheet,
 # least where ECC is on (a T4 14.6 of 16 GiB), and a desktop takes its share.
 USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
+# relative: older logs have FLOPs by a formula, which counts norms too
+FLOPS_TOLERANCE = 0.01
 
 # A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
 
@@ -84,12 +92,15 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
 
 
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
+    known = "give --iter_seconds or --from_run"
     if not card["peak_tflops"]:
-        mend = "name another card, as in --gpu=4070, or give --iter_seconds or --from_run"
+        mend = f"name another card, as in --gpu=4070, or {known}"
         raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {mend}")
+    flops, words = count_flops(model)
+    if flops is None:
+        raise UserError(f"model: FLOPs not counted: {words}; {known}")
     (low, likely, high), basis = assumed_mfu(card)
     source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
-    flops, _ = count_flops(model)
     at_peak = flops * config.iter_tokens / (card["peak_tflops"] * 1e12 * gpus)
     if config.recompute:
         # the blocks' forward pass, a third of their work, runs a second time
@@ -115,9 +126,10 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     if math.isnan(step_ms):
         raise UserError(f"from_run: {records.path} holds no iteration; give the out_dir of a run")
     start = records.starts[-1]
-    theirs, ours = start["flops_per_token"] / 1e6, count_flops(model)[0] / 1e6
-    if theirs != ours:
-        differ = f"trained {theirs:.1f} MFLOP/token, this configuration and code {ours:.1f}"
+    theirs, ours = start["flops_per_token"], count_flops(model)[0]
+    same_flops = None in (theirs, ours) or math.isclose(theirs, ours, rel_tol=FLOPS_TOLERANCE)
+    if start["parameters"] != count_parameters(model) or not same_flops:
+        differ = "trained another model than this configuration and code"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")
     per_token = step_ms / 1000 / start["tokens_per_iter"] * start.get("world_size", 1)
     card = card_figures(start["device"], start["dtype"], start["peak_tflops"], None)
@@ -144,8 +156,7 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
     gradients takes is not in the hours (docs/several_gpus.md).
     """
     tokens = config.iter_tokens * config.max_iters
-    params, params_in_products = count_parameters(model)
-    flops, formula = count_flops(model)
+    params, flops = count_parameters(model), count_flops(model)[0]
     evaluations, checkpoints = count_pauses(config)
     p = dict(
         gpus=options.gpus,
@@ -158,10 +169,8 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         epochs=tokens / options.dataset_tokens if options.dataset_tokens else None,
         vocab_size=model.vocab_size,
         params=params,
-        params_in_products=params_in_products,
         flops_per_token=flops,
-        flops_formula=formula,
-        total_flops=flops * tokens,
+        total_flops=flops and flops * tokens,
         memory_caveat=memory_caveat(model),
         evaluations=evaluations,
         checkpoints=checkpoints,
@@ -214,7 +223,7 @@ def time_figures(config: Config, p: dict, options: Namespace) -> dict:
         figures["tokens_range"] = [n * config.iter_tokens for n in reversed(iters)]
     figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
     figures |= dict(tokens_per_sec=rate, mfu=None, kwh=None, cost=None)
-    if p["peak_tflops"]:
+    if p["peak_tflops"] and p["flops_per_token"]:
         figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
     if options.watts:
         kilowatts = options.watts * p["gpus"] / 1000
@@ -258,13 +267,14 @@ def hours_text(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else duration(3600 * hours)
 
 
-def plan_lines(p: dict) -> list[str]:
+def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     epochs = "epochs n/a (--dataset_tokens=)"
     if p["epochs"]:
         epochs = f"{p['epochs']:.2f} epochs of {count(p['dataset_tokens'])}"
     low, high = p.get("tokens_range") or (0, 0)
     if low < high:
         epochs += f"; {count(low)} to {count(high)} by the range of speeds"
+    compute = f"{p['total_flops']:.2e} FLOPs" if p["total_flops"] else "FLOPs n/a"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
     low, high = p["hours_range"]
@@ -272,12 +282,11 @@ def plan_lines(p: dict) -> list[str]:
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return [
-        f"model    {p['params'] / 1e6:.2f}M parameters, {p['flops_per_token'] / 1e6:.1f} "
-        f"MFLOP/token ({p['flops_formula']}, N = {p['params_in_products'] / 1e6:.2f}M), "
+        f"model    {p['params'] / 1e6:.2f}M parameters, {describe_flops(model)}, "
         f"vocabulary {p['vocab_size']}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}, {epochs}",
-        f"compute  {p['total_flops']:.2e} FLOPs",
+        f"compute  {compute}",
         f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
         f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",
@@ -362,7 +371,7 @@ def main(config: Config, options: Namespace) -> dict:
         tokens = plan["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
         complain(missing_dataset(config.dataset, math.ceil(tokens / unit) * unit))
-    say(*plan_lines(plan))
+    say(*plan_lines(plan, model))
     return plan
 
 

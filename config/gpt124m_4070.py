@@ -1,5 +1,5 @@
 # GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
-# Not measured on that card. Estimated for 10B tokens: 63 hours (48 to 91), by
+# Not measured on that card. Estimated for 10B tokens: 63 hours (48 to 90), by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
 # One nanoGPT log, believed to be of this card, has 9,340 ms per iteration: 56,134 tokens/s.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py

@@ -47,14 +47,14 @@ def test_plan_of_the_users_40m_run(tmp_path, capsys):
     16 * 1024 * 32 = 524,288; times 20,000 = 10,485,760,000; / 3.68e9 = 2.849; 20,000 * 3.9 s =
     21.67 h; N = 50304 * 384 + 12 * (12 * 384^2 + 2 * 384) + 384 = 40,560,000; 6 N + 12 * 12 * 384 *
     1024 = 299,983,104 per token; 524,288 / 3.9 * 299,983,104 / 58.3e12 = 69.2 %; 21.67 h * 200 W =
-    4.33 kWh.
+    4.33 kWh. torch counts no norms, 6 * 25 * 384 FLOPs.
     """
     flags = ("--gpu=4070", "--iter_seconds=3.9", "--dataset_tokens=3.68B", "--watts=200")
     p = run(tmp_path, "plan", GPT40M, *flags)
     assert (p["tokens_per_iter"], p["total_tokens"]) == (524_288, 10_485_760_000)
     assert p["epochs"] == pytest.approx(2.849, abs=1e-3) and p["dataset_tokens"] == 3.68e9
-    assert (p["params_in_products"], p["params"]) == (40_560_000, 40_560_000 + 1024 * 384)
-    assert p["flops_per_token"] == 299_983_104
+    assert p["params"] == 40_560_000 + 1024 * 384
+    assert p["flops_per_token"] == 299_983_104 - 6 * 25 * 384
     assert p["total_flops"] == pytest.approx(3.15e18, rel=2e-3)
     assert p["hours"] == pytest.approx(21.667, abs=1e-3)
     assert p["tokens_per_sec"] == pytest.approx(134_433, abs=1)
@@ -109,11 +109,11 @@ def test_a_plan_for_a_dataset_that_is_missing_says_so(tmp_path, monkeypatch, cap
 def test_the_quickstart_is_planned_and_measured_with_bytes_before_its_dataset_is_made(
     tmp_path, monkeypatch, capsys
 ):
-    """256 * 128 + 4 * (12 * 128^2 + 2 * 128) + 128 = 820,352 take part in products."""
+    """256 * 128 + 4 * (12 * 128^2 + 2 * 128) + 128 = 820,352, and 64 positions of 128."""
     monkeypatch.chdir(tmp_path)
     quickstart = str(ROOT / "config/quickstart.py")
     p = run(tmp_path, "plan", quickstart, "--iter_seconds=0.07")
-    assert (p["vocab_size"], p["params_in_products"]) == (256, 820_352)
+    assert (p["vocab_size"], p["params"]) == (256, 820_352 + 64 * 128)
     data = measure.real_or_random_data(load_config([quickstart]))
     assert data.vocab == 256 and data.train.tokens.max() == 255
     assert capsys.readouterr().err == ""
@@ -374,8 +374,8 @@ def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
     assert {"step_ms", "tokens_per_sec", "mfu", "mem_gib", "compile_seconds", "machine"} <= r.keys()
     assert r["tokens_per_iter"] == 256 and r["compile_seconds"] == 0
     assert r["tokens_per_sec"] == pytest.approx(256 / r["step_ms"] * 1000)
-    # N = 50304 * 32 + 2 * (12 * 32^2 + 2 * 32) + 32 = 1,634,464 and 12 L C T = 24,576
-    assert r["mfu"] == pytest.approx((6 * 1_634_464 + 24_576) * r["tokens_per_sec"] / 0.5e12)
+    # 50304 * 32 + 2 * 12 * 32^2 = 1,634,304 weights in products, and 12 L C T = 24,576
+    assert r["mfu"] == pytest.approx((6 * 1_634_304 + 24_576) * r["tokens_per_sec"] / 0.5e12)
     slowest, fastest = r["tokens_per_sec_range"]
     assert slowest <= r["tokens_per_sec"] <= fastest
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())

@@ -3,30 +3,35 @@ A changed model: its FLOPs are counted as it runs, and where figures or weights 
 code, somebody is told.
 """
 
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, flags, load, run_here, start_process
+from helpers import ROOT, flags, load, records, run_here, start_process
 from test_ranks import run_ranks
 from torch.nn import functional as F
 
+import bench
+import compare
 import convert
 import model as gpt2
 import sample
+from benchmarks import plan
 from benchmarks.plan import card_figures, card_lines, estimated_pace, make_plan, plan_lines
-from configurator import Config
+from common.console import UserError
+from configurator import Config, load_config
 from model import GPT, CausalSelfAttention, GPTConfig, plain_attention
-from training import build
-from training.build import SHIPPED_CODE, code_of, count_flops, flops_per_token
+from training import build, runlog
+from training.build import SHIPPED_CODE, code_of, count_flops, model_config
 from training.memory import out_of_memory_advice
 
 GPT124M = GPTConfig(bias=False)
-# see test_model.py: 6 N of all layers, and of the ten in the middle
-PRODUCTS, MIDDLE = 6 * 123_587_328, 6 * 10 * (12 * 768**2 + 2 * 768)
-ATTENTION = 12 * 768 * 1024  # of a layer
+# 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
+# attention
+LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
 CHANGED = "what it computes now may be another model"
 AS_SHIPPED = "(activations as in the shipped model; this one has changed)"
 
@@ -56,6 +61,39 @@ def joined(layer: CausalSelfAttention, y: torch.Tensor) -> torch.Tensor:
 # FLOPs
 
 
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_gpt124m_is_counted_as_by_hand(tie_weights):
+    """
+    nanoGPT's number, 854.8 MFLOP a token, is 6 N + 12 L H Q T with the norms' weights in N. A
+    look-up table costs no FLOPs, so tying changes nothing.
+    """
+    config = load_config([f"{ROOT}/config/gpt124m_4070.py", f"--tie_weights={tie_weights}"])
+    flops, words = count_flops(model_config(config, 50257))
+    assert (flops, words) == (12 * (LAYER + ATTENTION) + HEAD, "counted")
+    assert flops == pytest.approx(854.8e6, rel=0.001)
+
+
+def test_the_fast_124m_is_counted_as_by_hand():
+    """Its six gates have 12 x 6 weights each; the tables are looked up."""
+    config = load_config([f"{ROOT}/config/fast124m_4070.py"])
+    flops, _ = count_flops(model_config(config, 50257))
+    assert flops == 12 * (LAYER + ATTENTION) + HEAD + 6 * 6 * 12 * 6
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "fast"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(flash=False), dict(recompute=True), dict(loss_chunk=7), dict(dropout=0.1, bias=True)],
+)
+def test_the_count_is_the_same_whatever_computes_the_model(kind, changes):
+    tables = dict(value_tables=1, bigram_rows=10**7) if kind == "fast" else {}
+    sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
+    config = GPTConfig(**dict(model=kind, bias=False, tie_weights=False) | sizes | tables | changes)
+    gates = 2 * 12 * 3 if kind == "fast" else 0
+    n = 100 * 96 + 2 * 12 * 96**2 + gates
+    assert count_flops(config) == (6 * n + 12 * 2 * 96 * 40, "counted")
+
+
 class MiddleTwice(GPT):
     def hidden(self, idx, caches=None):
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
@@ -65,27 +103,15 @@ class MiddleTwice(GPT):
         return self.transformer.ln_f(x)
 
 
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_blocks_that_run_twice_count_twice(patch, tie_weights):
+def test_blocks_that_run_twice_count_twice(patch):
     patch.setattr(build, "GPT", MiddleTwice)
-    config = GPTConfig(bias=False, tie_weights=tie_weights)
-    flops = PRODUCTS + MIDDLE + 22 * ATTENTION
-    words = "counted from the modules that run, attention in 22 calls"
-    assert count_flops(config) == (flops, words)
-    assert build.count_parameters(config)[1] == PRODUCTS / 6  # but they are there once
+    assert count_flops(GPT124M)[0] == 22 * (LAYER + ATTENTION) + HEAD
 
 
-def test_a_window_that_cuts_the_keys_counts_less(patch):
+def in_windows(layer, x, cache=None):
     """Sequences of 1024 in windows of 256: each token meets a quarter of the keys."""
-
-    def in_windows(layer, x, cache=None):
-        q, k, v = (part.unflatten(2, (-1, 256)) for part in qkv(layer, x))
-        return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3))
-
-    patch.setattr(CausalSelfAttention, "forward", in_windows)
-    flops = PRODUCTS + 12 * ATTENTION // 4
-    words = "counted from the modules that run, attention in 12 calls"
-    assert count_flops(GPT124M) == (flops, words)
+    q, k, v = (part.unflatten(2, (-1, 256)) for part in qkv(layer, x))
+    return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3))
 
 
 def own_products(layer, x, cache=None):
@@ -93,51 +119,82 @@ def own_products(layer, x, cache=None):
 
 
 def wider_queries(layer, x, cache=None):
-    """Heads of a size of their own cannot be told from the narrow model."""
+    """Heads of 128 in the first of two products, and of 64 in the second."""
     q, k, v = qkv(layer, x)
     q, k = F.pad(q, (0, 64)), F.pad(k, (0, 64))
     return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
-def test_attention_of_which_a_part_is_counted_is_told_by_its_calls(patch):
-    whole = CausalSelfAttention.forward
-    half = iter([whole, own_products] * 6)
-    patch.setattr(CausalSelfAttention, "forward", lambda *arguments: next(half)(*arguments))
-    words = "counted from the modules that run, attention in 6 calls"
-    assert count_flops(GPT124M) == (PRODUCTS + 6 * ATTENTION, words)
-
-
-@pytest.mark.parametrize("forward", [own_products, wider_queries])
-def test_attention_that_cannot_be_counted_is_said_not_to_be(patch, forward):
+@pytest.mark.parametrize(
+    "forward, factor", [(in_windows, 0.25), (own_products, 1), (wider_queries, 1.5)]
+)
+def test_attention_counts_as_it_runs(patch, forward, factor):
     patch.setattr(CausalSelfAttention, "forward", forward)
-    words = "counted from the modules that run, attention not counted"
-    assert count_flops(GPT124M) == (PRODUCTS, words)
+    assert count_flops(GPT124M)[0] == 12 * (LAYER + factor * ATTENTION) + HEAD
 
 
-def test_a_model_that_asks_for_its_own_size_is_counted_by_its_parameters(patch):
-    def rotate(layer, x, cache=None):
-        raise ValueError("n_embd must be a multiple of 64")
+class Mixture(gpt2.MLP):
+    """Four experts, each for the tokens that the router gives it."""
 
-    patch.setattr(CausalSelfAttention, "forward", rotate)
-    words = "6 N, attention not counted: the model does not run at a small n_embd"
-    assert count_flops(GPT124M) == (PRODUCTS, words)
+    def __init__(self, config):
+        super().__init__(config)
+        self.router = torch.nn.Linear(config.n_embd, 4, bias=False)
+        self.others = torch.nn.ModuleList(MLP(config) for _ in range(3))
+
+    def forward(self, x):
+        chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate([super().forward, *self.others]):
+            y[chosen == number] = expert(x[chosen == number])
+        return y
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "fast"])
-@pytest.mark.parametrize("changes", [dict(), dict(flash=False), dict(recompute=True, loss_chunk=4)])
-def test_the_shipped_models_have_their_formula_whatever_computes_them(kind, changes):
-    tables = dict(value_tables=1, bigram_rows=10**7) if kind == "fast" else {}
-    sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
-    config = GPTConfig(model=kind, bias=False, tie_weights=False, **sizes, **tables, **changes)
-    gate = 2 * 12 * 3 if kind == "fast" else 5 * 96  # weights of two gates, or of five norms
-    n = 100 * 96 + 2 * 12 * 96**2 + gate
-    assert count_flops(config) == (6 * n + 12 * 2 * 96 * 40, "6 N + 12 L H Q T")
+MLP = gpt2.MLP
+
+
+def test_a_mixture_counts_the_experts_that_its_tokens_reach(patch):
+    """Which tokens those are, only real ones can tell."""
+    patch.setattr(gpt2, "MLP", Mixture)
+    sizes = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=128)
+    flops, words = count_flops(GPTConfig(bias=False, **sizes))
+    one_expert = 6 * (128 * 64 + 2 * (12 * 64**2 + 4 * 64)) + 12 * 2 * 64 * 64
+    assert words == "counted" and flops == one_expert
+
+
+def needs_a_gpu(layer, x, cache=None):
+    raise RuntimeError("this kernel needs a GPU\nand more lines")
+
+
+def test_a_model_that_cannot_be_counted_says_why(patch):
+    patch.setattr(CausalSelfAttention, "forward", needs_a_gpu)
+    reason = "the model does not run on a CPU: RuntimeError: this kernel needs a GPU"
+    assert count_flops(GPT124M) == (None, reason)
+
+
+def test_without_a_count_training_and_plan_go_on_and_say_why(patch, dataset, tmp_path, capsys):
+    unknown = (None, "the model does not run on a CPU: RuntimeError: no kernel")
+    for module in (build, runlog, plan):
+        patch.setattr(module, "count_flops", lambda config: unknown)
+    assert run_here(dataset, tmp_path / "run", max_iters=2, peak_tflops=1) == 0
+    said = "FLOPs not counted: the model does not run on a CPU: RuntimeError: no kernel, so mfu n/a"
+    out = capsys.readouterr().out
+    assert said in out and "mfu n/a, tok/s" in out
+    assert records(tmp_path / "run", "start")[0]["flops_per_token"] is None
+    compare.main([str(tmp_path / "run"), "--gpu=4070"])
+    assert "n/a" in capsys.readouterr().out
+    arguments = [f"{ROOT}/config/gpt124m_4070.py", "--gpu=4070"]
+    with pytest.raises(UserError, match="model: FLOPs not counted: .*; give --iter_seconds or"):
+        bench.main(["plan", *arguments])
+    bench.main(["plan", *arguments, "--iter_seconds=9", f"--json={tmp_path}/plan.json"])
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["flops_per_token"] is figures["total_flops"] is figures["mfu"] is None
+    assert figures["hours"] > 0 and said in capsys.readouterr().out
 
 
 def test_counting_draws_no_random_number_of_the_runs(patch):
+    patch.setattr(gpt2, "MLP", Mixture)
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    flops_per_token(GPT124M)
+    count_flops(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=64))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -181,7 +238,7 @@ def test_memory_of_a_changed_model_is_said_to_be_the_shipped_ones(patch):
     def words() -> list[str]:
         pace = estimated_pace(config, GPT124M, card, 1)
         p = make_plan(config, GPT124M, card, pace, options)
-        (memory,) = [line for line in plan_lines(p) if line.startswith("memory")]
+        (memory,) = [line for line in plan_lines(p, GPT124M) if line.startswith("memory")]
         advice = out_of_memory_advice(config, GPT124M, "float16", 12e9)
         return [memory, card_lines([p])[-1], advice]
 
@@ -260,13 +317,12 @@ def test_an_edited_copy_of_the_program_says_what_it_does_not_know(run, dataset, 
         return out, err
 
     out, err = said("bench.py", "plan", "config/gpt124m_4070.py", "--gpu=4070")
-    flops = PRODUCTS + 6 * 12 * (12 * 768**2 + 2 * 768) + 24 * ATTENTION
-    words = "counted from the modules that run, attention in 24 calls"
-    assert f"{flops / 1e6:.1f} MFLOP/token ({words}, N = 123.59M)" in out
+    flops = 24 * (LAYER + ATTENTION) + HEAD
+    assert f"{flops / 1e6:.1f} MFLOP/token (counted)" in out
     assert out.count(AS_SHIPPED) == 1
     arguments = flags(dataset, tmp_path / "out", init_from="resume", max_iters=5)
     out, err = said("train.py", *arguments)
-    assert err.count(CHANGED) == 1 and "that run, attention in 4 calls)" in out
+    assert err.count(CHANGED) == 1
 
 
 @pytest.mark.slow

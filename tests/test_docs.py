@@ -424,8 +424,8 @@ def test_the_sizes_of_both_recipes_are_what_plan_counts(start, command, tmp_path
     flags = [str(ROOT / config), *changes, f"--gpu={card}", f"--json={path}"]
     assert bench.main(["plan", *flags]) == 0
     p = json.loads(path.read_text())
-    parameters = [p["params"] / 1e6, p["params_in_products"] / 1e6]
-    check("fast_recipe.md", start, [*parameters, p["vram_gib"], p["checkpoint_gb"]])
+    millions = [p["params"] / 1e6, p["flops_per_token"] / 1e6]
+    check("fast_recipe.md", start, [*millions, p["vram_gib"], p["checkpoint_gb"]])
 
 
 def test_the_sizes_of_both_recipes_are_read():

@@ -19,7 +19,7 @@ from helpers import ROOT, records, run_here
 from configurator import Config
 from model import GPTConfig
 from training import hardware
-from training.build import flops_per_token
+from training.build import count_flops
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
 
@@ -95,8 +95,8 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
     Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 %
     and 82.3 %.
     """
-    wide = flops_per_token(GPTConfig(bias=False))
-    narrow = flops_per_token(GPTConfig(bias=False, n_embd=384, n_head=6))
+    wide, _ = count_flops(GPTConfig(bias=False))
+    narrow, _ = count_flops(GPTConfig(bias=False, n_embd=384, n_head=6))
     assert hw(58.3).mfu(narrow, 524288 / 3.900) == pytest.approx(0.692, abs=0.0005)
     assert hw(58.3).mfu(wide, 524288 / 9.340) == pytest.approx(0.823, abs=0.0005)
     assert hw(312).mfu(narrow, 524288 / 3.900) == pytest.approx(0.129, abs=0.0005)
@@ -116,15 +116,15 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
 )
 def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
     """Context 512: 124M * 6 + 12 * 12 * 768 * 512 = 798 MFLOP/token, tied or not."""
-    flops = flops_per_token(
+    flops, _ = count_flops(
         GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True)
     )
     assert hw(peak).mfu(flops, tok_per_sec) == pytest.approx(mfu, abs=0.006)
 
 
-def test_mfu_is_not_clamped_and_unknown_without_a_peak():
+def test_mfu_is_not_clamped_and_unknown_without_a_peak_or_flops():
     assert hw(1.0).mfu(10**9, 2000) == 2.0
-    assert hw(None).mfu(10**9, 2000) is None
+    assert hw(None).mfu(10**9, 2000) is None and hw(1.0).mfu(None, 2000) is None
     assert hw(1.0).mfu(10**9, 2000, devices=4) == 0.5
 
 

@@ -122,13 +122,10 @@ def test_preparing_text_needs_no_torch():
     assert process.wait(60) == 0, "imports torch by way of another module"
 
 
-def test_compare_needs_no_torch_and_plan_not_its_compiler():
-    """They are arithmetic: half of the time went to these imports."""
+def test_compare_needs_no_torch():
+    """It is arithmetic: half of the time went to this import."""
     code = "import sys, compare; sys.exit('torch' in sys.modules)"
     process = start_process("-c", code, cold=True)
-    assert process.wait(60) == 0, process.stderr.read()
-    code = "import sys, bench; bench.main(sys.argv[1:]); sys.exit('torch._dynamo' in sys.modules)"
-    process = start_process("-c", code, "plan", "--gpu=4070", cold=True)
     assert process.wait(60) == 0, process.stderr.read()
 
 

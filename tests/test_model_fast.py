@@ -14,7 +14,7 @@ from configurator import UserError
 from model import GPTConfig, Sampling, generate
 from model_fast import FastGPT, rotary_tables, rotate
 from training import checkpoint
-from training.build import compile_model, count_parameters, flops_per_token
+from training.build import compile_model, count_parameters
 
 SMALL = GPTConfig(
     model="fast",
@@ -172,17 +172,15 @@ def test_first_loss_is_that_of_a_fair_die():
     )
 
 
-def test_parameters_and_flops_of_the_124m_by_hand():
+def test_parameters_of_the_124m_by_hand():
     """
     Five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x 768^2,
-    six gates of 12 x 6; embedding, value embeddings and token pairs take part in no product.
+    six gates of 12 x 6.
     """
     tables = dict(value_tables=3, bigram_rows=1000)
     config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False, **tables)
     matrices = 12 * 12 * 768**2 + 6 * 12 * 6
-    total = (5 * 50304 + 1000) * 768 + matrices
-    assert count_parameters(config) == (total, 50304 * 768 + matrices)
-    assert flops_per_token(config) == 6 * (50304 * 768 + matrices) + 12 * 12 * 768 * 1024
+    assert count_parameters(config) == (5 * 50304 + 1000) * 768 + matrices
 
 
 @pytest.mark.parametrize(

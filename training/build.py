@@ -5,14 +5,12 @@ Which model and which optimizer a configuration asks for, and the arithmetic of 
 import ast
 import functools
 import hashlib
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from common.console import warn
@@ -195,96 +193,59 @@ def warn_of_epochs(config: Config, tokens: float, dataset_tokens: int | None) ->
         warn(f"{epochs}; prepare a larger dataset, or add --dropout=0.1")
 
 
-def parameters_in_products(model: nn.Module, calls: Counter) -> int:
-    """
-    Parameters but those of look-up tables, once for each of their module's calls; `calls` are by
-    its name. Those of a module that is never called count once.
-    """
-    n = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding):  # a tied one is the head's matrix too
-            n += max(1, calls[name]) * sum(p.numel() for p in module.parameters(recurse=False))
-    return n
+@functools.cache
+def count_parameters(config: GPTConfig) -> int:
+    return sum(p.numel() for p in build_shapes(config).parameters())
 
 
 @functools.cache
-def count_parameters(config: GPTConfig) -> tuple[int, int]:
+def count_flops(config: GPTConfig) -> tuple[float | None, str]:
     """
-    All parameters, and those that take part in matrix products and norms (N in the formula below).
+    Floating-point operations per trained token, or None and why they cannot be counted.
+
+    They are three times those of a forward pass over one sequence, as a backward pass takes twice
+    as many (PaLM paper, appendix B). torch counts the matrix products that run: those of attention
+    without regard to its mask, those of a block that runs twice twice, those of an expert for the
+    tokens that reach it. For GPT-2 that is the paper's 6 N + 12 L H Q T less its norms. How the
+    model is computed changes nothing: fused attention, the loss in chunks, recomputed activations,
+    torch.compile.
     """
-    model = build_shapes(config)
-    total = sum(p.numel() for p in model.parameters())
-    return total, parameters_in_products(model, Counter())
+    # imported here: FakeTensorMode imports torch's compiler, for a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # torch knows no count for the fused attention of a CPU
+    plain_attention = sdpa_kernel(SDPBackend.MATH)
+    with torch.no_grad(), plain_attention, torch.random.fork_rng(devices=[]):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without memory
+                return 3 * forward_flops(config), "counted"
+        except Exception:
+            pass  # a model that looks at values, as a router does, needs real ones
+        try:
+            return 3 * forward_flops(config), "counted"
+        except Exception as error:  # people change models in all ways
+            said = str(error).strip().partition("\n")[0][:80]
+            return None, f"the model does not run on a CPU: {type(error).__name__}: {said}"
 
 
-class WatchAttention(TorchFunctionMode):
-    """
-    Inside this, F.scaled_dot_product_attention gives zeros at once, as a long sequence would take
-    seconds. `seen` has for each call the size of q and the number of keys.
-    """
+def forward_flops(config: GPTConfig) -> float:
+    """Of one token: those of a sequence of block_size random tokens, divided by their number."""
+    from torch.utils.flop_counter import FlopCounterMode
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        watched = function is F.scaled_dot_product_attention
-        return (self.attention if watched else function)(*args, **(kwargs or {}))
-
-    def attention(self, query, key, value, *args, **kwargs):
-        self.seen.append((query.numel(), key.size(-2)))
-        return query.new_zeros(*query.shape[:-1], value.size(-1))
+    model = build_model(config)
+    idx, targets = torch.randint(config.vocab_size, (2, 1, config.block_size))
+    with FlopCounterMode(display=False) as counter:
+        model(idx, targets)
+    return counter.get_total_flops() / config.block_size
 
 
-def count_calls(config: GPTConfig) -> tuple[Counter, list[int]]:
-    """
-    What a sequence of block_size tokens runs: each module's calls, by name, and the number of keys
-    in each call of attention, none where some q has not n_embd channels. A narrow model with the
-    same layers tells: 30 ms for 12 layers, 0.3 s for GPT-2 XL. Raises anything where it does not
-    run.
-    """
-    narrow = replace(config, n_embd=4 * config.n_head, vocab_size=64, loss_chunk=0, flash=True)
-    narrow = replace(narrow, bigram_rows=min(64, config.bigram_rows), recompute=False)
-    idx = torch.zeros(1, config.block_size, dtype=torch.int64)
-    calls, watch = Counter(), WatchAttention()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), watch:
-        model = build_model(narrow).eval()
-        for name, module in model.named_modules():
-            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
-        model(idx, idx)
-    known = all(size == narrow.n_embd * narrow.block_size for size, _ in watch.seen)
-    return calls, [keys for _, keys in watch.seen] if known else []
-
-
-@functools.cache
-def count_flops(config: GPTConfig) -> tuple[int, str]:
-    """
-    Floating-point operations per trained token, forward and backward, and how they are counted.
-
-    For the models as shipped they are 6 N + 12 L H Q T, with N the parameters less look-up tables,
-    L layers, H heads of size Q, T = block_size (PaLM paper, appendix B; nanoGPT's number for the
-    tied model). A token embedding of its own is a table, so tying changes nothing. Recomputed
-    activations do not count.
-
-    A changed model is counted as it runs: N with a module's parameters once for each of its calls,
-    as if each were of all tokens; 12 H Q for each key that a query meets. Products without
-    parameters are not counted, other than those of F.scaled_dot_product_attention.
-    """
-    _, n = count_parameters(config)
-    try:
-        calls, keys = count_calls(config)
-    except Exception:  # a model may ask for other sizes
-        return 6 * n, "6 N, attention not counted: the model does not run at a small n_embd"
-    n_called = parameters_in_products(build_shapes(config), calls)
-    attention = f"attention in {len(keys)} calls" if keys else "attention not counted"
-    words = f"counted from the modules that run, {attention}"
-    if n_called == n and keys == config.n_layer * [config.block_size]:
-        words = "6 N + 12 L H Q T"
-    return 6 * n_called + 12 * config.n_embd * sum(keys), words
-
-
-def flops_per_token(config: GPTConfig) -> int:
-    return count_flops(config)[0]
+def describe_flops(config: GPTConfig) -> str:
+    """For the line that describes the model in a run's log and in a plan."""
+    flops, words = count_flops(config)
+    if flops is None:
+        return f"FLOPs not counted: {words}, so mfu n/a"
+    return f"{flops / 1e6:.1f} MFLOP/token ({words})"
 
 
 # -----------------------------------------------------------------------------

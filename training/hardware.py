@@ -130,9 +130,14 @@ class Hardware:
         better = f"OMP_NUM_THREADS={max(1, int(cores))} before the command may be faster"
         return f"{share}: {why}; {better}"
 
-    def mfu(self, flops_per_token: int, tokens_per_sec: float, devices: int = 1) -> float | None:
-        """Model FLOPs utilisation as a fraction, not clamped. None where the peak is unknown."""
-        if not self.peak_tflops:
+    def mfu(
+        self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
+    ) -> float | None:
+        """
+        Model FLOPs utilisation as a fraction, not clamped. None where the FLOPs or the peak are
+        unknown.
+        """
+        if not (flops_per_token and self.peak_tflops):
             return None
         return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
 

@@ -7,6 +7,8 @@ tests/test_gpus.py checks them on a CPU, and against torch's allocator on simula
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from configurator import Config, divisors
 from model import GPTConfig
 from training.build import (
@@ -50,12 +52,15 @@ def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """GPU memory that training takes, in bytes, by part. `dtype`: that of matrix products."""
-    params, in_products = count_parameters(model)
+    params, shapes = count_parameters(model), build_shapes(model)
     moments = OPTIMIZERS[config.optimizer].moments
-    groups = optimizer_groups(build_shapes(model), config)
+    groups = optimizer_groups(shapes, config)
     kept = sum(len(moments(group)) * p.numel() for group in groups for p in group["params"])
     tokens = batch_size * model.block_size
-    copies = 0 if dtype == "float32" else 2 * in_products  # autocast's, of each matrix
+    # autocast's, of each matrix; a tied embedding is the head's too
+    others = [module for module in shapes.modules() if not isinstance(module, nn.Embedding)]
+    in_products = sum(p.numel() for m in others for p in m.parameters(recurse=False))
+    copies = 0 if dtype == "float32" else 2 * in_products
     if model.recompute:
         copies -= copies_of_other_blocks(model, dtype)
     allocated = dict(
@@ -95,7 +100,7 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
     # The peak may come later: the logits are gone, but one block is computed again, and gradients
     # exist beside it.
     again = tokens * (block + (KEPT[model.model].recomputed * element + 2) * C)
-    again += 4 * count_parameters(model)[0] if compiled else 4 * element * C**2
+    again += 4 * count_parameters(model) if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
 
 

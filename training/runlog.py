@@ -27,7 +27,7 @@ from common.console import count, duration, keep_transcript, say, warn
 from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from model import GPTConfig
-from training.build import count_flops, count_parameters, warn_of_epochs
+from training.build import count_flops, count_parameters, describe_flops, warn_of_epochs
 from training.clock import Clock, Ledger, clock_time
 from training.hardware import Hardware
 from training.metrics import drop_records, plain
@@ -160,17 +160,16 @@ class RunLog:
     def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:
         """The first lines: what is trained, on what, with what, and for how long."""
         c, hw = self.config, self.hw
-        parameters, _ = count_parameters(model)
-        self.flops_per_token, formula = count_flops(model)
+        parameters = count_parameters(model)
+        self.flops_per_token, _ = count_flops(model)
         # nobody has counted a stream's tokens
         self.train_tokens = None if data.stream else len(data.train)
         self.bytes_per_token = data.bytes_per_token
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
-        flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token ({formula})"
         say(f"start: {date()}")
-        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
+        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {describe_flops(model)}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"

@@ -523,7 +523,7 @@ def config_and_model(row: dict) -> tuple:
 def parameters(row: dict) -> int:
     from training.build import count_parameters
 
-    return count_parameters(config_and_model(row)[1])[0]
+    return count_parameters(config_and_model(row)[1])
 
 
 TABLES = {
