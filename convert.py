@@ -23,7 +23,7 @@ from common.files import replacing
 from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
-from training.build import SkipInit, build_model, build_shapes, is_stock
+from training.build import SkipInit, build_model, build_shapes
 from training.pretrained import GPT2_ONLY, NANOGPTS, TRANSPOSED, load_pretrained, read_run
 
 # OpenAI's files, the ones that tiktoken reads
@@ -120,10 +120,7 @@ def check_logits(state: dict, config: GPTConfig, weights: dict, hf: dict) -> Non
     """
     Raises UserError unless the exported weights, computed as transformers will, give the logits of
     the checkpoint's own model. People change model.py, and transformers' GPT-2 does not follow.
-    The code as shipped needs no check.
     """
-    if is_stock(config):
-        return
     generator = torch.Generator().manual_seed(0)
     # block_size of them: a sliding window matters only beyond its length
     idx = torch.randint(config.vocab_size, (1, config.block_size), generator=generator)
@@ -138,7 +135,7 @@ def check_logits(state: dict, config: GPTConfig, weights: dict, hf: dict) -> Non
         problem = f"model.py computes something else than GPT-2; {NO_CLASS}"
         try:
             exported = gpt2_logits(weights, hf, idx)
-        except RuntimeError:
+        except (KeyError, RuntimeError):
             raise UserError(f"its tensors are not GPT-2's: {problem}") from None
     largest = (exported - logits).abs().max()
     if not largest <= TOLERANCE * logits.abs().max():
@@ -154,18 +151,32 @@ def model_with(weights: dict[str, torch.Tensor], config: GPTConfig) -> torch.nn.
 
 def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -> torch.Tensor:
     """
-    idx (1, T) -> logits (1, T, V), as transformers computes them from an export. Raises UserError
-    without transformers, RuntimeError where tensors have another name or shape than in GPT-2.
+    idx (1, T) -> logits (1, T, V), as transformers' GPT-2 computes them from an export, without
+    model.py. Raises KeyError or RuntimeError where tensors have another name or shape than GPT-2's.
     """
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError:
-        needs = "model.py has changed, and transformers has to check the export"
-        raise UserError(f"{needs}; pip install transformers") from None
-    model = GPT2LMHeadModel(GPT2Config(**hf)).eval()
-    head = weights.get("lm_head.weight", weights["transformer.wte.weight"])
-    model.load_state_dict(weights | {"lm_head.weight": head})
-    return model(idx).logits
+    unused = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, bias = unused.pop(f"{name}.weight"), unused.pop(f"{name}.bias")
+        return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+    def linear(x: torch.Tensor, name: str, width: int) -> torch.Tensor:
+        weight = unused.pop(f"{name}.weight").reshape(x.size(-1), width)
+        return x @ weight + unused.pop(f"{name}.bias")
+
+    wte, C = unused.pop("wte.weight"), hf["n_embd"]
+    x = wte[idx] + unused.pop("wpe.weight")[: idx.size(1)]
+    for layer in range(hf["n_layer"]):
+        qkv = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn", 3 * C)
+        q, k, v = qkv.unflatten(-1, (3, hf["n_head"], -1)).permute(2, 0, 3, 1, 4)  # (1, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + linear(y, f"h.{layer}.attn.c_proj", C)
+        hidden = linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc", 4 * C)
+        x = x + linear(F.gelu(hidden, approximate="tanh"), f"h.{layer}.mlp.c_proj", C)
+    logits = norm(x, "ln_f") @ unused.pop("lm_head.weight", wte).T
+    if unused:
+        raise KeyError(f"not in GPT-2: {', '.join(unused)}")
+    return logits
 
 
 def hf_config(tokenizer: dict, config: GPTConfig) -> dict:

@@ -30,7 +30,7 @@ from training.build import (
 )
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.memory import fitting_batch, memory_bytes, memory_caveat
+from training.memory import fitting_batch, memory_bytes
 from training.ranks import check_shares
 
 # What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
@@ -171,7 +171,6 @@ def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options:
         params=params,
         flops_per_token=flops,
         total_flops=flops and flops * tokens,
-        memory_caveat=memory_caveat(model),
         evaluations=evaluations,
         checkpoints=checkpoints,
         watts=options.watts,
@@ -301,7 +300,6 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
 
 def memory_lines(p: dict) -> list[str]:
     parts = ", ".join(f"{name} {size:.2f}" for name, size in p["vram_parts_gib"].items())
-    parts += p["memory_caveat"]
     line = f"memory   {p['vram_gib']:.1f} GiB modelled for batch_size {p['batch_size']}: {parts}"
     if p["fits"] is None:
         return [line]
@@ -332,7 +330,7 @@ def card_lines(plans: list[dict]) -> list[str]:
         span = " to ".join(map(hours_text, p["hours_range"]))
         speed = [f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"]), span]
         rows.append([*card, *speed, str(p["batch_size_that_fits"] or "too small")])
-    fits = f"batch_size is the largest that fits by the memory model{plans[0]['memory_caveat']}"
+    fits = "batch_size is the largest that fits by the memory model"
     return [*table_lines(rows), f"mfu is assumed, see docs/benchmarks.md; {fits}"]
 
 

@@ -2,12 +2,9 @@
 Which model and which optimizer a configuration asks for, and the arithmetic of either model.
 """
 
-import ast
 import functools
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -246,45 +243,3 @@ def describe_flops(config: GPTConfig) -> str:
     if flops is None:
         return f"FLOPs not counted: {words}, so mfu n/a"
     return f"{flops / 1e6:.1f} MFLOP/token ({words})"
-
-
-# -----------------------------------------------------------------------------
-# The code of a run
-
-ROOT = Path(__file__).parent.parent
-# what a resumed run does, beside its model
-TRAINING = ("train.py", "training/build.py", "training/muon.py", "data/loader.py")
-# as this process has imported them: they may be edited while it trains
-SOURCES = {n: (ROOT / n).read_text("utf-8") for n in ("model.py", "model_fast.py", *TRAINING)}
-# code_of() the models that memory.py describes
-SHIPPED_CODE = dict(gpt2="e0270e262951b4d4", fast="bb047483db6d0571")
-
-
-class DropDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-@functools.cache
-def code_of(model: str) -> str:
-    """
-    A fingerprint of the code that computes a model and samples from it: model.py, and model_fast.py
-    for the fast one. Comments, docstrings and layout do not count.
-    """
-    return fingerprint(SOURCES["model.py"] + SOURCES.get(f"model_{model}.py", ""))
-
-
-def training_code() -> str:
-    """The same of what else decides how a run continues."""
-    return fingerprint("".join(SOURCES[name] for name in TRAINING))
-
-
-@functools.cache
-def fingerprint(code: str) -> str:
-    tree = DropDocstrings().visit(ast.parse(code))
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
-
-
-def is_stock(config: GPTConfig) -> bool:
-    """Whether the model is computed as shipped."""
-    return code_of(config.model) == SHIPPED_CODE.get(config.model)

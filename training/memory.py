@@ -16,7 +16,6 @@ from training.build import (
     OPTIMIZERS,
     build_shapes,
     count_parameters,
-    is_stock,
     optimizer_groups,
 )
 
@@ -143,11 +142,6 @@ def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int)
     return sum(memory_bytes(config, model, dtype, batch_size).values())
 
 
-def memory_caveat(model: GPTConfig) -> str:
-    """What belongs behind a figure of memory where the model's code has changed; else nothing."""
-    return "" if is_stock(model) else " (activations as in the shipped model; this one has changed)"
-
-
 def fitting_batch(
     config: Config, model: GPTConfig, dtype: str, sequences: int, capacity: float
 ) -> int | None:
@@ -177,5 +171,5 @@ def out_of_memory_advice(
     memory = f"{memory_needed(config, model, dtype, batch_size) / 2**30:.1f} GiB"
     accumulation = sequences // batch_size * world_size
     pair = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
-    fitting = f"the same tokens per iteration in about {memory}{memory_caveat(model)}: {pair}"
+    fitting = f"the same tokens per iteration in about {memory}: {pair}"
     return f"out of memory with batch_size={config.batch_size}; {fitting}"

@@ -8,13 +8,13 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.console import UserError, complain, did_you_mean, warn
+from common.console import UserError, complain, did_you_mean
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_shapes, code_of
+from training.build import build_shapes
 from training.progress import Progress
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -144,8 +144,7 @@ def find_characters(state: dict, path: Path) -> dict:
 def check_state(state: dict, path: Path) -> None:
     """
     Raises UserError unless the weights of a checkpoint's state have the names and shapes that its
-    model_config asks for, and are finite. Raises any other exception if it is no such state. Warns
-    where the model's code has changed since a checkpoint was written.
+    model_config asks for, and are finite. Raises any other exception if it is no such state.
     """
     weights, config = state["model"], GPTConfig(**state["model_config"])
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -156,10 +155,6 @@ def check_state(state: dict, path: Path) -> None:
             raise UserError(f"{path}: {name} is {sizes}")
         if not weights[name].isfinite().all():
             raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
-    today = code_of(config.model)
-    if state.get("code", today) != today:  # older checkpoints and other programs' have none
-        since = "has changed since it was written; what it computes now may be another model"
-        warn(f"{path}: the code of model={config.model} {since}")
 
 
 # -----------------------------------------------------------------------------

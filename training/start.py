@@ -15,7 +15,7 @@ from common.console import UserError, did_you_mean, raise_if_any, say, warn
 from configurator import INITIAL, NEVER, Config, config_values, resolve, saved_config, translate
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from model import HOW_COMPUTED, GPTConfig
-from training.build import OPTIMIZERS, build_shapes, code_of, optimizer_groups, training_code
+from training.build import OPTIMIZERS, build_shapes, optimizer_groups
 from training.checkpoint import holds_run, in_the_way, list_checkpoints, load_together
 from training.clock import Clock
 from training.hardware import check_device, get_rng_state, set_rng_state
@@ -200,8 +200,6 @@ def say_what_changed(config: Config, start: Start, ranks: Ranks, clock: Clock, g
         value = getattr(config, name)
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
-    if start.resumed.get("training_code", training_code()) != training_code():
-        say("resume: train.py, build.py, muon.py or loader.py has changed; using the new code")
     if unknown := start.resumed["config"].keys() - config_values(config).keys():
         say(f"resume: these are no longer keys and are ignored: {', '.join(sorted(unknown))}")
     horizon = progress.lr_horizon
@@ -298,8 +296,6 @@ def checkpoint_state(
         ledger=dict(log.ledger.seconds),
         clock=log.clock.state_dict(),
         model_config=asdict(model.config),
-        code=code_of(model.config.model),
-        training_code=training_code(),
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
