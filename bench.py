@@ -23,15 +23,541 @@ Examples:
     python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT
 """
 
+import contextlib
+import importlib.util
+import itertools
 import json
+import math
+import multiprocessing
+import platform
+import re
+import statistics
+import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-from common.console import Parser, UserError, complain, did_you_mean, parse_count, run_main
-from configurator import Config, load_config
-from data.shards import vocab_where_missing
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common.console import (
+    Parser,
+    RunError,
+    UserError,
+    complain,
+    did_you_mean,
+    parse_count,
+    raise_if_any,
+    run_main,
+    say,
+)
+from configurator import Config, divisors, load_config, print_config
+from data.loader import Batch, TrainBatches, to_batch
+from data.shards import Dataset, HeldTokens, check_dataset, open_dataset, vocab_where_missing
+from data.stream import set_up_worker
 from data.tokenizer import GPT2_VOCAB
+from reports.plan import plan
+from train import train_step
+from training import build, hardware
+
+# a timed window holds as many whole iterations as fill this time
+WINDOW_SECONDS = 1.0
+RANDOM_TOKENS = 2**22
+
+# -----------------------------------------------------------------------------
+# A model in training
+
+
+class Trainee:
+    """
+    A model in training, set up as train.py does it, with random weights. It can also train in two
+    slower ways, which the ladder compares with: without `read_ahead` each batch is loaded only when
+    it is needed, and with `host_sync` the host waits for the device before each micro-step.
+    """
+
+    def __init__(self, config: Config, read_ahead=True, host_sync=False, keep_memory=True):
+        """Raises UserError. `keep_memory`: see hardware.set_up."""
+        self.config, self.host_sync = config, host_sync
+        self.hw = hw = hardware.set_up(config, keep_memory=keep_memory)
+        self.memory_before = hw.peak_memory_gib()
+        torch.manual_seed(config.seed)
+        data = real_or_random_data(config)
+        gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
+        self.model = build.build_model(gpt_config).to(hw.device)
+        # what train_step calls
+        self.step_model = build.compile_model(self.model) if config.compile else self.model
+        self.optimizer = build.build_optimizer(self.model, config, hw.dtype)
+        self.scaler = hw.grad_scaler()
+        self.batches = TrainBatches(data, config, hw.device)
+        if not read_ahead:
+            self.batches = load_when_needed(self.batches)
+
+    def step(self) -> Tensor:
+        """One iteration. Returns the losses of its micro-batches, nats per token."""
+        accum, clip = self.config.gradient_accumulation_steps, self.config.grad_clip
+        autocast = self.hw.autocast()
+        losses, _ = train_step(
+            self.step_model, self.optimizer, self.scaler, self.next_batch, accum, clip, autocast
+        )
+        return losses
+
+    def next_batch(self) -> Batch:
+        if self.host_sync:
+            self.hw.synchronize()
+        return next(self.batches)
+
+    def timed(self, iters: int) -> float:
+        """Seconds per iteration over a window of `iters`."""
+        self.hw.synchronize()
+        began = time.perf_counter()
+        for _ in range(iters):
+            self.step()
+        self.hw.synchronize()
+        return (time.perf_counter() - began) / iters
+
+    def memory_gib(self) -> float | None:
+        """The most memory that training has added to the process, GiB; None where unknown."""
+        peak = self.hw.peak_memory_gib()
+        return None if peak is None else peak - self.memory_before
+
+
+def load_when_needed(batches: TrainBatches) -> Iterator[Batch]:
+    """The same batches, each loaded only when it is asked for."""
+    for first in itertools.count(step=batches.batch_size):
+        yield to_batch(batches.load(first), batches.device)
+
+
+def real_or_random_data(config: Config) -> Dataset:
+    """
+    The config's dataset, or random tokens where there is none. Raises UserError if the dataset does
+    not suit the config.
+    """
+    vocab = vocab_where_missing(config)
+    if vocab is None:
+        raise_if_any(check_dataset(config))
+        return open_dataset(config.dataset)
+    random = np.random.default_rng(config.seed)
+    tokens = HeldTokens(random.integers(0, vocab, RANDOM_TOKENS, dtype=np.uint16))
+    return Dataset("random tokens", tokens, tokens, vocab, dict(kind="unknown"), "random")
+
+
+# -----------------------------------------------------------------------------
+# The measurement
+
+
+def measure(trainee: Trainee, trials: int) -> dict:
+    """Train for a few seconds: compile first, then time `trials` windows."""
+    config, hw = trainee.config, trainee.hw
+    first = trainee.timed(1)
+    iters = window_iters(trainee.timed(1))
+    windows = [trainee.timed(iters) for _ in range(trials)]
+    seconds = statistics.median(windows)
+    rate = config.iter_tokens / seconds
+    flops, _ = build.count_flops(trainee.model.config)
+    return batch_keys(config, config.batch_size) | dict(
+        step_ms=1000 * seconds,
+        tokens_per_iter=config.iter_tokens,
+        tokens_per_sec=rate,
+        tokens_per_sec_range=[config.iter_tokens / max(windows), config.iter_tokens / min(windows)],
+        mfu=hw.mfu(flops, rate),
+        mem_gib=hw.peak_memory_gib(),
+        mem_training_gib=trainee.memory_gib(),
+        compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0,
+        machine=machine(hw),
+    )
+
+
+def window_iters(seconds: float) -> int:
+    """How many iterations of so many seconds a timed window holds."""
+    return math.ceil(WINDOW_SECONDS / seconds)
+
+
+def machine(hw: hardware.Hardware) -> dict:
+    """What a figure was measured on, for the JSON."""
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu_name = re.search(r"model name\s*: *(.+)", cpu)
+    return dict(
+        device=hw.name,
+        dtype=hw.dtype_name,
+        peak_tflops=hw.peak_tflops,
+        cpu=cpu_name[1] if cpu_name else platform.processor(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        date=time.strftime("%Y-%m-%d"),
+    )
+
+
+def measure_apart(config: Config, trials: int, **how) -> dict:
+    """
+    measure() in a new process, so that neither memory nor compiled code is left over from the
+    measurement before. `how`: the trainee's read_ahead and host_sync. If memory runs out, the
+    result holds only the micro-batch, and None as its tokens_per_sec.
+    """
+    try:
+        with readable_errors(config), new_process() as pool:
+            return pool.submit(build_and_measure, config, trials, **how).result()
+    except hardware.OutOfMemory:
+        return batch_keys(config, config.batch_size) | dict(tokens_per_sec=None)
+
+
+def build_and_measure(config: Config, trials: int, **how) -> dict:
+    # here too: torch's own errors can be lost on their way to another process
+    with readable_errors(config):
+        return measure(Trainee(config, **how), trials)
+
+
+def new_process() -> ProcessPoolExecutor:
+    """
+    One process, which ends when this one does, in whatever way. Spawned rather than forked: CUDA
+    does not survive a fork.
+    """
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_up_worker, (0,))
+
+
+@contextlib.contextmanager
+def readable_errors(config: Config, side: str = "") -> Iterator[None]:
+    """
+    One line when memory runs out (OutOfMemory) or torch.compile does not work here (RunError).
+    `side` stands before it.
+    """
+    try:
+        with hardware.on_out_of_memory(lambda: side + out_of_memory(config)):
+            yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().partition("\n")[0]
+        problem = f"torch.compile does not work here ({reason}); --compile=False"
+        raise RunError(side + problem) from None
+
+
+def out_of_memory(config: Config) -> str:
+    smaller = [n for n in divisors(config.iter_sequences) if n < config.batch_size]
+    if not smaller:
+        less = "--recompute=True, a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        return f"out of memory with batch_size=1; {less}"
+    pair = " ".join(f"--{key}={n}" for key, n in batch_keys(config, smaller[-1]).items())
+    return f"out of memory with batch_size={config.batch_size}; the next smaller: {pair}"
+
+
+def batch_keys(config: Config, batch_size: int) -> dict[str, int]:
+    """The same tokens per iteration in micro-batches of this size, as keys of the configuration."""
+    accumulation = config.iter_sequences // batch_size
+    return dict(batch_size=batch_size, gradient_accumulation_steps=accumulation)
+
+
+# -----------------------------------------------------------------------------
+# For people
+
+
+def speed_text(r: dict) -> str:
+    if r["tokens_per_sec"] is None:
+        return "out of memory"
+    speed = f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s"
+    return f"{speed}, mfu {percent(r['mfu'])}, mem {r['mem_gib'] or math.nan:.1f} GiB"
+
+
+def percent(fraction: float | None) -> str:
+    return "n/a" if fraction is None else f"{fraction:.1%}"
+
+
+def draw(path: str, title: str, rows: list[dict]) -> None:
+    """
+    Horizontal bars of tokens/s, one for each row, the first on top, with the range of its windows.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.45 * len(rows) + 1.4), layout="constrained")
+    label = "tokens per second: median, and from the slowest window to the fastest"
+    axes = figure.add_subplot(title=title, xlabel=label)
+    rates = np.array([row["tokens_per_sec"] or 0 for row in rows])
+    # a row that ran out of memory has no bar
+    low, high = np.transpose([row.get("tokens_per_sec_range", (0, 0)) for row in rows])
+    names = [row["name"] for row in rows]
+    bars = axes.barh(names, rates, xerr=(rates - low, high - rates), capsize=3)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    figure.savefig(path, dpi=110)
+
+
+# -----------------------------------------------------------------------------
+# step
+
+
+def step(config: Config, options: Namespace) -> dict:
+    trials = options.trials or 5
+    say("compiling and warming up, about a minute" if config.compile else "warming up")
+    with readable_errors(config):
+        trainee = Trainee(config)
+        r = measure(trainee, trials)
+        if options.profile:
+            profile_step(trainee, options.profile)
+    m = r["machine"]
+    say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
+    say(f"step     {speed_text(r)}")
+    slowest, fastest = r["tokens_per_sec_range"]
+    say(f"         median of {trials} windows, {slowest:,.0f} to {fastest:,.0f} tok/s")
+    say(f"compile  {r['compile_seconds']:.1f} s")
+    return r
+
+
+def profile_step(trainee: Trainee, trace: str) -> None:
+    """Print what takes most of an iteration, and write a trace for chrome://tracing."""
+    with torch.profiler.profile() as profiler:
+        trainee.timed(1)
+    profiler.export_chrome_trace(trace)
+    on_gpu = trainee.hw.device.type == "cuda"
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    say(*profiler.key_averages().table(sort_by=order, row_limit=20).splitlines())
+
+
+# -----------------------------------------------------------------------------
+# sweep
+
+
+def sweep(config: Config, options: Namespace) -> dict:
+    sizes = sweep_sizes(config)
+    if options.write and Path(options.write).exists():
+        raise UserError(f"write: {options.write} exists; remove it or choose another name")
+    rows = []
+    for size in tqdm(sizes, desc="micro-batches", disable=None):
+        resized = replace(config, **batch_keys(config, size))
+        rows.append(measure_apart(resized, options.trials or 3))
+    measured = [row for row in rows if row["tokens_per_sec"]]
+    if not measured:
+        listed = ", ".join(map(str, sizes))
+        raise UserError(f"batch_size: {listed} all ran out of memory; try a smaller one")
+    best = max(measured, key=lambda row: row["tokens_per_sec"])
+    m = best["machine"]
+    say(f"{config.iter_tokens:,} tokens per iteration on {m['device']}, {m['dtype']}")
+    for row in rows:
+        row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
+        mark = "  <- fastest" if row is best else ""
+        say(f"{row['name']:>10}  {speed_text(row)}{mark}")
+    if options.write:
+        write_config(Path(options.write), config, best)
+    if options.png:
+        draw(options.png, "micro-batch x accumulation", rows)
+    return dict(rows=rows, fastest=best["batch_size"])
+
+
+def sweep_sizes(config: Config) -> list[int]:
+    """A quarter to four times batch_size, those that divide the sequences of an iteration."""
+    b = config.batch_size
+    return [n for n in divisors(config.iter_sequences) if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
+
+
+def write_config(path: Path, config: Config, best: dict) -> None:
+    """The configuration with the fastest micro-batch, as a config file for train.py."""
+    # a folder of its own, because the config that was measured may have a run in its own
+    fastest = batch_keys(config, best["batch_size"]) | dict(out_dir=f"out/{path.stem}")
+    m = best["machine"]
+    measured = f"# The fastest micro-batch of a sweep: {speed_text(best)}\n"
+    where = f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}\n\n"
+    path.write_text(measured + where + print_config(replace(config, **fastest)))
+    say(f"wrote {path}")
+
+
+# -----------------------------------------------------------------------------
+# ladder
+
+# where the ladder begins: everything off
+LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
+LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
+
+
+def ladder(config: Config, options: Namespace) -> dict:
+    """
+    Measure and print a table in which each row adds one thing to those above it. `gain` is over the
+    row measured before, `total_gain` over the first.
+    """
+    device = hardware.set_up(config).device
+    title = f"micro-batch {config.batch_size}"
+    say(title)
+    say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
+    how, rows, rates = {}, [], []
+    for name, changes, more_how in ladder_rows(device, config):
+        config, how = replace(config, **changes), how | more_how
+        row = dict(name=name) | measure_apart(config, options.trials or 3, **how)
+        rows.append(row)
+        rate = row["tokens_per_sec"]
+        if rate is None:
+            say(f"{name:<18}{row['batch_size']:>6} out of memory")
+            continue
+        rates.append(rate)
+        row["gain"], row["total_gain"] = rate / rates[max(0, len(rates) - 2)], rate / rates[0]
+        gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
+        load = f"{row['mem_gib'] or math.nan:>6.1f} {percent(row['mfu']):>6}"
+        say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")
+    say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
+    if options.png:
+        draw(options.png, title, rows)
+    return dict(rows=rows)
+
+
+def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
+    """
+    The rows that this machine and this model can have: name, the config keys that the row changes,
+    and how it trains otherwise (see Trainee). The changes stay for the rows below.
+    """
+    amp = dict(dtype="auto" if config.dtype == "float32" else config.dtype)
+    rows = [
+        ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
+        ("TF32", dict(tf32=True), {}),
+        ("no host sync", {}, dict(host_sync=False)),
+        ("AMP", amp, {}),
+        ("compile", dict(compile=True), {}),
+        ("flash attention", dict(flash=True), {}),
+        ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
+        ("tied weights", dict(tie_weights=True), {}),
+        ("loader thread", {}, dict(read_ahead=True)),
+    ]
+    left_out = set()
+    if config.model == "fast":  # it has a head of its own
+        left_out.add("tied weights")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        left_out.add("TF32")  # needs a GPU of the Ampere generation or later
+    return [row for row in rows if row[0] not in left_out]
+
+
+# -----------------------------------------------------------------------------
+# peer
+
+SIDES = ("ours", "nanoGPT")
+# nats: bfloat16 rounding, and nanoGPT's exact GELU in place of GPT-2's tanh formula
+SAME_LOSS = 0.02
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+
+
+def peer(config: Config, options: Namespace) -> dict:
+    """
+    This model and nanoGPT's in turn, each in a process of its own, through the same train_step:
+    same weights, batches, dtype, compile setting and fused AdamW. Raises UserError where the work
+    is not the same.
+    """
+    if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
+        raise UserError(f"nanogpt: {options.nanogpt}; --nanogpt= needs a clone of karpathy/nanoGPT")
+    if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
+        theirs = "nanoGPT has tied weights, GPT-2 and AdamW; with others the work is not the same"
+        raise UserError(f"tie_weights, model, optimizer: {theirs}")
+    hw = hardware.set_up(config)
+    losses, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
+    pairs = zip(seconds["ours"], seconds["nanoGPT"], strict=True)
+    ratios = [theirs / ours for ours, theirs in pairs]
+    speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
+    for side in SIDES:
+        rate = config.iter_tokens / statistics.median(seconds[side])
+        gib = f"{memory[side] or math.nan:.2f} GiB"
+        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
+    span = f"(median of {len(ratios)} pairs in turn, {low:.3f} to {high:.3f})"
+    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
+    of_memory = f"{memory_ratio or math.nan:.3f} x the memory, both in {hw.dtype_name}"
+    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")
+    if hw.device.type == "cpu" and hw.dtype != torch.float32:
+        say("nanoGPT's own train.py computes in float32 on a CPU: compare with --dtype=float32 too")
+    return dict(
+        speed_ratio=speed,
+        speed_ratio_range=[low, high],
+        seconds_per_iter=seconds,
+        memory_ratio=memory_ratio,
+        memory_gib=memory,
+        machine=machine(hw),
+        tokens_per_iter=config.iter_tokens,
+        first_loss=losses,
+    )
+
+
+def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, dict]:
+    """
+    For each side: its first loss, the seconds per iteration of each trial, and its memory in GiB.
+    Raises UserError where the sides do not do the same work.
+    """
+    with new_process() as our_process, new_process() as their_process:
+        processes = dict(ours=our_process, nanoGPT=their_process)
+
+        def in_process(side: str, function, *arguments):
+            with readable_errors(config, f"{side}: "):
+                return processes[side].submit(function, *arguments).result()
+
+        # one after the other, so that only one needs the memory of starting
+        losses = dict(ours=in_process("ours", start_side, config))
+        losses["nanoGPT"] = in_process("nanoGPT", start_side, config, nanogpt)
+        ours, theirs = losses.values()
+        if abs(ours - theirs) > SAME_LOSS:
+            raise UserError(f"nanogpt: other work: first loss {ours:.4f} here, {theirs:.4f} there")
+        iters = window_iters(max(in_process(side, time_side, 1)[0] for side in SIDES))
+        seconds, memory = {side: [] for side in SIDES}, {}
+        for trial in tqdm(range(trials), desc="peer", disable=None):
+            # who begins changes from trial to trial
+            for side in SIDES if trial % 2 else reversed(SIDES):
+                taken, memory[side] = in_process(side, time_side, iters)
+                seconds[side].append(taken)
+    return losses, seconds, memory
+
+
+started: Trainee  # in the process of one side: what start_side built
+
+
+def start_side(config: Config, nanogpt: Path | None = None) -> float:
+    """
+    Build one side in this process and run its first iteration. Returns the loss. nanoGPT's side
+    keeps the system's own handling of memory, as its users have it.
+    """
+    global started
+    with readable_errors(config, "nanoGPT: " if nanogpt else "ours: "):
+        started = Trainee(config, keep_memory=not nanogpt)
+        if nanogpt:
+            use_nanogpt(started, nanogpt)
+        first_loss = started.step()[0].item()
+        torch.cuda.empty_cache()  # the other side comes next
+        return first_loss
+
+
+def time_side(iters: int) -> tuple[float, float | None]:
+    """Seconds per iteration of the side in this process, and its memory as Trainee has it."""
+    if started.hw.device.type == "cuda":
+        started.timed(1)  # takes back the memory that the last call released
+    seconds = started.timed(iters)
+    torch.cuda.empty_cache()
+    return seconds, started.memory_gib()
+
+
+class LossOnly(torch.nn.Module):
+    """nanoGPT's model returns (logits, loss); train_step wants the loss."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.model(x, y)[1]
+
+
+def use_nanogpt(side: Trainee, folder: Path) -> None:
+    """Put nanoGPT's model in place of ours, with our weights."""
+    c = side.config
+    betas = (c.beta1, c.beta2)
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    sizes = {name: getattr(side.model.config, name) for name in SIZES}
+    model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
+    model.load_state_dict(side.model.state_dict())
+    settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
+    their_groups = model.configure_optimizers(*settings).param_groups
+    # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
+    groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
+    side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
+    side.model = model
+    side.step_model = LossOnly(torch.compile(model) if c.compile else model)
+
+
+# -----------------------------------------------------------------------------
+# The command line
 
 # name: (type, what --help shows for the value, meaning)
 FLAGS = {
@@ -49,27 +575,15 @@ FLAGS = {
     "price_kwh": (float, "P", "price of a kWh, for the cost"),
     "json": (str, "PATH", "write all figures as JSON"),
 }
-# name: its flags beside json
+PLAN_FLAGS = ["gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"]
+# name: its function, and its flags beside json
 MODES = {
-    "step": ["trials", "profile"],
-    "ladder": ["trials", "png"],
-    "sweep": ["trials", "write", "png"],
-    "plan": ["gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"],
-    "peer": ["nanogpt", "trials"],
+    "step": (step, ["trials", "profile"]),
+    "ladder": (ladder, ["trials", "png"]),
+    "sweep": (sweep, ["trials", "write", "png"]),
+    "plan": (plan, PLAN_FLAGS),
+    "peer": (peer, ["nanogpt", "trials"]),
 }
-
-
-def find_mode(mode: str) -> tuple[Callable[[Config, Namespace], dict], tuple[Callable, ...]]:
-    """The function of a mode, and how it checks the configuration."""
-    if mode == "plan":  # arithmetic, perhaps for another machine: needs no device
-        from benchmarks import plan
-
-        return plan.main, ()
-    from benchmarks import modes, peer
-    from training.hardware import check_device
-
-    functions = dict(step=modes.step, ladder=modes.ladder, sweep=modes.sweep, peer=peer.main)
-    return functions[mode], (check_device,)
 
 
 def main(argv: list[str]) -> int:
@@ -80,15 +594,17 @@ def main(argv: list[str]) -> int:
     if mode not in MODES:
         hint = did_you_mean(mode, MODES)
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
+    run_mode, flags = MODES[mode]
     epilog = "Configuration keys: python train.py --help; plan heeds its --hours and --until"
     usage = f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]"
     parser = Parser(usage=usage, epilog=epilog)
-    for name in [*MODES[mode], "json"]:
+    for name in [*flags, "json"]:
         kind, metavar, meaning = FLAGS[name]
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
-    run_mode, checks = find_mode(mode)
+    # plan is arithmetic, perhaps for another machine: it needs no device
+    checks = () if mode == "plan" else (hardware.check_device,)
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
         if path := getattr(options, name, None):

@@ -168,14 +168,14 @@ from pathlib import Path
 
 import torch
 from torch.utils.benchmark import Timer
-from benchmarks import measure
+import bench
 from configurator import load_config
 from training import hardware
 
 hw = hardware.set_up(load_config(sys.argv[2:]))
 q = torch.zeros(64, 12, 1024, 64, device=hw.device, dtype=hw.dtype)
 attention = torch._fused_sdp_choice(q, q, q, is_causal=True)
-found = measure.machine(hw)
+found = bench.machine(hw)
 found["cuda"], found["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
 found["attention"] = torch.nn.attention.SDPBackend(attention).name
 if hw.device.type == "cuda":  # as the allocator has understood its variable
@@ -195,7 +195,7 @@ as_before() { # the most seconds, function, name: in a copy without what results
     mkdir -p "$copy/data"
     cp ./*.py "$copy"
     cp data/*.py "$copy/data"
-    cp -r benchmarks common config reports training "$copy"
+    cp -r common config reports training "$copy"
     # git apply would look for a repository around the folder
     (cd "$copy" && { patch -p1 -i "$patch" || GIT_CEILING_DIRECTORIES=$work git apply "$patch"; }) \
       || { rm -r "$copy" && echo "$3: $patch does not apply" && return; }

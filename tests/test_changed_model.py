@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import bench
 import compare
 import model as gpt2
-from benchmarks import plan
 from common.console import UserError
 from configurator import load_config
 from model import GPT, CausalSelfAttention, GPTConfig, plain_attention
@@ -155,7 +154,7 @@ def test_a_model_that_cannot_be_counted_says_why(patch):
 
 def test_without_a_count_training_and_plan_go_on_and_say_why(patch, dataset, tmp_path, capsys):
     unknown = (None, "the model does not run on a CPU: RuntimeError: no kernel")
-    for module in (build, runlog, plan):
+    for module in (build, runlog):
         patch.setattr(module, "count_flops", lambda config: unknown)
     assert run_here(dataset, tmp_path / "run", max_iters=2, peak_tflops=1) == 0
     said = "FLOPs not counted: the model does not run on a CPU: RuntimeError: no kernel, so mfu n/a"

@@ -16,14 +16,14 @@ import pytest
 from helpers import ROOT, write_dataset
 
 import bench
-from benchmarks import plan as planning
 from configurator import FIELDS, load_config
+from reports import plan as planning
 from training.gpus import read_gpu_table, short_name
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "LOG.md"]
 GUIDES = [page for page in PAGES if page.name != "LOG.md"]  # the log names scripts that are gone
-FOLDERS = ["", "data", "training", "reports", "benchmarks", "common", "results"]
+FOLDERS = ["", "data", "training", "reports", "common", "results"]
 
 
 def page_name(page: Path) -> str:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from helpers import FAST, assert_same_state, load, records, run_here
 
+import bench
 import train
-from benchmarks import measure
 from configurator import Config, load_config
 from data.loader import to_batch
 from model import GPTConfig
 from training import hardware
-from training.build import build_model, build_optimizer, compile_model
-from training.memory import CONTEXT_BYTES
+from training.build import build_model, build_optimizer, compile_model, model_config
+from training.memory import CONTEXT_BYTES, memory_needed
 from training.ranks import Ranks
 
 gpu = pytest.mark.gpu
@@ -239,13 +239,20 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
             loss_chunk=loss_chunk,
             dataset="none",
         )
-        result = measure.attempt(
-            load_config([f"--{name}={value}" for name, value in flags.items()]), trials=1
-        )
-        modelled = (
-            result["mem_model_gib"] - CONTEXT_BYTES / hardware.GIB
-        )  # the allocator knows nothing of CUDA's own
-        assert modelled == pytest.approx(result["mem_training_gib"], rel=0.1)
+        config = load_config([f"--{name}={value}" for name, value in flags.items()])
+        with bench.new_process() as pool:
+            reserved = pool.submit(reserved_bytes, config).result()
+        model, dtype = model_config(config, 50257), hardware.set_up(config).dtype_name
+        # the allocator knows nothing of CUDA's own
+        modelled = memory_needed(config, model, dtype, config.batch_size) - CONTEXT_BYTES
+        assert modelled == pytest.approx(reserved, rel=0.1)
+
+
+def reserved_bytes(config: Config) -> int:
+    """The most that torch's allocator holds in some iterations."""
+    trainee = bench.Trainee(config)
+    trainee.timed(3)
+    return torch.cuda.max_memory_reserved()
 
 
 @gpu

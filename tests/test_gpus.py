@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import write_dataset
 
-from benchmarks import measure
+import bench
 from common.console import UserError
 from configurator import Config, divisors, load_config
 from model import GPTConfig
@@ -40,7 +40,7 @@ SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] != "na
 GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
 
 
-def peak_bytes(trainee: measure.Trainee) -> int:
+def peak_bytes(trainee: bench.Trainee) -> int:
     """
     Weights, optimizer state and the most that lives beside them in an iteration, as the allocator
     counted it.
@@ -232,10 +232,10 @@ def words(tmp_path_factory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "words", [4000], vocab=8190)
 
 
-def trainee(**changes) -> measure.Trainee:
+def trainee(**changes) -> bench.Trainee:
     keys = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2)
     keys |= dict(device="cpu", compile=False, dataset="none") | changes
-    return measure.Trainee(load_config([f"--{name}={value}" for name, value in keys.items()]))
+    return bench.Trainee(load_config([f"--{name}={value}" for name, value in keys.items()]))
 
 
 SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
@@ -359,7 +359,9 @@ def test_memory_of_a_process_is_what_it_grew_by():
     keys = HALF | dict(n_embd=256, n_head=4, dtype="float32", batch_size=4, block_size=256)
     keys |= dict(gradient_accumulation_steps=2, device="cpu", compile=False, dataset="none")
     flags = [f"--{name}={value}" for name, value in keys.items()]
-    result = measure.attempt(load_config(flags), trials=1)
-    modelled = result["mem_model_gib"] - CONTEXT_BYTES / 2**30
+    config = load_config(flags)
+    result = bench.measure_apart(config, trials=1)
+    needed = memory_needed(config, model_config(config, 50257), "float32", config.batch_size)
+    modelled = (needed - CONTEXT_BYTES) / GIB
     assert 0.9 < result["mem_training_gib"] / modelled < 2.5
     assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 3 * 2**28

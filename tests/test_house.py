@@ -49,13 +49,12 @@ MAY_IMPORT = {
     "model": [],
     "model_fast": ["model"],
     "training": ["model", "model_fast", "data", "configurator", "common"],
-    "reports": ["training.metrics", "configurator", "common"],
-    "benchmarks": ["train", "reports", "training", "data", "model", "configurator", "common"],
+    "reports": ["training", "data", "model", "configurator", "common"],
     "train": LIBRARY,
     "sample": LIBRARY,
     "compare": LIBRARY,
     "convert": LIBRARY,
-    "bench": [*LIBRARY, "benchmarks"],
+    "bench": ["train", *LIBRARY],
 }
 SCRIPTS = ["sample", "compare", "convert", "bench", "data.prepare_fineweb", "data.prepare_text"]
 # imported where they are used, so that a machine with prepared shards can train without them
@@ -100,7 +99,7 @@ def test_modules_import_only_what_the_design_allows():
 
 def test_no_library_module_imports_a_script():
     for file in CODE:
-        if owner(file) in [*LIBRARY, "benchmarks", "train"]:
+        if owner(file) in [*LIBRARY, "train"]:
             found = [module for module in imports(file) if is_part_of(module, SCRIPTS)]
             assert not found, f"{file} imports {found}"
 
@@ -135,17 +134,10 @@ def test_what_not_every_machine_has_is_imported_where_it_is_used():
         assert OPTIONAL.isdisjoint(module.split(".")[0] for module in top), file
 
 
-def test_benchmarks_take_only_the_step_and_the_evaluation_from_train():
+def test_bench_takes_only_the_step_from_train():
     """bench.py measures the very step that train.py runs, and nothing else there is for others."""
-    for file in CODE:
-        if owner(file) != "benchmarks":
-            continue
-        for node in ast.walk(TREES[file]):
-            if isinstance(node, ast.ImportFrom) and node.module == "train":
-                assert {alias.name for alias in node.names} <= {"train_step", "evaluate"}, file
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                if node.value.id == "train":
-                    assert node.attr in ("train_step", "evaluate"), f"{file}:{node.lineno}"
+    nodes = [node for node in ast.walk(TREES["bench.py"]) if "train" in imported_by(node)]
+    assert [[alias.name for alias in node.names] for node in nodes] == [["train_step"]]
 
 
 # -----------------------------------------------------------------------------

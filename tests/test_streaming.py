@@ -48,7 +48,7 @@ def warm_workers(monkeypatch):
     new Python, they are in the tests that run train.py in a process of its own.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.peer", "data.stream"])
+    context.set_forkserver_preload(["bench", "data.stream"])
 
     def loader(pieces, **options):
         if options["num_workers"]:

@@ -340,23 +340,22 @@ def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
 
 def train_steps(config, nanogpt: Path | None) -> None:
     """Four iterations, as bench.py trains."""
-    from benchmarks import measure
-    from benchmarks.peer import use_nanogpt
+    import bench
 
-    trainee = measure.Trainee(config)
+    trainee = bench.Trainee(config)
     if nanogpt:
-        use_nanogpt(trainee, nanogpt)
+        bench.use_nanogpt(trainee, nanogpt)
     for _ in range(4):
         trainee.step()
 
 
 def train_whole(config, flags: list[str], folder: Path) -> None:
     """train.py: two iterations, an evaluation, a sample and a checkpoint, and all of it again."""
+    import bench
     import train
-    from benchmarks import measure
     from data.shards import write_shard
 
-    tokens = measure.real_or_random_data(config).train.tokens
+    tokens = bench.real_or_random_data(config).train.tokens
     write_shard(folder / "train_000000.bin", tokens)
     write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
     flags += [f"--dataset={folder}", f"--out_dir={folder / 'out'}", "--init_from=scratch"]

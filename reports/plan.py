@@ -3,8 +3,8 @@ bench.py's mode plan: tokens, FLOPs, hours, memory, energy and cost of a run bef
 any GPU of gpus.csv.
 
 The time of an iteration is given (--iter_seconds), taken from a run's log (--from_run), or
-estimated from the card's peak at an assumed MFU, with a range. The rest is arithmetic on it.
-Memory is in GiB, disk in GB.
+estimated from the card's peak at an assumed MFU, with a range. The rest is arithmetic on it. A plan
+is a flat dict of figures, None where unknown: memory in GiB, disk in GB.
 """
 
 import math
@@ -20,14 +20,7 @@ from data.shards import MOST_TOKENS, missing_dataset, open_dataset, vocab_where_
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import Records, percentile
-from training import hardware
-from training.build import (
-    count_flops,
-    count_parameters,
-    describe_flops,
-    model_config,
-    warn_of_epochs,
-)
+from training import build, hardware
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import fitting_batch, memory_bytes
@@ -46,16 +39,11 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
 # relative: older logs have FLOPs by a formula, which counts norms too
 FLOPS_TOLERANCE = 0.01
-
-# A plan is a flat dict of figures, None where unknown. The functions below return parts of it.
+# keys of the configuration that a plan repeats
+TAKEN_OVER = ("max_iters", "batch_size", "gradient_accumulation_steps")
 
 # -----------------------------------------------------------------------------
 # The card
-
-
-def card_figures(name: str, dtype: str, peak: float | None, memory: float | None) -> dict:
-    """`peak`: dense, for this dtype, in TFLOP/s. `memory`: in GiB. None where unknown."""
-    return dict(gpu=name, dtype=dtype, peak_tflops=peak, gpu_memory_gib=memory)
 
 
 def card_of_row(row: dict[str, str], config: Config) -> dict:
@@ -63,7 +51,15 @@ def card_of_row(row: dict[str, str], config: Config) -> dict:
     if dtype == "auto":
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
     peak = config.peak_tflops or row_peak(row, dtype, config.tf32)
-    return card_figures(short_name(row), dtype, peak, float(row["memory_gib"]))
+    memory = float(row["memory_gib"])
+    return dict(gpu=short_name(row), dtype=dtype, peak_tflops=peak, gpu_memory_gib=memory)
+
+
+def card_named(name: str, config: Config) -> dict:
+    row = resolve_gpu(name)
+    if config.dtype == "bfloat16" and not row["bf16_tflops"]:
+        raise UserError(f"dtype: a {short_name(row)} only emulates bfloat16; --dtype=float16")
+    return card_of_row(row, config)
 
 
 def card_here(config: Config) -> dict:
@@ -71,7 +67,8 @@ def card_here(config: Config) -> dict:
     hw, memory = hardware.set_up(config), None
     if hw.device.type == "cuda":
         memory = torch.cuda.get_device_properties(hw.device).total_memory / GIB
-    return card_figures(hw.name, hw.dtype_name, hw.peak_tflops, memory)
+    dtype, peak = hw.dtype_name, hw.peak_tflops
+    return dict(gpu=hw.name, dtype=dtype, peak_tflops=peak, gpu_memory_gib=memory)
 
 
 def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
@@ -96,22 +93,21 @@ def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> d
     if not card["peak_tflops"]:
         mend = f"name another card, as in --gpu=4070, or {known}"
         raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {mend}")
-    flops, words = count_flops(model)
+    flops, words = build.count_flops(model)
     if flops is None:
         raise UserError(f"model: FLOPs not counted: {words}; {known}")
     (low, likely, high), basis = assumed_mfu(card)
-    source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
     at_peak = flops * config.iter_tokens / (card["peak_tflops"] * 1e12 * gpus)
     if config.recompute:
         # the blocks' forward pass, a third of their work, runs a second time
         head = 6 * model.n_embd * model.vocab_size
         at_peak *= 1 + (flops - head) / flops / 3
+    source = f"estimated at {likely:.0%} MFU, range {low:.0%} to {high:.0%}: {basis}"
     span = [at_peak / high, at_peak / low]
     return dict(pace=source, iter_seconds=at_peak / likely, iter_seconds_range=span)
 
 
-def known_pace(source: str, seconds_on_one_gpu: float, gpus: int) -> dict:
-    seconds = seconds_on_one_gpu / gpus
+def known_pace(source: str, seconds: float) -> dict:
     return dict(pace=source, iter_seconds=seconds, iter_seconds_range=[seconds, seconds])
 
 
@@ -126,18 +122,81 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     if math.isnan(step_ms):
         raise UserError(f"from_run: {records.path} holds no iteration; give the out_dir of a run")
     start = records.starts[-1]
-    theirs, ours = start["flops_per_token"], count_flops(model)[0]
+    theirs, ours = start["flops_per_token"], build.count_flops(model)[0]
     same_flops = None in (theirs, ours) or math.isclose(theirs, ours, rel_tol=FLOPS_TOLERANCE)
-    if start["parameters"] != count_parameters(model) or not same_flops:
+    if start["parameters"] != build.count_parameters(model) or not same_flops:
         differ = "trained another model than this configuration and code"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")
     per_token = step_ms / 1000 / start["tokens_per_iter"] * start.get("world_size", 1)
-    card = card_figures(start["device"], start["dtype"], start["peak_tflops"], None)
-    return per_token * config.iter_tokens, card
+    card = dict(gpu=start["device"], dtype=start["dtype"], peak_tflops=start["peak_tflops"])
+    return per_token * config.iter_tokens, card | dict(gpu_memory_gib=None)
+
+
+def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
+    """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
+    card = card_named(options.gpu, config) if options.gpu else None
+    if options.from_run:
+        seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
+        if card and card["gpu"] not in card_of_run["gpu"]:
+            where = f"{options.from_run} ran on {card_of_run['gpu']}"
+            raise UserError(f"gpu: {where}, not on {card['gpu']}; leave out one of the two flags")
+        pace = known_pace(f"measured in {options.from_run}", seconds / options.gpus)
+        return card or card_of_run, pace
+    card = card or card_here(config)
+    if options.iter_seconds:
+        return card, known_pace("given", options.iter_seconds / options.gpus)
+    return card, estimated_pace(config, model, card, options.gpus)
 
 
 # -----------------------------------------------------------------------------
 # The plan
+
+
+def make_plan(
+    config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace, hours: float = 0
+) -> dict:
+    """
+    All figures of a run; `hours`: those that a run by the clock has. In the plan, hours and kwh are
+    the iterations alone. hours_total, kwh_total and cost include the evaluations and checkpoints.
+    watts is what one GPU draws, without the rest of the machine. Several GPUs share the work
+    evenly; what averaging their gradients takes is not in the hours (docs/several_gpus.md).
+    """
+    gpus, watts, most_iters = options.gpus, options.watts, config.max_iters
+    params, flops = build.count_parameters(model), build.count_flops(model)[0]
+    p = card | pace | memory_figures(config, model, card, options)
+    if hours:
+        config = with_iterations(config, hours, p)
+    tokens, dataset_tokens = config.iter_tokens * config.max_iters, options.dataset_tokens
+    p |= {key: getattr(config, key) for key in TAKEN_OVER}
+    p |= dict(gpus=gpus, tokens_per_iter=config.iter_tokens, total_tokens=tokens)
+    p |= dict(dataset_tokens=dataset_tokens, epochs=dataset_tokens and tokens / dataset_tokens)
+    p |= dict(vocab_size=model.vocab_size, params=params)
+    p |= dict(flops_per_token=flops, total_flops=flops and flops * tokens, mfu=None)
+    p |= time_figures(config, p)
+    if flops and p["peak_tflops"]:
+        p["mfu"] = flops * p["tokens_per_sec"] / (p["peak_tflops"] * 1e12 * gpus)
+    if hours:
+        p |= ranges_by_clock(p, hours, most_iters)
+    p |= dict(watts=watts, kwh=None, kwh_total=None, cost=None)
+    if watts:
+        kilowatts = watts * gpus / 1000
+        p |= dict(kwh=p["hours"] * kilowatts, kwh_total=p["hours_total"] * kilowatts)
+        p["cost"] = options.price_kwh and p["kwh_total"] * options.price_kwh
+    return p | disk_figures(config, p)
+
+
+def memory_figures(config: Config, model: GPTConfig, card: dict, options: Namespace) -> dict:
+    parts = memory_bytes(config, model, card["dtype"], config.batch_size)
+    vram, usable, fits, best = sum(parts.values()) / GIB, None, None, None
+    if memory := card["gpu_memory_gib"]:
+        usable = (USABLE_OF_DATA_SHEET if options.gpu else USABLE_MEMORY) * memory
+        fits = vram <= usable
+        sequences = config.iter_sequences // options.gpus
+        best = fitting_batch(config, model, card["dtype"], sequences, usable * GIB)
+    checkpoint_gb = (4 * build.count_parameters(model) + parts["optimizer"]) / 1e9
+    parts_gib = {part: size / GIB for part, size in parts.items()}
+    p = dict(vram_gib=vram, vram_parts_gib=parts_gib, checkpoint_gb=checkpoint_gb)
+    return p | dict(usable_gib=usable, fits=fits, batch_size_that_fits=best)
 
 
 def count_pauses(config: Config) -> tuple[int, int]:
@@ -148,100 +207,45 @@ def count_pauses(config: Config) -> tuple[int, int]:
     return math.ceil(n / evals) + 1, len(saved_at)
 
 
-def make_plan(config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace) -> dict:
-    """
-    All figures of a run. hours and kwh are the iterations alone.
-    hours_total, kwh_total and cost include the evaluations and checkpoints. watts is what one GPU
-    draws, without the rest of the machine. Several GPUs share the work evenly; what averaging their
-    gradients takes is not in the hours (docs/several_gpus.md).
-    """
-    tokens = config.iter_tokens * config.max_iters
-    params, flops = count_parameters(model), count_flops(model)[0]
+def time_figures(config: Config, p: dict) -> dict:
+    """`p` has the pace and the size of a checkpoint."""
     evaluations, checkpoints = count_pauses(config)
-    p = dict(
-        gpus=options.gpus,
-        max_iters=config.max_iters,
-        batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        tokens_per_iter=config.iter_tokens,
-        total_tokens=tokens,
-        dataset_tokens=options.dataset_tokens,
-        epochs=tokens / options.dataset_tokens if options.dataset_tokens else None,
-        vocab_size=model.vocab_size,
-        params=params,
-        flops_per_token=flops,
-        total_flops=flops and flops * tokens,
-        evaluations=evaluations,
-        checkpoints=checkpoints,
-        watts=options.watts,
-    )
-    p = card | p | pace
-    share = USABLE_OF_DATA_SHEET if options.gpu else USABLE_MEMORY
-    p["usable_gib"] = p["gpu_memory_gib"] and share * p["gpu_memory_gib"]
-    p |= memory_figures(config, model, p)
-    p["checkpoint_gb"] = (4 * params + p["vram_parts_gib"]["optimizer"] * GIB) / 1e9
-    p |= time_figures(config, p, options)
-    return p | disk_figures(config, p)
-
-
-def with_iterations(config: Config, model: GPTConfig, card: dict, pace: dict, options) -> Config:
-    """
-    For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
-    Start-up and compilation, some minutes, are not counted.
-    """
-    hours = config.hours
-    if config.until:
-        hours = (next_time(config.until, wall()) - wall()) / 3600
-        say(f"until    {config.until}, {hours_text(hours)} from now")
-    options.hours, options.most_iters = hours, config.max_iters
-    most = min(config.max_iters, int(3600 * hours / pace["iter_seconds"]))
-    if most < 1:
-        raise UserError(f"hours: {hours:.3g} hold no iteration of {pace['iter_seconds']:.3g} s")
-    evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
-    saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / pace["iter_seconds"])
-    config = replace(config, max_iters=most, eval_interval=evals, checkpoint_interval=saves)
-    # evaluations and checkpoints take their share of the hours
-    total = make_plan(config, model, card, pace, options)["hours_total"]
-    return replace(config, max_iters=max(1, int(most * min(1.0, hours / total))))
-
-
-def time_figures(config: Config, p: dict, options: Namespace) -> dict:
-    hours = config.max_iters * p["iter_seconds"] / 3600
-    spread = [config.max_iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
     rate = config.iter_tokens / p["iter_seconds"]
     # the forward pass alone, a third of training's work per token, on two splits
     eval_seconds = 2 * config.eval_size / rate / 3
     checkpoint_seconds = 1e9 * p["checkpoint_gb"] / CHECKPOINT_BYTES_PER_SEC
-    pauses = p["evaluations"] * eval_seconds + p["checkpoints"] * checkpoint_seconds
-    figures = dict(hours=hours, hours_range=spread, hours_total=hours + pauses / 3600)
-    if config.by_clock:  # the hours are given: faster or slower means more or fewer iterations
-        most = options.most_iters  # with --max_iters there may be time to spare
-        room = hours if config.max_iters < most else options.hours - pauses / 3600
-        iters = [min(most, 3600 * room / s) for s in p["iter_seconds_range"]]
-        figures["hours_range"] = [min(room, most * h / config.max_iters) for h in spread]
-        figures["tokens_range"] = [n * config.iter_tokens for n in reversed(iters)]
-    figures |= dict(eval_seconds=eval_seconds, checkpoint_seconds=checkpoint_seconds)
-    figures |= dict(tokens_per_sec=rate, mfu=None, kwh=None, cost=None)
-    if p["peak_tflops"] and p["flops_per_token"]:
-        figures["mfu"] = p["flops_per_token"] * rate / (p["peak_tflops"] * 1e12 * p["gpus"])
-    if options.watts:
-        kilowatts = options.watts * p["gpus"] / 1000
-        kwh_total = figures["hours_total"] * kilowatts
-        figures |= dict(kwh=hours * kilowatts, kwh_total=kwh_total)
-        figures["cost"] = options.price_kwh and kwh_total * options.price_kwh
-    return figures
+    pauses = evaluations * eval_seconds + checkpoints * checkpoint_seconds
+    hours = config.max_iters * p["iter_seconds"] / 3600
+    span = [config.max_iters * seconds / 3600 for seconds in p["iter_seconds_range"]]
+    times = dict(hours=hours, hours_range=span, hours_total=hours + pauses / 3600)
+    times |= dict(evaluations=evaluations, eval_seconds=eval_seconds, tokens_per_sec=rate)
+    return times | dict(checkpoints=checkpoints, checkpoint_seconds=checkpoint_seconds)
 
 
-def memory_figures(config: Config, model: GPTConfig, p: dict) -> dict:
-    parts = memory_bytes(config, model, p["dtype"], config.batch_size)
-    parts_gib = {part: size / GIB for part, size in parts.items()}
-    vram = sum(parts_gib.values())
-    fits = best = None
-    if usable := p["usable_gib"]:
-        fits = vram <= usable
-        sequences = config.iter_sequences // p["gpus"]
-        best = fitting_batch(config, model, p["dtype"], sequences, usable * GIB)
-    return dict(vram_gib=vram, vram_parts_gib=parts_gib, fits=fits, batch_size_that_fits=best)
+def with_iterations(config: Config, hours: float, p: dict) -> Config:
+    """
+    For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
+    Start-up and compilation, some minutes, are not counted.
+    """
+    most = min(config.max_iters, int(3600 * hours / p["iter_seconds"]))
+    if most < 1:
+        raise UserError(f"hours: {hours:.3g} hold no iteration of {p['iter_seconds']:.3g} s")
+    evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
+    saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / p["iter_seconds"])
+    config = replace(config, max_iters=most, eval_interval=evals, checkpoint_interval=saves)
+    # evaluations and checkpoints take their share of the hours
+    share = min(1.0, hours / time_figures(config, p)["hours_total"])
+    return replace(config, max_iters=max(1, int(most * share)))
+
+
+def ranges_by_clock(p: dict, hours: float, most_iters: int) -> dict:
+    """The hours are given: a faster card means more iterations, `most_iters` at most."""
+    pauses = p["hours_total"] - p["hours"]
+    # with --max_iters there may be time to spare
+    room = p["hours"] if p["max_iters"] < most_iters else hours - pauses
+    span = [min(room, most_iters * seconds / 3600) for seconds in p["iter_seconds_range"]]
+    iters = [min(most_iters, 3600 * room / seconds) for seconds in p["iter_seconds_range"]]
+    return dict(hours_range=span, tokens_range=[n * p["tokens_per_iter"] for n in reversed(iters)])
 
 
 def disk_figures(config: Config, p: dict) -> dict:
@@ -281,7 +285,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return [
-        f"model    {p['params'] / 1e6:.2f}M parameters, {describe_flops(model)}, "
+        f"model    {p['params'] / 1e6:.2f}M parameters, {build.describe_flops(model)}, "
         f"vocabulary {p['vocab_size']}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}, {epochs}",
@@ -338,7 +342,7 @@ def card_lines(plans: list[dict]) -> list[str]:
 # The mode
 
 
-def main(config: Config, options: Namespace) -> dict:
+def plan(config: Config, options: Namespace) -> dict:
     """Print the plan and return it for --json. `options`: plan's flags, None where not given."""
     options.gpus = options.gpus or 1
     of_one_card = options.from_run or options.iter_seconds or options.watts or config.by_clock
@@ -351,42 +355,36 @@ def main(config: Config, options: Namespace) -> dict:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
-    model = model_config(config, vocab)
+    model = build.model_config(config, vocab)
     if options.gpu == "all":
-        plans = []
-        for card in [card_of_row(row, config) for row in read_gpu_table()]:
-            if card["peak_tflops"]:  # else nobody knows how fast it is
-                pace = estimated_pace(config, model, card, options.gpus)
-                plans.append(make_plan(config, model, card, pace, options))
-        say(*card_lines(plans))
-        return dict(plans=plans)
+        return plan_all(config, model, options)
     card, pace = card_and_pace(config, model, options)
-    if config.by_clock:
-        config = with_iterations(config, model, card, pace, options)
-    warn_of_epochs(config, config.iter_tokens * config.max_iters, options.dataset_tokens)
-    plan = make_plan(config, model, card, pace, options)
+    p = make_plan(config, model, card, pace, options, hours_by_clock(config))
+    build.warn_of_epochs(config, p["total_tokens"], options.dataset_tokens)
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
-        tokens = plan["disk_tokens"]
+        tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
         complain(missing_dataset(config.dataset, math.ceil(tokens / unit) * unit))
-    say(*plan_lines(plan, model))
-    return plan
+    say(*plan_lines(p, model))
+    return p
 
 
-def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
-    """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
-    row = resolve_gpu(options.gpu) if options.gpu else None
-    if row and config.dtype == "bfloat16" and not row["bf16_tflops"]:
-        raise UserError(f"dtype: a {short_name(row)} only emulates bfloat16; --dtype=float16")
-    card = card_of_row(row, config) if row else None
-    if options.from_run:
-        seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
-        if card and card["gpu"] not in card_of_run["gpu"]:
-            where = f"{options.from_run} ran on {card_of_run['gpu']}"
-            raise UserError(f"gpu: {where}, not on {card['gpu']}; leave out one of the two flags")
-        pace = known_pace(f"measured in {options.from_run}", seconds, options.gpus)
-        return card or card_of_run, pace
-    card = card or card_here(config)
-    if options.iter_seconds:
-        return card, known_pace("given", options.iter_seconds, options.gpus)
-    return card, estimated_pace(config, model, card, options.gpus)
+def hours_by_clock(config: Config) -> float:
+    """Those that a run by the clock has from now on, 0 for another run."""
+    if not config.until:
+        return config.hours
+    hours = (next_time(config.until, wall()) - wall()) / 3600
+    say(f"until    {config.until}, {hours_text(hours)} from now")
+    return hours
+
+
+def plan_all(config: Config, model: GPTConfig, options: Namespace) -> dict:
+    """Each card of gpus.csv whose peak is known: else nobody knows how fast it is."""
+    plans = []
+    for row in read_gpu_table():
+        card = card_of_row(row, config)
+        if card["peak_tflops"]:
+            pace = estimated_pace(config, model, card, options.gpus)
+            plans.append(make_plan(config, model, card, pace, options))
+    say(*card_lines(plans))
+    return dict(plans=plans)
