@@ -1,0 +1,238 @@
+"""
+Does this checkout train exactly as another commit did? No test: run it after a change.
+
+    python tests/same_run.py c336bd1                        # equal to the last bit?
+    python tests/same_run.py c336bd1 --loss_tolerance=2e-6  # or are the losses this close?
+
+Both programs train the same small models on the same tokens, on one CPU thread, once straight and
+once stopped halfway and resumed. What they log and what their last checkpoints hold is compared,
+and the first difference of each kind is printed. It takes a minute or two. Exit code 0: the same;
+1: not the same, or a run has failed.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+ITERATIONS, HALFWAY = 60, 30
+VOCAB = 257  # no multiple of 128, so that the models pad it
+# The 720 sequences of a run are more than one epoch, which ends in its second half.
+TRAIN_SHARDS, VAL_SHARDS = (17_000, 9_001, 8_000), (6_000, 5_000)
+COMMON = dict(
+    dtype="float32",
+    compile=False,
+    device="cpu",
+    n_head=4,
+    n_embd=64,
+    dropout=0.1,  # so that the random states matter
+    block_size=64,
+    batch_size=4,
+    gradient_accumulation_steps=3,
+    lr_decay_iters=ITERATIONS,  # or the half run would have a shorter schedule
+    eval_interval=20,
+    eval_tokens=66 * 64,  # the last batch of an evaluation is not full
+    log_interval=1,
+)
+MODELS = dict(
+    gpt2=dict(model="gpt2", n_layer=2, optimizer="adamw", learning_rate=3e-3, warmup_iters=5),
+    # as in config/fast_quickstart.py
+    fast=dict(
+        model="fast",
+        n_layer=3,
+        value_tables=1,
+        bigram_rows=65536,
+        optimizer="muon",
+        learning_rate=0.025,
+        muon_momentum=0.9,
+        head_lr=0.004,
+        weight_decay=0.001,
+        beta1=0.8,
+        beta2=0.95,
+        grad_clip=0.0,
+        warmup_iters=0,
+        lr_schedule="wsd",
+        decay_fraction=0.7,
+        min_lr=0.0,
+    ),
+)
+LOGGED = dict(step=("loss", "lr", "grad_norm"), eval=("train_loss", "val_loss"))
+PROGRESS = ("iter_num", "tokens", "sequences")
+# What --loss_tolerance is for, and what differs wherever they do: then shown, but not judged
+LOSSES, FOLLOWS = ("loss", "train_loss", "val_loss"), ("grad_norm", "model", "optimizer.state")
+
+# -----------------------------------------------------------------------------
+# Two programs, one dataset, the runs
+
+
+def check_out(commit: str, folder: Path) -> Path:
+    """The files of a commit of this repository in `folder`."""
+    command = ["git", "-C", str(ROOT), "archive", commit]
+    archive = subprocess.run(command, stdout=subprocess.PIPE)
+    if archive.returncode:
+        sys.exit(f"{commit}: git has no such commit here")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def write_dataset(folder: Path) -> Path:
+    """
+    Shards and manifest.json as a preparation leaves them, written without the code that is
+    compared. The tokens repeat some phrases, so that there is something to learn.
+    """
+    folder.mkdir()
+    rng = np.random.default_rng(1337)
+    phrases = rng.integers(1, VOCAB, (50, 12))
+    shards = []
+    for number, size in enumerate(VAL_SHARDS + TRAIN_SHARDS):
+        name = f"{'val' if number < len(VAL_SHARDS) else 'train'}_{number:06}.bin"
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, size  # llm.c's magic number and version
+        tokens = phrases[rng.integers(0, 50, size // 12 + 1)].ravel()[:size].astype("<u2")
+        tokens[0] = 0  # end-of-text begins a document
+        content = header.tobytes() + tokens.tobytes()
+        (folder / name).write_bytes(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        shards.append(dict(name=name, tokens=size, sha256=sha256, documents=1, bytes=size))
+    manifest = dict(format="uint16 shards, llm.c header", tokenizer="byte", vocab=VOCAB, eot=0)
+    manifest |= dict(source="numpy", revision="", documents=len(shards), complete=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest | dict(shards=shards)))
+    return folder
+
+
+def train(program: Path, out_dir: Path, **flags) -> None:
+    """One start of a program's train.py. Ends the comparison where the run fails."""
+    command = [sys.executable, str(program / "train.py")]
+    command += [f"--{key}={value}" for key, value in dict(flags, out_dir=out_dir).items()]
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    found = subprocess.run(command, cwd=program, env=environment, capture_output=True, text=True)
+    if found.returncode:
+        sys.exit(f"exit code {found.returncode}: {' '.join(command)}\n{found.stderr}")
+
+
+def run(program: Path, out_dir: Path, resumed: bool, **flags) -> Path:
+    """A whole run, straight or stopped halfway and `resumed`."""
+    if resumed:
+        train(program, out_dir, **flags, max_iters=HALFWAY)
+        flags["init_from"] = "resume"
+    train(program, out_dir, **flags, max_iters=ITERATIONS)
+    return out_dir
+
+
+# -----------------------------------------------------------------------------
+# What a run has left, and how two of them differ
+
+
+def flatten(tree, name: str) -> dict:
+    """The leaves of nested dicts and lists by their paths, such as optimizer.state.3.exp_avg."""
+    if isinstance(tree, dict | list | tuple):
+        branches = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        leaves = {}
+        for key, branch in branches:
+            leaves |= flatten(branch, f"{name}.{key}")
+        return leaves
+    return {name: tree}
+
+
+def read_checkpoint(out_dir: Path) -> dict[str, dict]:
+    """The leaves of the last checkpoint by kind."""
+    path = out_dir / f"ckpt-{ITERATIONS:08}.pt"
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    optimizer, progress = state["optimizer"], state["progress"]
+    kinds = {kind: state[kind] for kind in ("model", "rng")}
+    kinds |= {f"optimizer.{kind}": optimizer[kind] for kind in ("state", "param_groups")}
+    kinds["progress"] = {name: progress[name] for name in PROGRESS if name in progress}
+    return {kind: flatten(tree, kind) for kind, tree in kinds.items()}
+
+
+def read_log(out_dir: Path) -> dict[str, dict]:
+    """What metrics.jsonl has of each iteration, by the name of the value."""
+    values = {name: {} for names in LOGGED.values() for name in names}
+    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for name in LOGGED.get(record["kind"], ()):
+            if name in record:
+                values[name][f"{name} of iteration {record['iter']}"] = record[name]
+    return values
+
+
+def distance(a, b) -> float:
+    """The largest absolute difference between two leaves; 0 where they are equal."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf")
+        return 0.0 if torch.equal(a, b) else (a.double() - b.double()).abs().max().item()
+    if a == b:
+        return 0.0
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return abs(a - b)
+    return float("inf")
+
+
+def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | None) -> bool:
+    """Print the first difference of each kind. Returns whether none of them counts."""
+    same, apart = True, 0.0
+    for kind, a in theirs.items():
+        b = ours[kind]
+        both = [path for path in a if path in b]
+        # a checkpoint's format may change: what one side alone has is told, and the rest compared
+        if alone := sorted(a.keys() ^ b.keys()):
+            print(f"    {kind}: {len(alone)} on one side only, such as {alone[0]}")
+        if not both or (alone and kind in LOSSES):
+            print(f"    {kind}: cannot be compared")
+            same = False
+            continue
+        distances = {path: distance(a[path], b[path]) for path in both}
+        most = max(distances.values())
+        if kind in LOSSES:
+            apart = max(apart, most)
+        differ = [path for path in both if distances[path] != 0]  # NaN is a difference too
+        if not differ:
+            continue
+        judged = tolerance is None or kind not in FOLLOWS
+        if judged and not (kind in LOSSES and most <= (tolerance or 0)):
+            same = False
+        first = differ[0]
+        values = "" if isinstance(a[first], torch.Tensor) else f", {a[first]} and {b[first]}"
+        told = "" if judged else "; not judged"
+        count = f"{len(differ)} of {len(both)} differ, by {most:.3g} at most"
+        print(f"    {kind}: {count}; the first is {first}{values}{told}")
+    verdict = "equal" if same else "NOT EQUAL"
+    print(f"    {verdict}, losses differ by {apart:.3g} at most", flush=True)
+    return same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("commit", nargs="?", default="c336bd1")
+    parser.add_argument("--loss_tolerance", type=float, help="accept losses this far apart")
+    arguments = parser.parse_args()
+    all_same = True
+    with tempfile.TemporaryDirectory() as temporary:
+        there = check_out(arguments.commit, Path(temporary, "there"))
+        dataset = write_dataset(Path(temporary, "tokens"))
+        for model, flags in MODELS.items():
+            for way in ("straight", "resumed"):
+                found = []
+                for program, side in ((there, "theirs"), (ROOT, "ours")):
+                    out_dir = Path(temporary, f"{model}-{way}-{side}")
+                    run(program, out_dir, way == "resumed", dataset=dataset, **COMMON, **flags)
+                    found.append(read_log(out_dir) | read_checkpoint(out_dir))
+                print(f"{model} {way}, {ITERATIONS} iterations:", flush=True)
+                all_same &= compare(*found, arguments.loss_tolerance)
+    return 0 if all_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
