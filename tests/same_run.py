@@ -86,26 +86,29 @@ def check_out(commit: str, folder: Path) -> Path:
     return folder
 
 
-def write_dataset(folder: Path) -> Path:
+def write_dataset(folder: Path, vocab: int = VOCAB) -> Path:
     """
     Shards and manifest.json as a preparation leaves them, written without the code that is
-    compared. The tokens repeat some phrases, so that there is something to learn.
+    compared. The tokens repeat some phrases, so that there is something to learn. They must stay as
+    they are: test_old_checkpoints.py resumes on them.
     """
     folder.mkdir()
-    rng = np.random.default_rng(1337)
-    phrases = rng.integers(1, VOCAB, (50, 12))
+    # numpy promises the same numbers for ever only of this older class
+    rng = np.random.RandomState(1337)
+    phrases = rng.randint(1, vocab, (50, 12), dtype=np.int64)
     shards = []
     for number, size in enumerate(VAL_SHARDS + TRAIN_SHARDS):
         name = f"{'val' if number < len(VAL_SHARDS) else 'train'}_{number:06}.bin"
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, size  # llm.c's magic number and version
-        tokens = phrases[rng.integers(0, 50, size // 12 + 1)].ravel()[:size].astype("<u2")
+        chosen = rng.randint(0, 50, size // 12 + 1, dtype=np.int64)
+        tokens = phrases[chosen].ravel()[:size].astype("<u2")
         tokens[0] = 0  # end-of-text begins a document
         content = header.tobytes() + tokens.tobytes()
         (folder / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
         shards.append(dict(name=name, tokens=size, sha256=sha256, documents=1, bytes=size))
-    manifest = dict(format="uint16 shards, llm.c header", tokenizer="byte", vocab=VOCAB, eot=0)
+    manifest = dict(format="uint16 shards, llm.c header", tokenizer="byte", vocab=vocab, eot=0)
     manifest |= dict(source="numpy", revision="", documents=len(shards), complete=True)
     (folder / "manifest.json").write_text(json.dumps(manifest | dict(shards=shards)))
     return folder
