@@ -185,7 +185,7 @@ def distance(a, b) -> float:
 
 def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | None) -> bool:
     """Print the first difference of each kind. Returns whether none of them counts."""
-    same, apart = True, 0.0
+    same, exact, apart = True, True, 0.0
     for kind, a in theirs.items():
         b = ours[kind]
         both = [path for path in a if path in b]
@@ -203,6 +203,7 @@ def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | N
         differ = [path for path in both if distances[path] != 0]  # NaN is a difference too
         if not differ:
             continue
+        exact = False
         judged = tolerance is None or kind not in FOLLOWS
         if judged and not (kind in LOSSES and most <= (tolerance or 0)):
             same = False
@@ -211,7 +212,8 @@ def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | N
         told = "" if judged else "; not judged"
         count = f"{len(differ)} of {len(both)} differ, by {most:.3g} at most"
         print(f"    {kind}: {count}; the first is {first}{values}{told}")
-    verdict = "equal" if same else "NOT EQUAL"
+    accepted = "equal" if exact else f"within {tolerance}"
+    verdict = accepted if same else "NOT EQUAL"
     print(f"    {verdict}, losses differ by {apart:.3g} at most", flush=True)
     return same
 
