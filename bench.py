@@ -25,7 +25,6 @@ Examples:
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import math
 import multiprocessing
@@ -80,36 +79,50 @@ class Trainee:
     it is needed, and with `host_sync` the host waits for the device before each micro-step.
     """
 
-    def __init__(self, config: Config, read_ahead=True, host_sync=False, keep_memory=True):
-        """Raises UserError. `keep_memory`: see hardware.set_up."""
-        self.config, self.host_sync = config, host_sync
-        self.hw = hw = hardware.set_up(config, keep_memory=keep_memory)
+    def __init__(
+        self, config: Config, read_ahead=True, host_sync=False, nanogpt: Path | None = None
+    ):
+        """
+        `nanogpt`: a checkout of nanoGPT, whose model trains in place of ours, with the system's own
+        handling of memory, as its users have it. Raises UserError.
+        """
+        self.config, self.read_ahead = config, read_ahead
+        self.hw = hw = hardware.set_up(config, keep_memory=not nanogpt)
         self.memory_before = hw.peak_memory_gib()
         torch.manual_seed(config.seed)
         data = real_or_random_data(config)
         gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
         self.model = build.build_model(gpt_config).to(hw.device)
+        if host_sync:
+            self.model.register_forward_pre_hook(lambda *_: hw.synchronize())
         # what train_step calls
         self.step_model = build.compile_model(self.model) if config.compile else self.model
         self.optimizer = build.build_optimizer(self.model, config, hw.dtype)
         self.scaler = hw.grad_scaler()
         self.batches = TrainBatches(data, config, hw.device)
-        if not read_ahead:
-            self.batches = load_when_needed(self.batches)
+        self.loaded = 0  # sequences, without read_ahead
+        if nanogpt:
+            use_nanogpt(self, nanogpt)
 
     def step(self) -> Tensor:
-        """One iteration. Returns the losses of its micro-batches, nats per token."""
-        accum, clip = self.config.gradient_accumulation_steps, self.config.grad_clip
-        autocast = self.hw.autocast()
-        losses, _ = train_step(
-            self.step_model, self.optimizer, self.scaler, self.next_batch, accum, clip, autocast
+        """One iteration. Returns its mean loss, nats per token."""
+        loss_sum, targets, _ = train_step(
+            self.step_model,
+            self.optimizer,
+            self.scaler,
+            self.micro_batches(),
+            self.config.grad_clip,
+            self.hw.autocast(),
         )
-        return losses
+        return loss_sum / targets
 
-    def next_batch(self) -> Batch:
-        if self.host_sync:
-            self.hw.synchronize()
-        return next(self.batches)
+    def micro_batches(self) -> list[Batch]:
+        accum = self.config.gradient_accumulation_steps
+        if self.read_ahead:
+            return self.batches.take(accum)
+        first, self.loaded = self.loaded, self.loaded + self.config.iter_sequences
+        starts = range(first, self.loaded, self.config.batch_size)
+        return [to_batch(self.batches.load(start), self.hw.device) for start in starts]
 
     def timed(self, iters: int) -> float:
         """Seconds per iteration over a window of `iters`."""
@@ -124,12 +137,6 @@ class Trainee:
         """The most memory that training has added to the process, GiB; None where unknown."""
         peak = self.hw.peak_memory_gib()
         return None if peak is None else peak - self.memory_before
-
-
-def load_when_needed(batches: TrainBatches) -> Iterator[Batch]:
-    """The same batches, each loaded only when it is asked for."""
-    for first in itertools.count(step=batches.batch_size):
-        yield to_batch(batches.load(first), batches.device)
 
 
 def real_or_random_data(config: Config) -> Dataset:
@@ -153,8 +160,10 @@ def real_or_random_data(config: Config) -> Dataset:
 def measure(trainee: Trainee, trials: int) -> dict:
     """Train for a few seconds: compile first, then time `trials` windows."""
     config, hw = trainee.config, trainee.hw
-    first = trainee.timed(1)
-    iters = window_iters(trainee.timed(1))
+    began = time.perf_counter()
+    first_loss = trainee.step().item()
+    first = time.perf_counter() - began
+    iters = math.ceil(WINDOW_SECONDS / trainee.timed(1))
     windows = [trainee.timed(iters) for _ in range(trials)]
     seconds = statistics.median(windows)
     rate = config.iter_tokens / seconds
@@ -167,14 +176,10 @@ def measure(trainee: Trainee, trials: int) -> dict:
         mfu=hw.mfu(flops, rate),
         mem_gib=hw.peak_memory_gib(),
         mem_training_gib=trainee.memory_gib(),
+        first_loss=first_loss,
         compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0,
         machine=machine(hw),
     )
-
-
-def window_iters(seconds: float) -> int:
-    """How many iterations of so many seconds a timed window holds."""
-    return math.ceil(WINDOW_SECONDS / seconds)
 
 
 def machine(hw: hardware.Hardware) -> dict:
@@ -195,13 +200,15 @@ def machine(hw: hardware.Hardware) -> dict:
 def measure_apart(config: Config, trials: int, **how) -> dict:
     """
     measure() in a new process, so that neither memory nor compiled code is left over from the
-    measurement before. `how`: the trainee's read_ahead and host_sync. If memory runs out, the
-    result holds only the micro-batch, and None as its tokens_per_sec.
+    measurement before. `how`: the trainee's read_ahead, host_sync and nanogpt. If memory runs out,
+    the result holds only the micro-batch, and None as its tokens_per_sec.
     """
     try:
-        with readable_errors(config), new_process() as pool:
+        with new_process() as pool:
             return pool.submit(build_and_measure, config, trials, **how).result()
-    except hardware.OutOfMemory:
+    except Exception as error:
+        if not hardware.is_out_of_memory(error):
+            raise
         return batch_keys(config, config.batch_size) | dict(tokens_per_sec=None)
 
 
@@ -220,27 +227,20 @@ def new_process() -> ProcessPoolExecutor:
 
 
 @contextlib.contextmanager
-def readable_errors(config: Config, side: str = "") -> Iterator[None]:
-    """
-    One line when memory runs out (OutOfMemory) or torch.compile does not work here (RunError).
-    `side` stands before it.
-    """
+def readable_errors(config: Config) -> Iterator[None]:
+    """A RunError of one line when memory runs out or torch.compile does not work here."""
     try:
-        with hardware.on_out_of_memory(lambda: side + out_of_memory(config)):
-            yield
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = str(error).strip().partition("\n")[0]
-        problem = f"torch.compile does not work here ({reason}); --compile=False"
-        raise RunError(side + problem) from None
-
-
-def out_of_memory(config: Config) -> str:
-    smaller = [n for n in divisors(config.iter_sequences) if n < config.batch_size]
-    if not smaller:
-        less = "--recompute=True, a smaller --block_size or model, or --dtype=bfloat16, needs less"
-        return f"out of memory with batch_size=1; {less}"
-    pair = " ".join(f"--{key}={n}" for key, n in batch_keys(config, smaller[-1]).items())
-    return f"out of memory with batch_size={config.batch_size}; the next smaller: {pair}"
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if hardware.is_out_of_memory(error):
+            raise RunError(hardware.out_of_memory_line(config)) from None
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            reason = str(error).strip().partition("\n")[0]
+            line = f"torch.compile does not work here ({reason}); --compile=False"
+            raise RunError(line) from None
+        raise
 
 
 def batch_keys(config: Config, batch_size: int) -> dict[str, int]:
@@ -435,17 +435,19 @@ SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "
 
 def peer(config: Config, options: Namespace) -> dict:
     """
-    This model and nanoGPT's in turn, each in a process of its own, through the same train_step:
-    same weights, batches, dtype, compile setting and fused AdamW. Raises UserError where the work
-    is not the same.
+    This model and nanoGPT's in turn, each time in a process of its own, through the same
+    train_step: same weights, batches, dtype, compile setting and fused AdamW. Raises UserError
+    where the work is not the same.
     """
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
         raise UserError(f"nanogpt: {options.nanogpt}; --nanogpt= needs a clone of karpathy/nanoGPT")
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
         theirs = "nanoGPT has tied weights, GPT-2 and AdamW; with others the work is not the same"
         raise UserError(f"tie_weights, model, optimizer: {theirs}")
-    hw = hardware.set_up(config)
-    losses, seconds, memory = take_turns(config, Path(options.nanogpt), options.trials or 5)
+    rows = take_turns(config, Path(options.nanogpt), options.trials or 5)
+    losses = {side: rows[side][0]["first_loss"] for side in SIDES}
+    seconds = {side: [row["step_ms"] / 1000 for row in rows[side]] for side in SIDES}
+    memory = {side: max(row["mem_training_gib"] or 0 for row in rows[side]) for side in SIDES}
     pairs = zip(seconds["ours"], seconds["nanoGPT"], strict=True)
     ratios = [theirs / ours for ours, theirs in pairs]
     speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
@@ -453,11 +455,12 @@ def peer(config: Config, options: Namespace) -> dict:
         rate = config.iter_tokens / statistics.median(seconds[side])
         gib = f"{memory[side] or math.nan:.2f} GiB"
         say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
+    m = rows["ours"][0]["machine"]
     span = f"(median of {len(ratios)} pairs in turn, {low:.3f} to {high:.3f})"
     memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
-    of_memory = f"{memory_ratio or math.nan:.3f} x the memory, both in {hw.dtype_name}"
+    of_memory = f"{memory_ratio or math.nan:.3f} x the memory, both in {m['dtype']}"
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")
-    if hw.device.type == "cpu" and hw.dtype != torch.float32:
+    if config.device == "cpu" and m["dtype"] != "float32":
         say("nanoGPT's own train.py computes in float32 on a CPU: compare with --dtype=float32 too")
     return dict(
         speed_ratio=speed,
@@ -465,65 +468,29 @@ def peer(config: Config, options: Namespace) -> dict:
         seconds_per_iter=seconds,
         memory_ratio=memory_ratio,
         memory_gib=memory,
-        machine=machine(hw),
+        machine=m,
         tokens_per_iter=config.iter_tokens,
         first_loss=losses,
     )
 
 
-def take_turns(config: Config, nanogpt: Path, trials: int) -> tuple[dict, dict, dict]:
+def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dict]]:
     """
-    For each side: its first loss, the seconds per iteration of each trial, and its memory in GiB.
-    Raises UserError where the sides do not do the same work.
+    What measure() returns, for each side and trial. Raises UserError where the sides do not do the
+    same work, RunError where one does not fit into memory.
     """
-    with new_process() as our_process, new_process() as their_process:
-        processes = dict(ours=our_process, nanoGPT=their_process)
-
-        def in_process(side: str, function, *arguments):
-            with readable_errors(config, f"{side}: "):
-                return processes[side].submit(function, *arguments).result()
-
-        # one after the other, so that only one needs the memory of starting
-        losses = dict(ours=in_process("ours", start_side, config))
-        losses["nanoGPT"] = in_process("nanoGPT", start_side, config, nanogpt)
-        ours, theirs = losses.values()
+    rows = {side: [] for side in SIDES}
+    for trial in tqdm(range(trials), desc="peer", disable=None):
+        # who begins changes from trial to trial
+        for side in reversed(SIDES) if trial % 2 else SIDES:
+            row = measure_apart(config, 3, nanogpt=nanogpt if side == "nanoGPT" else None)
+            if row["tokens_per_sec"] is None:
+                raise RunError(f"{side}: {hardware.out_of_memory_line(config)}")
+            rows[side].append(row)
+        ours, theirs = (rows[side][-1]["first_loss"] for side in SIDES)
         if abs(ours - theirs) > SAME_LOSS:
             raise UserError(f"nanogpt: other work: first loss {ours:.4f} here, {theirs:.4f} there")
-        iters = window_iters(max(in_process(side, time_side, 1)[0] for side in SIDES))
-        seconds, memory = {side: [] for side in SIDES}, {}
-        for trial in tqdm(range(trials), desc="peer", disable=None):
-            # who begins changes from trial to trial
-            for side in SIDES if trial % 2 else reversed(SIDES):
-                taken, memory[side] = in_process(side, time_side, iters)
-                seconds[side].append(taken)
-    return losses, seconds, memory
-
-
-started: Trainee  # in the process of one side: what start_side built
-
-
-def start_side(config: Config, nanogpt: Path | None = None) -> float:
-    """
-    Build one side in this process and run its first iteration. Returns the loss. nanoGPT's side
-    keeps the system's own handling of memory, as its users have it.
-    """
-    global started
-    with readable_errors(config, "nanoGPT: " if nanogpt else "ours: "):
-        started = Trainee(config, keep_memory=not nanogpt)
-        if nanogpt:
-            use_nanogpt(started, nanogpt)
-        first_loss = started.step()[0].item()
-        torch.cuda.empty_cache()  # the other side comes next
-        return first_loss
-
-
-def time_side(iters: int) -> tuple[float, float | None]:
-    """Seconds per iteration of the side in this process, and its memory as Trainee has it."""
-    if started.hw.device.type == "cuda":
-        started.timed(1)  # takes back the memory that the last call released
-    seconds = started.timed(iters)
-    torch.cuda.empty_cache()
-    return seconds, started.memory_gib()
+    return rows
 
 
 class LossOnly(torch.nn.Module):

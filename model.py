@@ -46,25 +46,6 @@ HOW_COMPUTED = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 # The layers
 
 
-class KVCache:
-    """Keys and values of one layer's past tokens: room for `capacity`, `length` filled."""
-
-    def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in k and v, (B, nh, T, hs) each, of further tokens; returns those of all so far."""
-        if self.length == 0:
-            B, nh, _, hs = k.shape
-            self.k = k.new_empty(B, nh, self.capacity, hs)
-            self.v = v.new_empty(B, nh, self.capacity, hs)
-        start, self.length = self.length, self.length + k.size(2)
-        if self.length > self.capacity:
-            raise ValueError("a KVCache is full: each block that runs, also twice, needs its own")
-        self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
-
-
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
 ) -> Tensor:
@@ -86,7 +67,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: "KVCache | None" = None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # (B, nh, T, hs) each
@@ -120,9 +101,85 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: "KVCache | None" = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
+
+
+# -----------------------------------------------------------------------------
+# The model
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                drop=nn.Dropout(config.dropout),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_weights:
+            self.transformer.wte.weight = self.lm_head.weight
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """
+        GPT-2's initialisation: N(0, 0.02), biases zero; the projections back into the residual
+        stream by a further 1/sqrt(2 n_layer), so that the sum over 2 n_layer of them keeps its size
+        (GPT-2 paper, section 2.3).
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(p, std=residual_std)
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)  # LayerNorm weights start as ones
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """
+        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
+        T), in nats per token; targets of -1 count for nothing. T may be anything up to block_size.
+        """
+        x = self.hidden(idx)
+        if targets is None:
+            return self.lm_head(x)  # (B, T, V)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
+
+    def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
+        """
+        idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
+        head reads.
+        """
+        past = caches[0].length if caches else 0
+        positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.drop(x)
+        if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream too; an eager CPU's norms would sum in it
+        recompute = self.config.recompute and self.training and not caches
+        blocks = self.transformer.h
+        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
+        return self.transformer.ln_f(x)
+
+    def new_caches(self, room: int) -> "list[KVCache]":
+        """Empty caches for `hidden`, one for each block, with room for so many tokens."""
+        return [KVCache(room) for _ in self.transformer.h]
+
+    def next_logits(self, idx: Tensor, caches: "list[KVCache]") -> Tensor:
+        """
+        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them;
+        extends the caches. T is 1 unless the caches are empty.
+        """
+        return self.lm_head(self.hidden(idx, caches)[:, -1])
 
 
 # -----------------------------------------------------------------------------
@@ -209,83 +266,26 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# The model
-
-
-class GPT(nn.Module):
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
-            )
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tie_weights:
-            self.transformer.wte.weight = self.lm_head.weight
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """
-        GPT-2's initialisation: N(0, 0.02), biases zero; the projections back into the residual
-        stream by a further 1/sqrt(2 n_layer), so that the sum over 2 n_layer of them keeps its size
-        (GPT-2 paper, section 2.3).
-        """
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=residual_std)
-            elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)  # LayerNorm weights start as ones
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """
-        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
-        T), in nats per token; targets of -1 count for nothing. T may be anything up to block_size.
-        """
-        x = self.hidden(idx)
-        if targets is None:
-            return self.lm_head(x)  # (B, T, V)
-        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
-
-    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """
-        idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
-        head reads.
-        """
-        past = caches[0].length if caches else 0
-        positions = torch.arange(past, past + idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        x = self.transformer.drop(x)
-        if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too; an eager CPU's norms would sum in it
-        recompute = self.config.recompute and self.training and not caches
-        blocks = self.transformer.h
-        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
-        return self.transformer.ln_f(x)
-
-    def new_caches(self, room: int) -> list[KVCache]:
-        """Empty caches for `hidden`, one for each block, with room for so many tokens."""
-        return [KVCache(room) for _ in self.transformer.h]
-
-    def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
-        """
-        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them;
-        extends the caches. T is 1 unless the caches are empty.
-        """
-        return self.lm_head(self.hidden(idx, caches)[:, -1])
-
-
-# -----------------------------------------------------------------------------
 # Text, id by id
+
+
+class KVCache:
+    """Keys and values of one layer's past tokens: room for `capacity`, `length` filled."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in k and v, (B, nh, T, hs) each, of further tokens; returns those of all so far."""
+        if self.length == 0:
+            B, nh, _, hs = k.shape
+            self.k = k.new_empty(B, nh, self.capacity, hs)
+            self.v = v.new_empty(B, nh, self.capacity, hs)
+        start, self.length = self.length, self.length + k.size(2)
+        if self.length > self.capacity:
+            raise ValueError("a KVCache is full: each block that runs, also twice, needs its own")
+        self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
 @dataclass(frozen=True)

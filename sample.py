@@ -1,7 +1,7 @@
 """
 Sample from a trained model.
 
-    python sample.py --out_dir=out/gpt124m                 a run: its newest checkpoint, or best.pt
+    python sample.py --out_dir=out/gpt124m                 a run: the model of its best evaluation
     python sample.py config/gpt124m_4070.py --start="The"  the run of a training config; a prompt
     python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
@@ -125,12 +125,11 @@ class Sampler:
             complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
         samples = [ids.copy() for _ in range(c.num_samples)]
         sampling = Sampling(c.temperature, c.top_k, c.top_p)
-        with hardware.on_out_of_memory(lambda: "out of memory; fewer --num_samples"):
-            idx = torch.tensor(samples, device=self.generator.device)
-            new_ids = generate_tokens(
-                self.model, idx, c.max_new_tokens, self.vocab, sampling, self.generator
-            )
-            self.print_growing(samples, new_ids)
+        idx = torch.tensor(samples, device=self.generator.device)
+        new_ids = generate_tokens(
+            self.model, idx, c.max_new_tokens, self.vocab, sampling, self.generator
+        )
+        self.print_growing(samples, new_ids)
         for sample in samples[1:]:
             print(f"{RULER}\n{printable(self.text.decode(sample))}")
         print(RULER)
@@ -154,6 +153,10 @@ class Sampler:
             if not growing:
                 break
         print(printable(self.text.decode(samples[0])[len(printed) :]))
+
+
+def explain(error: Exception, argv: list[str]) -> str:
+    return "out of memory; fewer --num_samples" if hardware.is_out_of_memory(error) else ""
 
 
 def main(argv: list[str]) -> int:
@@ -191,4 +194,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, explain)

@@ -9,11 +9,11 @@ Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped
 import contextlib
 import gc
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
@@ -23,64 +23,63 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import UserError, run_main, say, warn
-from configurator import Config, config_values, read_config
+from common.console import RunError, UserError, run_main, say, warn
+from configurator import Config, resolve
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
-from model import GPTConfig, Sampling, generate
+from model import Sampling, generate
 from reports.picture import RunPicture
 from training import hardware
 from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
-from training.checkpoint import Checkpoints, list_checkpoints
 from training.clock import Clock
-from training.hardware import Hardware, OutOfMemory, on_out_of_memory
-from training.memory import out_of_memory_advice
+from training.hardware import Hardware
 from training.progress import Progress
-from training.ranks import Interrupted, Ranks, Signals
-from training.runlog import Iteration, RunLog
-from training.skips import Skips
+from training.ranks import Ranks, Signals, lost_rank, mean_over_ranks
+from training.runlog import RunLog
 from training.start import (
-    check_checkpoint,
-    check_start,
-    checkpoint_state,
-    find_start,
+    check_folder,
+    configure,
     is_finished,
+    load_start,
     open_data,
-    restore,
-    say_what_changed,
+    prepare,
+    say_start,
 )
+from training.state import checkpoint_state, restore, write_checkpoint
+
+RETRY_SECONDS = 60  # between two tries of the last save
+COMPLETE = ("eval_only", "max_iters", "hours", "until")  # reasons to end; after others, resume
 
 # -----------------------------------------------------------------------------
 # One iteration
 
 
 def train_step(
-    model,
-    optimizer,
-    scaler,
-    next_batch: Callable[[], Batch],
-    grad_accum: int,
-    grad_clip: float,
-    autocast,
-) -> tuple[Tensor, Tensor]:
+    model, optimizer, scaler, micro_batches: list[Batch], grad_clip: float, autocast
+) -> tuple[Tensor, Tensor, Tensor]:
     """
-    One iteration: grad_accum micro-batches forward and backward (this rank's share), then one
-    update, which is skipped where a gradient is not finite. Returns the micro-batches' losses
-    (grad_accum,) and the gradient norm before clipping. Both stay on the device, and with a fused
-    optimizer nothing here waits for it.
+    One iteration: this rank's micro-batches, (B, T) inputs and targets each, forward and backward;
+    then one update, which is skipped where a gradient is not finite. The gradient is that of the
+    mean loss over all targets of the iteration, of all ranks; targets of -1 count for nothing.
+
+    Returns the sum of the loss over this rank's targets in nats, their number, and the gradient
+    norm before clipping. All stay on the device, and with a fused optimizer nothing here waits for
+    it.
     """
-    losses = []
-    for micro_step in range(grad_accum):
-        x, y = next_batch()  # (B, T) each
+    counts = torch.stack([(y != -1).sum() for _, y in micro_batches])
+    mean_count = mean_over_ranks(counts.sum())  # DDP averages the ranks' gradients
+    loss_sum = torch.zeros((), device=counts.device)
+    for micro_step, (x, y) in enumerate(micro_batches):
         # several ranks average their gradients once, at the last micro-step
-        last = micro_step == grad_accum - 1
+        last = micro_step == len(micro_batches) - 1
         defers = isinstance(model, DistributedDataParallel) and not last
         with model.no_sync() if defers else contextlib.nullcontext():
             with autocast:
                 loss = model(x, y)
-            scaler.scale(loss / grad_accum).backward()
-        losses.append(loss.detach())
+            # weighted by its targets; with equally many in all, divided by their number
+            scaler.scale(loss / (mean_count / counts[micro_step])).backward()
+        loss_sum += loss.detach() * counts[micro_step]
     scaler.unscale_(optimizer)
     # with grad_clip = 0 the norm is only measured
     if grad_clip:
@@ -98,28 +97,30 @@ def train_step(
     scaler.update()
     # DDP's gradients are views of its buckets; set to None, they would take memory of their own
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
-    return torch.stack(losses), grad_norm
+    return loss_sum, counts.sum(), grad_norm
 
 
 @torch.no_grad()
 def evaluate(
-    model, batches: Iterator, autocast, between_batches: Callable[[], None] = lambda: None
-) -> tuple[float, int]:
+    model, batches: Iterator[Batch], autocast, stop: Callable[[], bool] = lambda: False
+) -> tuple[float, int] | None:
     """
-    Sum of the loss over all tokens of `batches` in nats, without dropout, and their number. Leaves
-    the model in training mode.
+    Sum of the loss over all targets of `batches` in nats, without dropout, and their number. None
+    where stop(), which is asked before each batch, said so. Leaves the model in training mode.
     """
     losses, counts = [], []
     model.eval()
-    for x, y, tokens in batches:
-        between_batches()  # a signal may interrupt an evaluation
+    for x, y in batches:
+        if stop():
+            model.train()
+            return None
         with autocast:
             losses.append(model(x, y))
-        counts.append(tokens)
+        counts.append((y != -1).sum())
     model.train()
+    counts = torch.stack(counts).tolist()
     pairs = zip(torch.stack(losses).tolist(), counts, strict=True)
-    total = math.fsum(loss * n for loss, n in pairs if n)
-    return total, sum(counts)
+    return math.fsum(loss * n for loss, n in pairs if n), sum(counts)
 
 
 def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
@@ -147,8 +148,14 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     return config.min_lr + shapes[config.lr_schedule] * (highest - config.min_lr)
 
 
-def set_lr(optimizer, it: int, config: Config, horizon: float) -> float:
-    """Set each group's rate for iteration `it`. Returns the first group's, which is logged."""
+def set_lr(optimizer, it: int, config: Config, share: float) -> float:
+    """
+    Set each group's rate for iteration `it`. Returns the first group's, which is logged. `share`:
+    how far a run by the clock is; its decay ends where a steady pace is when the time is up.
+    """
+    horizon = config.lr_decay_iters or config.max_iters
+    if share > 0:
+        horizon = min(horizon, it / share)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, config, horizon, group["initial_lr"])
     return optimizer.param_groups[0]["lr"]
@@ -158,107 +165,128 @@ def set_lr(optimizer, it: int, config: Config, horizon: float) -> float:
 # Around the iterations
 
 
-def reason_to_end(config: Config, iter_num: int, log: RunLog, ranks: Ranks) -> str | None:
-    if config.eval_only:
-        return "eval_only"
-    if iter_num >= config.max_iters:
-        return "max_iters"
-    if log.clock.reading.is_up:
-        return "until" if config.until else "hours"
-    if config.max_minutes and ranks.any(log.minutes() > config.max_minutes):
-        return "max_minutes"
-    return None
-
-
-def evaluation_due(config: Config, progress: Progress, reason: str | None, clock: Clock) -> bool:
-    """Every eval_interval and at a complete end, but not what a resumed run has evaluated."""
-    if progress.evaluated_at == progress.iter_num and not config.eval_only:
-        return False
-    complete = reason in ("eval_only", "max_iters", "hours", "until")
-    return complete or clock.evaluation_due(progress.iter_num)
-
-
-def smaller_batch(config: Config, model: GPTConfig, hw: Hardware, ranks: Ranks) -> str:
-    """What to try when the micro-batch did not fit into memory: flags that would fit."""
-    advice = out_of_memory_advice(config, model, hw.dtype_name, hw.usable_bytes(), ranks.world_size)
-    resumes = config.init_from != "auto" and list_checkpoints(Path(config.out_dir))
-    return f"{advice} --init_from=resume" if resumes else advice
-
-
 def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable:
-    """
-    The compiled model where compile is on, made on throw-away data, so that no iteration's time
-    holds it; gradients and random states change. Where it fails: a warning, and compile is off.
-    """
-    if not config.compile:
-        return model
+    """The compiled model, made on throw-away data. Where that fails: a warning, and the model."""
     say("compiling: this takes about a minute")
-    began = time.perf_counter()
+    began, random_states = time.perf_counter(), hardware.get_rng_state(hw.device)
     compiled = compile_model(model)
     # made like real batches, with their strides, or it would all compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
-
-    def throw_away_step(model) -> None:
+    try:
         if not config.eval_only:
             with hw.autocast():
-                loss = model(x, y)
+                loss = compiled(x, y)
             loss.backward()
-        evaluate(model, [(x, y, 1)], hw.autocast())
-
-    failure = ""
-    try:
-        throw_away_step(compiled)
+        evaluate(compiled, [(x, y)], hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way
         if hardware.is_out_of_memory(error):
             raise
-        failure = f"{type(error).__name__}: {error}".partition("\n")[0]
-    if failure:
-        config.compile, compiled = False, model
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warn(f"torch.compile does not work here ({reason}); continuing without it")
+        config.compile, compiled = False, model.train()
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
-        throw_away_step(model)  # raises where not the compiler is to blame
-        warn(f"torch.compile does not work here ({failure}); continuing without it")
+    model.zero_grad()
+    hardware.set_rng_state(random_states, hw.device)
     say(f"compile: {time.perf_counter() - began:.1f}s")
     return compiled
 
 
+def reason_to_end(config: Config, iter_num: int, over: str | None) -> str | None:
+    """Why the run is complete, or its time is up. `over`: what the clock says."""
+    if config.eval_only:
+        return "eval_only"
+    return "max_iters" if iter_num >= config.max_iters else over
+
+
+def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str | None:
+    """
+    Wait until every rank has its windows of the next iteration on the host. Returns why no
+    iteration can follow: a signal's name, "data" where a rank cannot read on, or None.
+    """
+    while True:
+        ready = batches.ready(accum)
+        failed, waiting = signals.look(not ready and batches.error is not None, not ready)
+        if signals.name or failed:
+            return signals.name or "data"
+        if not waiting:
+            return None
+
+
 def estimate_loss(
-    model, data: Dataset, config: Config, hw: Hardware, ranks: Ranks, signals: Signals
-) -> tuple[float, float]:
+    model, data: Dataset, batches: TrainBatches, config: Config, hw: Hardware, signals: Signals
+) -> list[float] | None:
     """
     Mean loss on fixed windows of the train and of the val split: the same tokens at any micro-batch
-    and number of ranks. All ranks take part.
+    and number of ranks. None where a signal came, or a rank cannot read its windows: `batches` then
+    knows why. All ranks take part.
     """
-    means = []
+    means, ranks, host = [], signals.ranks, torch.device("cpu")
     # both splits are evaluated on equally many tokens
     tokens = min(config.eval_size, len(data.val))
     for split, spread in ((data.train, True), (data.val, False)):
-        windows = eval_batches(
-            split, tokens, config, hw.device, spread, ranks.rank, ranks.world_size
-        )
-        total, count = ranks.reduce([*evaluate(model, windows, hw.autocast(), signals.check)])
+        windows = eval_batches(split, tokens, config, host, spread, ranks.rank, ranks.world_size)
+        failed = False
+        try:
+            windows = list(windows)  # before the evaluation, as those of an iteration
+        except RunError as error:
+            batches.error, failed = error, True
+        if any(signals.look(failed)):
+            return None
+        on_device = ((x.to(hw.device), y.to(hw.device)) for x, y in windows)
+        result = evaluate(model, on_device, hw.autocast(), signals.came)
+        if result is None:
+            return None
+        total, count = ranks.reduce(*result)
         means.append(total / count)
-    return means[0], means[1]
+    return means
 
 
-def open_tokenizer(data: Dataset, log: RunLog) -> Tokenizer | None:
-    """For samples. Offline, without its vocabulary, the run continues without samples."""
+def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
+    """Show sample_tokens tokens from the model, drawn with the same random numbers each time."""
+    config, hw = log.config, log.hw
+    if not math.isfinite(p.val_loss):
+        return
     try:
-        return Tokenizer(data.tokenizer)
-    except UserError as error:
-        log.warn(0, f"no samples: {error}")
-        return None
-
-
-def sample_text(model, text: Tokenizer, vocab: int, config: Config, hw: Hardware) -> str:
-    """sample_tokens tokens from the model, with the same random numbers each time."""
+        text = Tokenizer(data.tokenizer)
+    except UserError as error:  # offline, without its vocabulary
+        log.warn(p.iter_num, f"no sample: {error}")
+        return
     prompt, sampling = text.prompt(), Sampling(temperature=0.8, top_k=200)
     idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
-        ids = generate(model, idx, config.sample_tokens, vocab, sampling, generator)
+        ids = generate(model, idx, config.sample_tokens, data.vocab, sampling, generator)
     model.train()
-    return text.decode(ids[0, len(prompt) :].tolist())
+    log.sample(p.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
+
+
+def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> bool:
+    """
+    Rank 0 saves `state`, all ranks take part. Returns whether it is on the disk. Where that fails
+    the run continues, and the next log line tries again. The `last` save is tried each minute until
+    it works, and once more after a signal; then it raises RunError.
+    """
+    it, ranks = state["progress"]["iter_num"], log.ranks
+    while problem := ranks.from_main(write_checkpoint, state, log):
+        if last and signals.came():
+            ranks.fail(f"{problem}; once that is mended, {log.way_back()}")
+        if not last:
+            log.warn_once("not saved", it, f"{problem}; trying again with each log line")
+            return False
+        log.warn(it, f"{problem}; trying again each minute; Ctrl-C gives up, and frees the device")
+        signals.wait(RETRY_SECONDS)
+    log.said.discard("not saved")
+    return True
+
+
+def explain(error: Exception, argv: list[str]) -> str:
+    """The error line for memory that ran out and for a rank that has gone; else empty."""
+    if not hardware.is_out_of_memory(error):
+        return lost_rank(error)
+    config, _, _ = configure(argv)
+    resolve(config)
+    return hardware.out_of_memory_line(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 # -----------------------------------------------------------------------------
@@ -266,135 +294,105 @@ def sample_text(model, text: Tokenizer, vocab: int, config: Config, hw: Hardware
 
 
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
-    # What is asked for. All that is wrong with it is listed before anything is written.
     began = time.perf_counter() - import_seconds
-    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
-    asked, problems = read_config(argv)
-    ranks.raise_together(problems)
-    ranks.check_same(**config_values(asked) | dict(wandb_run_name=""))  # it may hold the time
-    checkpoints = Checkpoints(asked, ranks, check_checkpoint)  # keeps other runs out of out_dir
-    start = find_start(asked, ranks)  # loads the checkpoint or the weights that init_from names
-    c = check_start(asked, start, ranks)
+    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
+    # Rank 0 checks what is asked for, and lists all that is wrong before anything is written
+    c, path = ranks.from_main(prepare, argv, ranks.world_size)
+    if path:
+        ranks.check_same(str(path), path.exists(), "several machines need one shared --out_dir")
+    start = load_start(c, path)  # the checkpoint, or weights of others; empty from scratch
     if is_finished(c, start):
         return 0
-    signals = Signals(ranks)  # they set a flag; signals.check() raises Interrupted when safe
     hw = hardware.set_up(c, ranks.local_rank)
-    ranks.check_same(dtype=hw.dtype_name)  # auto is another one on another card
+    ranks.check_same("dtype", hw.dtype_name, "give --dtype, as auto is another one there")
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state
-    with on_out_of_memory(lambda: hardware.NO_ROOM):
-        torch.manual_seed(c.seed)  # the same weights on every rank
-        raw_model = build_model(model_config(c, data.vocab, start.weights, hw.flash(c)))
-        raw_model.to(hw.device)
-        torch.manual_seed(c.seed + ranks.rank)  # but other dropout
-        optimizer = build_optimizer(raw_model, c, hw.dtype)
-        scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
-        p = restore(c, start, raw_model, optimizer, scaler, hw.device, ranks.rank)
-    optimizer.register_step_pre_hook(p.begin_update)  # unfinished until p.advance()
+    torch.manual_seed(c.seed)  # the same weights on every rank
+    raw_model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
+    torch.manual_seed(c.seed + ranks.rank)  # but other dropout
+    optimizer = build_optimizer(raw_model, c, hw.dtype)
+    scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
+    p = restore(start, raw_model, optimizer, scaler, c, hw, ranks.rank)
 
-    # From here on out_dir is this run's
-    checkpoints.claim_folder(p if start.resumed else None)
-    log = RunLog(c, hw, ranks, began, start.resumed or {})
+    # Log, clock and data. From here on out_dir is this run's
+    clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
+    log = RunLog(c, hw, ranks, clock, start if path else {})
+    check_folder(c, path, p.best_iter, log)
     log.draw_run = RunPicture(c.out_dir).draw
-    clock = log.clock  # knows when to evaluate and save, and with --hours when to end
-    say_what_changed(c, start, ranks, clock, get_lr)
-    log.start(data, raw_model.config, p)
+    say_start(c, start, ranks)
+    log.start(data, raw_model.config)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
-    skips = Skips(c, hw, ranks, log, batches.windows)
-    text = open_tokenizer(data, log) if c.sample_tokens and ranks.is_main else None
     del start  # frees the loaded checkpoint
+    log.lap("start-up")
 
-    def next_batch() -> Batch:
-        """The next micro-batch, once all ranks have theirs. A signal may come instead."""
-        while True:
-            with log.ledger.book("data wait"):
-                ready = batches.wait()
-            if signals.check(ready):  # raises Interrupted, on all ranks together
-                return next(batches)
+    model = compile_or_warn(raw_model, c, data.vocab, hw) if c.compile else raw_model
+    ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
+    gc.collect()  # free what compiling has left
+    gc.freeze()  # the collector would look through a million objects of torch's each time
+    log.lap("compile")
+    accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
+    signals = Signals(ranks, log)  # from here on they only set a flag
+    unsaved = path is None  # something has happened since the last save
+    retry = is_logged = False
 
-    def save(last: bool = False) -> None:
-        """Save the last whole iteration, if it is not saved yet. All ranks take part."""
-        if c.eval_only or p.updating or checkpoints.is_saved(p):
-            return
-        with log.book("checkpoints"), ranks.together():
+    while True:
+        # Between two iterations: rank 0's clock decides for all. A signal to any rank, or data
+        # that a rank cannot read, ends the loop for all.
+        share, evaluation_due, save_due, over = ranks.from_main(clock.look, p.iter_num)
+        reason = reason_to_end(c, p.iter_num, over) or wait_for_data(batches, accum, signals)
+        best = p.best_val_loss, p.best_iter
+
+        # every eval_interval, and when complete: all ranks evaluate, unless a signal comes
+        due = reason in COMPLETE or (evaluation_due and not reason)
+        if due and (c.eval_only or p.evaluated_at != p.iter_num):
+            log.lap("steps")
+            losses = estimate_loss(model, data, batches, c, hw, signals)
+            if losses:
+                is_best, unsaved = p.note_evaluation(losses[1]), True
+                save_due |= p.iter_num > 0 and (is_best or c.always_save_checkpoint)
+                log.evaluation(p, losses[0])
+                if c.sample_tokens and ranks.is_main and p.iter_num > 0:
+                    sample_text(raw_model, data, p, log)
+            else:
+                reason = signals.name or "data"  # the resumed run begins with this evaluation
+            clock.note("evaluation", log.lap("evaluation"), done=losses is not None)
+
+        # with an evaluation, every checkpoint_interval or ten minutes, and at the end: rank 0 saves
+        if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
+            log.lap("steps")
             state = checkpoint_state(data, raw_model, optimizer, scaler, p, log)
-            checkpoints.save(state, p, log, last, signals)
+            unsaved = retry = not save_checkpoint(state, log, signals, last=reason is not None)
+            if retry:  # best.pt is still the one before
+                p.best_val_loss, p.best_iter = best
+            clock.note("checkpoints", log.lap("checkpoints"), done=not retry)
+        if reason:
+            break
 
-    def rewind() -> None:
-        """Back to the last whole iteration: drop gradients and random numbers drawn since."""
-        optimizer.zero_grad(set_to_none=True)
-        hardware.set_rng_state(p.rng, hw.device)
+        # one iteration: all ranks, each with its share of the micro-batches
+        lr = set_lr(optimizer, p.iter_num, c, share)
+        micro_batches = batches.take(accum)
+        loss_sum, targets, grad_norm = train_step(
+            ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
+        )
+        log.note(p, lr, loss_sum, targets, grad_norm)
+        p.advance(micro_batches, ranks.world_size)
+        unsaved = True
 
-    exit_code = 0
-    try:
-        with log.ledger.book("compile"):
-            model = compile_or_warn(raw_model, c, data.vocab, hw)
-            rewind()
-        ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
-        gc.collect()  # compiling leaves much behind
-        gc.freeze()  # the collector would look through a million objects of torch's each time
-        log.ledger.switch("other")  # the end of start-up
-        accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
+        # every log_interval, and the last one: iterations wait for the device only here
+        is_logged = (
+            (p.iter_num - 1) % c.log_interval == 0 or p.iter_num == c.max_iters or share >= 1
+        )
+        if is_logged:
+            log.line(p, batches.waited)
 
-        while True:
-            clock.look(p.iter_num)
-            reason = reason_to_end(c, p.iter_num, log, ranks)  # all ranks decide together
-
-            # every eval_interval, and when complete: all ranks evaluate, rank 0 shows and saves
-            if evaluation_due(c, p, reason, clock):
-                with log.book("evaluation"):
-                    train_loss, val_loss = estimate_loss(model, data, c, hw, ranks, signals)
-                    log.evaluation(p.iter_num, train_loss, val_loss)
-                    is_best = checkpoints.note_evaluation(p, train_loss, val_loss)
-                    log.note_turn(p)
-                    if text and p.iter_num > 0 and math.isfinite(val_loss):
-                        log.sample(p.iter_num, sample_text(raw_model, text, data.vocab, c, hw))
-                if (is_best or c.always_save_checkpoint) and p.iter_num > 0:
-                    save(last=reason is not None)
-
-            # every checkpoint_interval, and at the end: rank 0 saves what is not saved yet
-            if reason or clock.save_due(p.iter_num):
-                save(last=reason is not None)
-            if reason:
-                break
-
-            # one iteration: all ranks, each with its share of the micro-batches
-            clock.last = clock.reading
-            lr = set_lr(optimizer, p.iter_num, c, clock.horizon(p.iter_num, p.lr_horizon))
-            with log.iteration(p.iter_num), ranks.together():
-                losses, grad_norm = train_step(
-                    ddp_model, optimizer, scaler, next_batch, accum, c.grad_clip, autocast
-                )
-            it = Iteration(p.iter_num, p.tokens, p.sequences, lr, losses, grad_norm)
-            p.advance(c.iter_sequences, c.iter_tokens, hardware.get_rng_state(hw.device))
-
-            # every log_interval, and the last one: iterations wait for the device only here
-            is_last = p.iter_num == c.max_iters or clock.reading.share >= 1
-            is_logged = it.iter_num % c.log_interval == 0 or is_last
-            skips.add(it, look=is_logged)
-            if is_logged:
-                log.line(it)
-    except Interrupted as stop:  # a signal, raised on all ranks together
-        rewind()
-        save(last=True)
-        reason, exit_code = stop.args[0].name, 128 + stop.args[0]
-    except Exception as error:  # bad data, a full disk, a lost rank, no memory, unforeseen
-        rewind()
-        # saving takes all ranks; after skipped or unfinished updates the previous one stays
-        all_here = ranks.world_size == 1 or getattr(error, "on_all_ranks", False)
-        if p.iter_num > 0 and all_here and not (skips.in_a_row or checkpoints.failed):
-            say(f"saving after {type(error).__name__}: {error}")  # it may take long, or fail
-            save(last=True)
-        log.draw(0)
-        if hardware.is_out_of_memory(error):
-            raise OutOfMemory(smaller_batch(c, raw_model.config, hw, ranks)) from None
-        raise
-    finally:
-        batches.close()
-    log.end(reason, p)
-    return exit_code
+    signals.loop_is_over = True
+    batches.close()
+    log.end(reason, p, batches.waited)
+    if reason == "data":  # the rank that cannot read on says why
+        raise batches.error or RunError()
+    return 128 + signal.Signals[reason] if reason == signals.name else 0
 
 
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED))
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), explain)

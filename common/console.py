@@ -127,11 +127,6 @@ class UserError(Exception):
 
     exit_code = 2  # found before any long work
 
-    def __init__(self, *problems: str, on_all_ranks: bool = False):
-        """`on_all_ranks`: all processes of the run raise it together."""
-        super().__init__(*problems)
-        self.on_all_ranks = on_all_ranks
-
     @property
     def problems(self) -> list[str]:
         # the messages of other libraries may have several lines
@@ -168,10 +163,14 @@ def did_you_mean(name: str, known) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def run_main(main: Callable[[list[str]], int | None]) -> None:
+def run_main(
+    main: Callable[[list[str]], int | None],
+    explain: Callable[[Exception, list[str]], str] = lambda error, argv: "",
+) -> None:
     """
     Run a script's main(argv) and exit. A UserError becomes one `error:` line per problem and its
-    exit code, without a traceback; so does a file that the system refuses.
+    exit code, without a traceback; so does a file that the system refuses, and any other error that
+    explain(error, argv) has a line for.
     """
     sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -179,10 +178,8 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
-        # of processes that raise it together, the first one on each machine says so
-        if not error.on_all_ranks or os.environ.get("LOCAL_RANK", "0") == "0":
-            for problem in error.problems:
-                complain(f"error: {problem}")
+        for problem in error.problems:  # none where rank 0 speaks for all
+            complain(f"error: {problem}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -195,8 +192,9 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
             complain(f"error: {where}{error.strerror or error}")
         except OSError:  # it is the console: its reader has gone, as head does; or a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception:
-        complain(*traceback.format_exc().splitlines())
+    except Exception as error:
+        line = explain(error, sys.argv[1:])
+        complain(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
     end_process(code)
 

@@ -17,9 +17,9 @@ same sequence of windows differently.
 """
 
 import atexit
-import contextlib
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch import Tensor
 from configurator import Config
 from data.shards import Dataset, HeldTokens, ShardTokens
 
-PREFETCHED_BATCHES = 4
+READ_AHEAD = 4  # micro-batches, beside those of the next iteration
 MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at again
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -72,21 +72,14 @@ class ShuffledWindows:
         starts = [self.start(n) for n in range(first, first + count)]
         return self.tokens.read_windows(starts, self.block_size + 1)
 
-    def locate(self, n: int) -> str:
-        """Where the n-th sequence stands, for messages."""
-        # others, because the reading thread is at an epoch of its own
-        others = ShuffledWindows(self.tokens, self.block_size, self.seed)
-        number, offset = self.tokens.locate(others.start(n))
-        return f"{self.tokens.shards[number].path} at token {offset:,}"
-
     def close(self) -> None:
         pass
 
 
 class TrainBatches:
     """
-    Endless iterator over micro-batches: inputs and targets, each (B, T) int64 on the device. Read
-    ahead by a thread.
+    The micro-batches of training, in order, as many at once as an iteration takes: inputs and
+    targets, each (B, T) int64 on the device. A thread reads them ahead.
 
     With several processes, process `rank` of `world_size` takes every world_size-th micro-batch.
     `consumed` is the number of sequences that all processes together have used up before the first
@@ -105,11 +98,12 @@ class TrainBatches:
         self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
-        self.loaded: queue.SimpleQueue[Tensor | Exception] = queue.SimpleQueue()
-        # How many more blocks may be read ahead
-        self.room = threading.Semaphore(PREFETCHED_BATCHES)
-        self.arrived: Tensor | Exception | None = None  # taken out of `loaded` by wait()
+        self.blocks: deque[Tensor] = deque()  # read, and not taken yet
+        self.room = READ_AHEAD  # the most that may be in there
+        self.error: Exception | None = None  # what ended the reading
+        self.waited = 0.0  # seconds, in ready()
         self.closed = False
+        self.changed = threading.Condition()
         first = consumed + rank * config.batch_size
         # A daemon, so that a source that no longer answers cannot keep the process from ending
         self.reader = threading.Thread(target=self.read_ahead, args=(first,), daemon=True)
@@ -119,44 +113,52 @@ class TrainBatches:
 
     def read_ahead(self, first: int) -> None:
         try:
-            while True:
-                self.room.acquire()
-                if self.closed:
-                    return
-                self.loaded.put(self.load(first))
+            while not self.closed:
+                block = self.load(first)
                 first += self.stride
+                with self.changed:
+                    self.blocks.append(block)
+                    self.changed.notify_all()
+                    self.changed.wait_for(lambda: self.closed or len(self.blocks) < self.room)
         except Exception as error:  # for the thread that waits for the batch
-            self.loaded.put(error)
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
 
     def load(self, first: int) -> Tensor:
         """The windows of sequences from `first` on, (B, T + 1) on the host."""
         block = torch.from_numpy(self.windows.read(first, self.batch_size))
         return block.pin_memory() if self.device.type == "cuda" else block
 
-    def wait(self) -> bool:
-        """Wait for the next micro-batch, but no more than a moment. Whether it has come."""
-        if self.arrived is None:
-            with contextlib.suppress(queue.Empty):
-                self.arrived = self.loaded.get(timeout=MOMENT)
-        return self.arrived is not None
+    def ready(self, count: int) -> bool:
+        """
+        Wait for the next `count` micro-batches, but no more than a moment. Whether they are on the
+        host. Where they will never be, `error` says why.
+        """
+        began = time.perf_counter()
+        with self.changed:
+            if self.room < count + READ_AHEAD:
+                self.room = count + READ_AHEAD
+                self.changed.notify_all()
+            self.changed.wait_for(lambda: len(self.blocks) >= count or self.error, MOMENT)
+            self.waited += time.perf_counter() - began
+            return len(self.blocks) >= count
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next micro-batch. Raises what reading it raised."""
-        while not self.wait():
-            pass
-        block, self.arrived = self.arrived, None
-        self.room.release()
-        if isinstance(block, Exception):
-            raise block
-        return to_batch(block, self.device)
+    def take(self, count: int) -> list[Batch]:
+        """The next `count` micro-batches. Raises what reading them raised."""
+        while not self.ready(count):
+            if self.error:
+                raise self.error
+        with self.changed:
+            blocks = [self.blocks.popleft() for _ in range(count)]
+            self.changed.notify_all()
+        return [to_batch(block, self.device) for block in blocks]
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self.closed = True
-        self.room.release()  # the reader may be waiting for it
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
         self.reader.join(timeout=1)  # longer only where no data comes
         self.windows.close()
 
@@ -168,7 +170,9 @@ def to_batch(block: Tensor, device: torch.device) -> Batch:
     #139550).
     """
     block = block.to(device, non_blocking=device.type == "cuda")
-    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    # clones: in a batch of one sequence the two would share their memory
+    x, y = block[:, :-1], block[:, 1:]
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in (x, y))
 
 
 def eval_batches(
@@ -179,12 +183,11 @@ def eval_batches(
     spread: bool = False,
     rank: int = 0,
     world_size: int = 1,
-) -> Iterator[tuple[Tensor, Tensor, int]]:
+) -> Iterator[Batch]:
     """
-    The fixed windows that an evaluation reads, as (inputs, targets, number of tokens): the first
-    `tokens` of the split in order, or with `spread` as many windows evenly over the whole of it.
-    The same tokens at any batch size and number of processes: the last batches are filled up with
-    targets of -1, which count for nothing.
+    The fixed windows that an evaluation reads: the first `tokens` of the split in order, or with
+    `spread` as many windows evenly over the whole of it. The same tokens at any batch size and
+    number of processes: the last batches are filled up with targets of -1, which count for nothing.
     """
     T = config.block_size
     available = (len(split) - 1) // T
@@ -197,4 +200,4 @@ def eval_batches(
         filling = [starts[0]] * (config.batch_size - len(rows))
         x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), device)
         y[len(rows) :] = -1
-        yield x, y, len(rows) * T
+        yield x, y

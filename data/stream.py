@@ -184,12 +184,6 @@ class Stream:
         begins, file, row = self.anchors[number]
         return dict(self.identity, sequence=n, file=file, row=row, token=begins_at - begins)
 
-    def locate(self, n: int) -> str:
-        """Where the n-th sequence stands, for messages."""
-        place = self.position(n)
-        name = self.workers.pieces.files[place["file"]]
-        return f"{name}, {place['token']:,} tokens after the beginning of row {place['row']:,}"
-
     def read(self, first: int, count: int) -> np.ndarray:
         """
         The windows of sequences `first` to first + count, (count, block_size + 1) int64; never

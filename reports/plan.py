@@ -23,7 +23,7 @@ from reports.records import Records, percentile
 from training import build, hardware
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.memory import fitting_batch, memory_bytes
+from training.memory import checkpoint_bytes, checkpoint_files, fitting_batch, memory_bytes
 from training.ranks import check_shares
 
 # What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
@@ -193,7 +193,7 @@ def memory_figures(config: Config, model: GPTConfig, card: dict, options: Namesp
         fits = vram <= usable
         sequences = config.iter_sequences // options.gpus
         best = fitting_batch(config, model, card["dtype"], sequences, usable * GIB)
-    checkpoint_gb = (4 * build.count_parameters(model) + parts["optimizer"]) / 1e9
+    checkpoint_gb = checkpoint_bytes(config, model) / 1e9
     parts_gib = {part: size / GIB for part, size in parts.items()}
     p = dict(vram_gib=vram, vram_parts_gib=parts_gib, checkpoint_gb=checkpoint_gb)
     return p | dict(usable_gib=usable, fits=fits, batch_size_that_fits=best)
@@ -256,7 +256,7 @@ def disk_figures(config: Config, p: dict) -> dict:
     most = max(p.get("tokens_range", [p["total_tokens"]]))
     tokens = p["dataset_tokens"] or min(most, MOST_TOKENS)
     shards = 0 if config.stream else 2 * tokens / 1e9
-    kept = config.keep_checkpoints + 2  # best.pt, and the one being written
+    kept = checkpoint_files(config)
     disk = shards + kept * p["checkpoint_gb"]
     return dict(disk_tokens=tokens, shards_gb=shards, checkpoints_kept=kept, disk_gb=disk)
 

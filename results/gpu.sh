@@ -72,7 +72,7 @@ else
   small=()
   fast_small=()
   batch=${BATCH:-32} eager_batch=8
-  large=$((4 * batch)) tokens=131072 eager_tokens=32768 trials=7 peer_trials=5
+  large=$((4 * batch)) tokens=131072 eager_tokens=32768 trials=7 peer_trials=3
   classic_iters=768 fast_iters=256 warmup=100 eval_tokens=1048576
   texts=("${GPU_INPUTS:-gpu_inputs}"/prose-val.parquet "${GPU_INPUTS:-gpu_inputs}"/prose-train.parquet)
   tokenizer=gpt2 val_fraction=0.0111 # as much as prose-val.parquet
@@ -218,7 +218,7 @@ queue_1() {
   tests 270 real_shapes -k "$first" tests/test_gpu.py
   step 110 step --profile="$logs/step_trace.json"
   fast_step 110 fast_step --profile="$logs/fast_step_trace.json"
-  peer 170 peer "$batch" "$tokens"
+  peer 270 peer "$batch" "$tokens"
   as_before 110 step step_before
   as_before 110 fast_step fast_step_before
   fast_step 110 fast_no_tables --value_tables=0 --bigram_rows=0
@@ -242,7 +242,7 @@ queue_2() {
     tests/test_model.py tests/test_train.py
   TORCHINDUCTOR_MAX_AUTOTUNE=1 step 300 max_autotune
   step 110 baseline_again
-  peer 240 peer_eager "$eager_batch" "$eager_tokens" --compile=False
+  peer 270 peer_eager "$eager_batch" "$eager_tokens" --compile=False
   bench 350 ladder ladder "$config" "${small[@]}" --batch_size="$batch" \
     --tokens_per_iter=$tokens --trials=1
 }

@@ -18,6 +18,7 @@ import warm
 
 import train
 from data.writer import write_shard
+from training.checkpoint import find_newest
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(
@@ -149,6 +150,10 @@ def records(out_dir: Path, kind: str | None = None) -> list[dict]:
 
 def load(out_dir: Path, iter_num: int) -> dict:
     return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
+
+
+def load_newest(out_dir: Path) -> dict:
+    return find_newest(out_dir)[1]
 
 
 def assert_same_state(a: dict, b: dict) -> None:

@@ -209,12 +209,12 @@ def test_an_estimate_says_what_it_rests_on(gpu, mfu, basis, tmp_path, capsys):
 
 
 def test_the_disk_of_a_run_by_the_clock_is_for_its_upper_end(tmp_path, monkeypatch, capsys):
-    """A token is two bytes; three checkpoints and best.pt's of 12 * 124,373,760 bytes."""
+    """A token is two bytes; two checkpoints and best.pt, 12 * 124,373,760 bytes each."""
     monkeypatch.chdir(tmp_path)  # where no data set is
     p = run(tmp_path, "plan", GPT124M, "--gpu=4070", "--hours=8", "--keep_checkpoints=2")
     _, most = p["tokens_range"]
     assert most > p["total_tokens"] and p["shards_gb"] == pytest.approx(2 * most / 1e9)
-    assert p["disk_gb"] == pytest.approx(p["shards_gb"] + 4 * 12 * 124_373_760 / 1e9)
+    assert p["disk_gb"] == pytest.approx(p["shards_gb"] + 3 * 12 * 124_373_760 / 1e9)
     out = capsys.readouterr().out
     most = re.search(r"([\d.]+B) by the range of speeds", out)[1]
     assert f"GB of shards ({most} tokens)" in out
@@ -443,7 +443,7 @@ def test_step_without_memory_names_the_next_smaller_micro_batch(monkeypatch):
     """3, as it divides the 12 sequences of an iteration."""
     monkeypatch.setattr(bench, "train_step", out_of_memory)
     sizes = dict(batch_size=4, gradient_accumulation_steps=3)
-    advice = "the next smaller: --batch_size=3 --gradient_accumulation_steps=4"
+    advice = "the next smaller: --batch_size=3 --gradient_accumulation_steps=4 --eval_tokens=25600"
     with pytest.raises(UserError) as error:
         bench.main(["step", *small(dataset="none", **sizes)])
     assert error.value.problems == [f"out of memory with batch_size=4; {advice}"]
@@ -681,12 +681,13 @@ class GPT(Ours):
 
 def test_peer_compares_equal_work(tmp_path, capsys, warm_processes):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
-    r = run(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}", "--trials=3")
-    assert r["first_loss"]["ours"] == r["first_loss"]["nanoGPT"]
+    r = run(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}", "--trials=1")
+    # our loss is made in chunks
+    assert r["first_loss"]["ours"] == pytest.approx(r["first_loss"]["nanoGPT"], rel=1e-6)
     assert r["first_loss"]["ours"] == pytest.approx(math.log(50304), abs=0.2)
     assert 0.5 < r["memory_ratio"] < 2  # the same work in two processes
     assert r["speed_ratio_range"][0] <= r["speed_ratio"] <= r["speed_ratio_range"][1]
-    assert "median of 3 pairs" in capsys.readouterr().out
+    assert "median of 1 pairs" in capsys.readouterr().out
 
 
 def test_peer_refuses_another_loss(tmp_path, warm_processes):
@@ -699,7 +700,7 @@ def test_peer_refuses_another_loss(tmp_path, warm_processes):
 def test_peer_says_which_side_is_out_of_memory(tmp_path, warm_processes):
     fails = NANOGPT.replace("print(1)", "raise torch.OutOfMemoryError('CUDA out of memory')")
     (tmp_path / "model.py").write_text(fails)
-    advice = "the next smaller: --batch_size=2 --gradient_accumulation_steps=4"
+    advice = "the next smaller: --batch_size=2 --gradient_accumulation_steps=4 --eval_tokens=25600"
     with pytest.raises(UserError) as error:
         bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
     assert error.value.problems == [f"nanoGPT: out of memory with batch_size=4; {advice}"]

@@ -10,18 +10,8 @@ import torch
 
 from common.console import UserError
 from common.files import remove_temporaries, replacing
-from configurator import Config
 from training import checkpoint
-from training.checkpoint import (
-    Checkpoints,
-    find_damage,
-    list_checkpoints,
-    load_newest,
-    mark_best,
-    prune,
-    save,
-)
-from training.ranks import Ranks
+from training.checkpoint import find_newest, list_checkpoints, mark_best, prune, save
 
 
 def state(value=1.0):
@@ -35,6 +25,19 @@ def state(value=1.0):
 
 def path(folder, n):
     return folder / f"ckpt-{n:08}.pt"
+
+
+def find_damage(file) -> str:
+    """What is said of a damaged file; empty for a whole one."""
+    try:
+        checkpoint.load(file)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def load_newest(folder) -> dict:
+    return find_newest(folder)[1]
 
 
 def test_torch_alone_reads_the_file(tmp_path):
@@ -212,30 +215,6 @@ def test_what_killed_saves_have_left_goes_and_files_of_others_stay(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(others)
 
 
-# -----------------------------------------------------------------------------
-# What gives way on a full disk
-
-
-@pytest.fixture
-def checkpoints(tmp_path):
-    """Of a run that has saved 2, 4 and 6, the best of them 2, by which best.pt was made."""
-    made = Checkpoints(Config(out_dir=str(tmp_path)), Ranks(), lambda state, path: None)
-    for n in (2, 4, 6):
-        save(dict(model={}, progress=dict(iter_num=n, best_iter=2)), path(tmp_path, n))
-    mark_best(path(tmp_path, 2))
-    made.saved = 6, 6
-    return made
-
-
-def give_way(checkpoints) -> list[str]:
-    """The names of what gives way, in this order, until nothing more does."""
-    names = []
-    while least := checkpoints.find_least_needed():
-        names.append(least.name)
-        least.unlink()
-    return names
-
-
 def no_links(monkeypatch) -> None:
     def link(*_):
         raise OSError("not supported")
@@ -243,45 +222,11 @@ def no_links(monkeypatch) -> None:
     monkeypatch.setattr(os, "link", link)
 
 
-def test_older_checkpoints_give_way_and_the_best_and_the_newest_stay(checkpoints, tmp_path):
-    path(tmp_path, 2).unlink()
-    assert give_way(checkpoints) == ["ckpt-00000004.pt"]
-
-
-def test_a_link_that_would_free_nothing_stays(checkpoints):
-    assert give_way(checkpoints) == ["ckpt-00000004.pt"]
-
-
-def test_best_gives_way_only_to_the_newest_with_the_same_weights(
-    checkpoints, tmp_path, monkeypatch
-):
+def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     no_links(monkeypatch)
-    for best_iter, expected in ((4, []), (6, ["best.pt"])):
-        save(dict(model={}, progress=dict(iter_num=6, best_iter=best_iter)), path(tmp_path, 6))
-        if path(tmp_path, best_iter).exists():
-            mark_best(path(tmp_path, best_iter))
-        older = [p.name for p in list_checkpoints(tmp_path)[:-1]]
-        assert give_way(checkpoints) == [*older, *expected]
-
-
-def test_the_best_checkpoint_stays_until_best_is_made_from_it(checkpoints, tmp_path, monkeypatch):
-    """Killed in between, or without room for the copy: best.pt is still an older one's."""
-    no_links(monkeypatch)
-    mark_best(path(tmp_path, 4))
-    assert give_way(checkpoints) == ["ckpt-00000004.pt", "best.pt"]
-    assert [p.name for p in list_checkpoints(tmp_path)] == ["ckpt-00000002.pt", "ckpt-00000006.pt"]
-
-
-def test_nothing_gives_way_where_the_newest_is_damaged(checkpoints, tmp_path):
-    content = path(tmp_path, 6).read_bytes()
-    path(tmp_path, 6).write_bytes(content[:-30])
-    assert give_way(checkpoints) == []
-    path(tmp_path, 6).unlink()
-    assert give_way(checkpoints) == []
-
-
-def test_a_copy_that_fails_leaves_nothing_behind(checkpoints, tmp_path, monkeypatch):
-    no_links(monkeypatch)
+    save(state(2), path(tmp_path, 2))
+    mark_best(path(tmp_path, 2))
+    save(state(6), path(tmp_path, 6))
 
     def full(source, target):
         target.write(b"half")
@@ -293,3 +238,10 @@ def test_a_copy_that_fails_leaves_nothing_behind(checkpoints, tmp_path, monkeypa
         mark_best(path(tmp_path, 6))
     assert sorted(tmp_path.iterdir()) == before
     assert checkpoint.load(tmp_path / "best.pt")["progress"]["iter_num"] == 2
+
+
+def test_nothing_is_deleted_where_no_whole_checkpoint_is_known(tmp_path):
+    save(state(2), path(tmp_path, 2))
+    prune(tmp_path, 1, None)
+    prune(tmp_path, 1, path(tmp_path, 4))
+    assert list_checkpoints(tmp_path) == [path(tmp_path, 2)]

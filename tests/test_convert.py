@@ -99,6 +99,19 @@ def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: fl
 # To Hugging Face
 
 
+def test_of_a_run_the_best_model_is_exported_and_else_the_newest(tmp_path, script):
+    run = tmp_path / "run"
+    run.mkdir()
+    best, newest = save(random_gpt(), run / "best.pt", 128), run / "ckpt-00000004.pt"
+    torch.manual_seed(1)
+    save(GPT(random_gpt().config), newest, 128)
+    for name, path in (("best", best), ("newest", newest)):
+        export(script, run, tmp_path / name)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert_same_logits(loaded(path), exported, 128)
+        path.unlink()
+
+
 @pytest.mark.parametrize("tie_weights", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("vocab", [128, 100])  # 100: 28 padded rows

@@ -5,21 +5,31 @@ Tokens: files as they should and should not be, the order of the data, and fixed
 import json
 import os
 import pickle
+import threading
+import time
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import ROOT, flags, run_process, write_dataset
+from helpers import ROOT, flags, load, records, run_process, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
 from common.console import RunError, UserError
 from configurator import Config, load_config
-from data.loader import ShuffledWindows, TrainBatches, eval_batches, to_batch
+from data.loader import (
+    MOMENT,
+    READ_AHEAD,
+    ShuffledWindows,
+    TrainBatches,
+    eval_batches,
+    to_batch,
+)
 from data.shards import HEADER_INTS, ShardTokens, check_dataset, open_dataset, open_shard, split_of
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
@@ -98,7 +108,8 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(
         rows = []
         while len(rows) < count:
             for batches in ranks:
-                x, y = next(batches)
+                ((x, y),) = batches.take(1)
+                assert x.shape == y.shape == (batch_size, 8)
                 assert torch.equal(x[:, 1:], y[:, :-1])
                 rows += x[:, 0].tolist()
         for batches in ranks:
@@ -108,6 +119,149 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(
     assert sequences(batch_size, world_size, 30) == sequences(1, 1, 30)
 
 
+class Source:
+    """Windows of the numbers 0, 1, 2, ...; the first sequence at or after `bad` cannot be read."""
+
+    def __init__(self, bad: int = 10**9):
+        self.bad, self.reads, self.closed = bad, 0, False
+        self.gate = threading.Event()  # closed: nothing is read
+        self.gate.set()
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        assert self.gate.wait(60)
+        if first + count > self.bad:
+            raise RunError(f"sequence {first} is gone")
+        self.reads += 1
+        return np.arange(first, first + count)[:, None] + np.zeros(9, dtype=np.int64)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def make_batches():
+    made = []
+
+    def make(source: Source, consumed=0, rank=0, world_size=1) -> TrainBatches:
+        data = SimpleNamespace(train=None, stream=source)
+        config = Config(batch_size=2, block_size=8)
+        made.append((TrainBatches(data, config, CPU, consumed, rank, world_size), source))
+        return made[-1][0]
+
+    yield make
+    for batches, source in made:
+        source.gate.set()
+        batches.close()
+
+
+def first_tokens(batches: list) -> list[int]:
+    return [token for x, _ in batches for token in x[:, 0].tolist()]
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4 * READ_AHEAD])
+def test_an_iteration_takes_its_micro_batches_in_order(count, make_batches):
+    """Also more of them than are read ahead."""
+    batches = make_batches(Source(), consumed=6, rank=1, world_size=2)
+    # from sequence 6 on rank 0 takes 6 and 7, rank 1 8 and 9, rank 0 10 and 11, ...
+    expected = [n for first in range(8, 8 + 4 * 3 * count, 4) for n in (first, first + 1)]
+    taken = []
+    for _ in range(3):
+        wait_until(lambda: batches.ready(count))
+        taken += first_tokens(batches.take(count))
+    assert taken == expected
+
+
+def test_no_more_is_read_than_the_next_iteration_and_a_few(make_batches):
+    source = Source()
+    batches = make_batches(source)
+    wait_until(lambda: batches.ready(10))
+    wait_until(lambda: source.reads >= 10 + READ_AHEAD)
+    time.sleep(0.05)
+    assert source.reads == 10 + READ_AHEAD
+
+
+def test_waiting_for_data_lasts_a_moment_and_is_counted(make_batches):
+    """So that signals and other ranks are looked at meanwhile."""
+    source = Source()
+    source.gate.clear()
+    batches = make_batches(source)
+    began = time.monotonic()
+    assert not batches.ready(1) and not batches.ready(1)
+    took = time.monotonic() - began
+    assert 2 * MOMENT <= took < 20 and 2 * MOMENT * 0.9 <= batches.waited <= took
+    assert batches.error is None
+    source.gate.set()
+    assert first_tokens(batches.take(2)) == [0, 1, 2, 3]
+
+
+def test_an_error_while_reading_waits_until_its_batch_is_needed(make_batches):
+    """What was read before it is trained on: three iterations of two micro-batches."""
+    batches = make_batches(Source(bad=13))
+    for first in (0, 4, 8):
+        wait_until(lambda: batches.ready(2))
+        assert first_tokens(batches.take(2)) == [*range(first, first + 4)]
+    wait_until(lambda: batches.error)
+    began = time.monotonic()
+    assert not batches.ready(2) and time.monotonic() - began < MOMENT  # nothing to wait for
+    assert str(batches.error) == "sequence 12 is gone"
+    with pytest.raises(RunError, match="^sequence 12 is gone$"):
+        batches.take(2)
+
+
+@pytest.mark.parametrize("state", ["reading", "full", "failed"])
+def test_closing_ends_the_reader_and_its_source(state, make_batches):
+    source = Source(bad=3 if state == "failed" else 10**9)
+    batches = make_batches(source)
+    if state == "full":
+        wait_until(lambda: source.reads == READ_AHEAD)
+    batches.close()
+    assert source.closed and not batches.reader.is_alive()
+    batches.close()  # once more, at the process's end
+
+
+def test_closing_does_not_wait_for_a_source_that_no_longer_answers(make_batches):
+    source = Source()
+    source.gate.clear()
+    batches = make_batches(source)
+    began = time.monotonic()
+    batches.close()
+    assert time.monotonic() - began < 20 and source.closed and batches.reader.is_alive()
+    assert batches.reader.daemon  # the process can end
+
+
+def test_a_run_whose_shard_is_cut_short_saves_and_says_so(tmp_path, script, monkeypatch):
+    """What it has read before is trained on, and the resumed run goes on there."""
+    folder, out_dir = write_dataset(tmp_path / "d", [3000]), tmp_path / "out"
+    shard = folder / "train_000001.bin"
+    content, step, steps = shard.read_bytes(), train.train_step, []
+
+    def cutting_step(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            os.truncate(shard, 1100)
+        return step(*arguments)
+
+    monkeypatch.setattr(train, "train_step", cutting_step)
+    keys = dict(max_iters=16, eval_interval=100)
+    code, out, err = script(train.main, *flags(folder, out_dir, **keys))
+    assert code == 1 and len([line for line in err if line.startswith("error: ")]) == 1
+    assert err[-1].startswith(f"error: {shard}: cut short: it changed since the run began")
+    assert 3 <= len(steps) < 16 and f"end: data after {len(steps)} iterations" in out
+    assert load(out_dir, len(steps))["progress"]["iter_num"] == len(steps)
+    shard.write_bytes(content)
+    done = len(steps)
+    assert script(train.main, *flags(folder, out_dir, init_from="auto", **keys))[0] == 0
+    assert len(steps) == 16
+    assert [r["iter"] for r in records(out_dir, "step")] == list(range(16)) and done < 16
+
+
 def test_seeds_and_epochs_give_other_orders(tmp_path):
     starts = [ShuffledWindows(range(10_000), 10, seed=1).start(n) for n in range(3000)]
     assert starts != [ShuffledWindows(range(10_000), 10, seed=2).start(n) for n in range(3000)]
@@ -115,29 +269,43 @@ def test_seeds_and_epochs_give_other_orders(tmp_path):
     assert sorted(first) != sorted(second) and first[0] % 10 != second[0] % 10
 
 
-def test_evaluation_reads_the_same_tokens_at_any_batch_size(tmp_path):
+def eval_tokens(split, tokens, batch_size, spread, world_size=1) -> list[int]:
+    """The targets that an evaluation of all ranks counts, in order."""
+    config = Config(batch_size=batch_size, block_size=10)
+    ranks = [
+        list(eval_batches(split, tokens, config, CPU, spread, rank, world_size))
+        for rank in range(world_size)
+    ]
+    seen = []
+    # equally many batches on each rank, or one would wait for another's for ever
+    for batches in zip(*ranks, strict=True):
+        for x, y in batches:
+            assert x.shape == y.shape == (batch_size, 10)
+            counted = y[:, 0] != -1  # a window counts whole, or fills up the last batches
+            assert torch.equal(x[counted, 1:], y[counted, :-1])
+            assert (y[~counted] == -1).all()
+            seen += y[counted].flatten().tolist()
+    return seen
+
+
+@pytest.mark.parametrize("batch_size, world_size", [(1, 1), (5, 1), (3, 1), (4, 2), (1, 3), (8, 3)])
+def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
+    batch_size, world_size, tmp_path
+):
     """nanoGPT #644: fixed validation."""
     split = shards_of(tmp_path, [100, 101])
-
-    def tokens_read(batch_size, spread):
-        config = Config(batch_size=batch_size, block_size=10)
-        seen = []
-        for x, y, count in eval_batches(split, 130, config, CPU, spread):
-            assert x.shape == (batch_size, 10)
-            assert (y != -1).sum() == count
-            seen += y[y != -1].tolist()
-        return seen
-
-    assert tokens_read(1, False) == list(range(1, 131))  # 13 windows, the first in order
-    assert tokens_read(5, False) == tokens_read(1, False)
-    spread = tokens_read(4, True)
-    assert spread == tokens_read(3, True) and len(spread) == 130 and max(spread) > 180
+    first = eval_tokens(split, 130, batch_size, False, world_size)
+    assert first == list(range(1, 131))  # 13 windows, the first in order
+    spread = eval_tokens(split, 130, batch_size, True, world_size)
+    # of the 20 windows that there are, every 20 / 13-th
+    starts = [10 * (n * 20 // 13) for n in range(13)]
+    assert spread == [start + 1 + i for start in starts for i in range(10)]
 
 
 def test_evaluation_larger_than_the_split_takes_what_there_is(tmp_path):
     split = shards_of(tmp_path, [45])
     batches = eval_batches(split, 10**9, Config(batch_size=3, block_size=10), CPU)
-    assert sum(count for _, _, count in batches) == 40
+    assert sum((y != -1).sum().item() for _, y in batches) == 40
 
 
 def test_nanogpt_folder_is_read_as_it_is(tmp_path):
@@ -357,7 +525,7 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
         "loader.TrainBatches.load = slow\n"
         "def fail(*_):\n"
         "    raise console.UserError('the next step of the start')\n"
-        "train.Skips = fail\n"
+        "train.Signals = fail\n"
         "console.run_main(train.main)\n"
     )
     code, _, err = run_process("-c", code, *flags(dataset, tmp_path), WHOLE_END="1")

@@ -126,11 +126,12 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
         optimizer = build_optimizer(raw_model, recipe, hw.dtype)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        scaler, next_batch = hw.grad_scaler(), iter(batches).__next__
-        losses = []
-        for _ in range(3):
-            loss, _ = train.train_step(model, optimizer, scaler, next_batch, 2, 1.0, hw.autocast())
-            losses += loss.tolist()
+        scaler, losses = hw.grad_scaler(), []
+        for pair in (batches[:2], batches[2:4], batches[4:]):
+            loss_sum, targets, _ = train.train_step(
+                model, optimizer, scaler, pair, 1.0, hw.autocast()
+            )
+            losses.append((loss_sum / targets).item())
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         raw_model.zero_grad(set_to_none=True)
         return losses, peak

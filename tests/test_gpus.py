@@ -23,7 +23,6 @@ from training.memory import (
     fitting_batch,
     memory_bytes,
     memory_needed,
-    out_of_memory_advice,
 )
 
 BF16 = "bfloat16"
@@ -133,21 +132,6 @@ def test_largest_micro_batch_that_fits_divides_the_sequences():
 def test_divisors_of_a_number_too_large_to_count_to():
     assert divisors(2**40) == [2**n for n in range(41)]
     assert [divisors(n) for n in (1, 36)] == [[1], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
-
-
-@pytest.mark.upstream
-def test_out_of_memory_names_the_pair_that_fits():
-    def advice(batch_size, accum, capacity=12.2e9, world_size=1):
-        config = Config(batch_size=batch_size, gradient_accumulation_steps=accum)
-        return out_of_memory_advice(config, GPT124M, BF16, capacity, world_size)
-
-    pair = "--batch_size=16 --gradient_accumulation_steps=32"
-    assert advice(32, 16).endswith(f"in about 8.8 GiB: {pair}")
-    assert advice(32, 16, world_size=2).endswith(pair)
-    assert "--recompute=True" in advice(1, 64)
-    # the model thinks that 8 fits, and it did not: the next below
-    assert "--batch_size=4 --gradient_accumulation_steps=128" in advice(8, 64)
-    assert "batch_size=0" not in advice(1, 64, 1e9)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs.
 """
 
-import itertools
 import os
 import platform
 import re
@@ -14,14 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, records, run_here
+from helpers import ROOT, flags, records, run_here
 
+import train
+from common.console import run_main
 from configurator import Config
 from model import GPTConfig
 from training import hardware
 from training.build import count_flops
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
+from training.ranks import check_shares
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -189,6 +191,7 @@ def test_out_of_memory_is_known_in_any_form():
         wrapped,
         caused,
         MemoryError(),
+        BrokenProcessPool("killed"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     ):
         assert hardware.is_out_of_memory(error), error
@@ -200,22 +203,102 @@ def test_out_of_memory_is_known_in_any_form():
         assert not hardware.is_out_of_memory(error)
 
 
+ITERATIONS = {  # batch_size, accumulation, processes -> the next smaller that does as much
+    "half": ((8, 4, 1), (4, 8)),
+    "the next divisor": ((12, 3, 1), (9, 4)),
+    "of a prime": ((7, 2, 1), (2, 7)),
+    "shared by processes": ((6, 4, 2), (4, 6)),
+    "shared, where a larger one would not be": ((4, 3, 3), (2, 6)),
+    "nothing smaller": ((1, 40, 1), None),
+}
+
+
+@pytest.mark.parametrize("asked, smaller", ITERATIONS.values(), ids=ITERATIONS.keys())
+def test_out_of_memory_names_the_next_smaller_batch_that_does_as_much(asked, smaller):
+    batch_size, accumulation, world_size = asked
+    config = Config(batch_size=batch_size, gradient_accumulation_steps=accumulation)
+    line = hardware.out_of_memory_line(config, world_size)
+    assert line.startswith(f"out of memory with batch_size={batch_size}; ")
+    found = re.findall(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)", line)
+    assert [tuple(map(int, pair)) for pair in found] == ([smaller] if smaller else [])
+    if smaller:
+        assert smaller[0] * smaller[1] == batch_size * accumulation and smaller[0] < batch_size
+        assert check_shares(Config(gradient_accumulation_steps=smaller[1]), world_size) == []
+    else:
+        assert "--recompute=True" in line
+
+
+class NoMemory:
+    """A train_step that asks for too much where micro-batches hold more than `rows` sequences."""
+
+    def __init__(self, rows: int, error: Exception):
+        self.rows, self.error, self.step, self.taken = rows, error, train.train_step, 0
+
+    def __call__(self, model, optimizer, scaler, micro_batches, *rest):
+        if max(len(x) for x, _ in micro_batches) > self.rows:
+            raise self.error
+        self.taken += sum(len(x) for x, _ in micro_batches)
+        return self.step(model, optimizer, scaler, micro_batches, *rest)
+
+
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), BrokenProcessPool("killed")],
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
     ids=lambda error: type(error).__name__,
 )
-def test_out_of_memory_becomes_one_line_of_advice(error):
-    with pytest.raises(hardware.OutOfMemory, match="^try less$") as caught:
-        with hardware.on_out_of_memory(lambda: "try less"):
-            raise error
-    assert caught.value.exit_code == 1
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(batch_size=12, gradient_accumulation_steps=1),
+        dict(batch_size=12, gradient_accumulation_steps=1, tokens_per_iter=192),
+        dict(batch_size=6, init_from="auto"),
+    ],
+    ids=["two keys", "tokens_per_iter", "auto"],
+)
+def test_the_command_that_out_of_memory_names_starts(
+    error, asked, dataset, tmp_path, monkeypatch, capsys
+):
+    """Typed behind the first, again and again: in the end it fits, and trains on as many tokens."""
+    step = NoMemory(2, error)
+    monkeypatch.setattr(train, "train_step", step)
+
+    def run(arguments) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            run_main(train.main, train.explain)
+        return exit.value.code, capsys.readouterr().err.splitlines()
+
+    arguments, sizes = flags(dataset, tmp_path, max_iters=1, **asked), []
+    for _ in range(5):
+        code, lines = run(arguments)
+        if code == 0:
+            break
+        assert code == 1 and lines[-1].startswith("error: out of memory with batch_size=")
+        pair = lines[-1].split(": ")[-1].split()
+        sizes.append(pair[0])
+        arguments += pair
+    assert code == 0 and step.taken == 12
+    assert sizes[-1] == "--batch_size=2"
 
 
-def test_other_errors_are_not_taken_for_out_of_memory():
-    with pytest.raises(RuntimeError, match="shapes"):
-        with hardware.on_out_of_memory(lambda: "try less"):
-            raise RuntimeError("shapes cannot be multiplied")
+def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(
+    dataset, tmp_path, monkeypatch, capsys
+):
+    """Its context is the checkpoint's: 192 tokens are twelve sequences of it."""
+    run_here(dataset, tmp_path, max_iters=1)
+    monkeypatch.setattr(train, "train_step", NoMemory(2, MemoryError()))
+    keys = dict(batch_size=12, tokens_per_iter=192, max_iters=2, init_from="resume")
+    arguments = [f for f in flags(dataset, tmp_path, **keys) if not f.startswith("--block_size")]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit):
+        run_main(train.main, train.explain)
+    pair = "--batch_size=6 --gradient_accumulation_steps=2"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": {pair}")
+
+
+def test_other_errors_are_not_explained():
+    for error in (RuntimeError("shapes cannot be multiplied"), KeyError("memory")):
+        assert train.explain(error, []) == ""
 
 
 @pytest.mark.parametrize(
@@ -387,9 +470,20 @@ def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, cap
 def test_each_log_line_counts_the_processor_time_of_its_own_iterations(
     dataset, tmp_path, monkeypatch
 ):
-    """A processor clock that a look moves by a second: one a look, two looks an iteration."""
-    seen = []
-    monkeypatch.setattr("time.process_time", map(float, itertools.count()).__next__)
+    """A processor clock that an update moves by a second, and an evaluation by a thousand."""
+    processor, seen, step, look = [0.0], [], train.train_step, train.estimate_loss
+
+    def counted_step(*arguments):
+        processor[0] += 1
+        return step(*arguments)
+
+    def counted_look(*arguments):
+        processor[0] += 1000
+        return look(*arguments)
+
+    monkeypatch.setattr(train, "train_step", counted_step)
+    monkeypatch.setattr(train, "estimate_loss", counted_look)
+    monkeypatch.setattr("time.process_time", lambda: processor[0])
     monkeypatch.setattr(
         Hardware, "too_many_threads", lambda hw, wall, processor: seen.append(processor) or ""
     )

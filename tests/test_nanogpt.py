@@ -4,11 +4,12 @@ fine-tune.
 """
 
 import pickle
+import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import records, run_here
+from helpers import load_newest, records, run_here
 from weights import assert_refused, random_gpt2
 
 import sample
@@ -16,6 +17,7 @@ import train
 from common.console import UserError
 from configurator import load_config
 from model import GPT, GPTConfig
+from training import clock
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments
 # after values.
@@ -126,6 +128,31 @@ def test_the_character_run_of_its_readme(char_dataset, tmp_path, monkeypatch, ca
     assert set(sample) <= set("to be or not to be, that is the question:\n")
 
 
+def test_an_error_costs_its_own_config_no_more_than_ten_minutes(
+    char_dataset, tmp_path, monkeypatch
+):
+    """It saves with an evaluation only, every 2,000 iterations. Ten minutes are 0.2 s here."""
+    monkeypatch.chdir(tmp_path)
+    assert clock.SAVE_EVERY == 600
+    monkeypatch.setattr(clock, "SAVE_EVERY", 0.2)
+    path, original, updates = tmp_path / "train_gpt2.py", train.train_step, iter(range(10**6))
+    path.write_text(FILES["train_gpt2"].replace("eval_interval = 1000", "eval_interval = 2000"))
+
+    def step(*arguments):
+        time.sleep(0.01)  # so that no more than 20 fit
+        if next(updates) == 150:
+            raise ValueError("an error of the model")
+        return original(*arguments)
+
+    monkeypatch.setattr(train, "train_step", step)
+    model = "--n_layer=1 --n_embd=48 --n_head=2 --block_size=32 --batch_size=2 --device=cpu"
+    small = f"{model} --dtype=float32 --compile=False --gradient_accumulation_steps=1"
+    data = "--dataset=shakespeare_char --eval_iters=4 --out_dir=out --tracker=none"
+    with pytest.raises(ValueError, match="an error of the model"):
+        train.main([str(path), *small.split(), *data.split()])
+    assert 150 - 21 <= load_newest(tmp_path / "out")["progress"]["iter_num"] < 150
+
+
 def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     """
     init_from a Hugging Face folder: the first validation loss is the one transformers computes on
@@ -216,7 +243,7 @@ def test_its_checkpoint_is_sampled_with_the_characters_beside_it(
     folder = nanogpt_folder / "out-shakespeare-char"
     short = ("--start=to be", "--num_samples=1", "--max_new_tokens=8", "--device=cpu")
     code, out, err = script(sample.main, given.format(folder), *short)
-    assert code == 0 and out.startswith("to be"), err
+    assert code == 0 and out.startswith("to be"), "\n".join(err)
     assert err == [f"model: {nanogpt_folder}/{SOURCE}"]
 
 
@@ -255,7 +282,9 @@ def test_the_log_says_where_the_weights_came_from(nanogpt_folder, tmp_path, monk
     data, path = tmp_path / "data" / "shakespeare_char", "out-shakespeare-char/ckpt.pt"
     model = dict(n_layer=1, n_head=2, n_embd=16, block_size=16)
     assert run_here(data, tmp_path / "run", init_from=path, max_iters=2, **model) == 0
-    assert f"weights: {SOURCE}; iterations and learning rate begin anew" in capsys.readouterr().out
+    assert (
+        f"weights: {SOURCE}; iterations and learning rate start from 0" in capsys.readouterr().out
+    )
     assert run_here(data, tmp_path / "run", init_from="resume", max_iters=4, **model) == 0
     assert "weights:" not in capsys.readouterr().out
     assert run_here(data, tmp_path / "no", init_from=path, eval_only=True, **model) == 0

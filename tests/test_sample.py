@@ -27,6 +27,7 @@ from data.tokenizer import Tokenizer
 from data.writer import write_shard
 from model import GPT, GPTConfig, Sampling, generate, sample_next
 from training import checkpoint
+from training.checkpoint import find_newest
 from training.pretrained import read_weights
 
 GREEDY = Sampling(temperature=0)
@@ -129,9 +130,9 @@ def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
         "--device=cpu",
     ]
     code, out, err = run_process("sample.py", *arguments)
-    val_loss = checkpoint.load_newest(run)["progress"]["best_val_loss"]
+    val_loss = find_newest(run)[1]["progress"]["best_val_loss"]
     assert code == 0
-    assert err == f"model: {run}/ckpt-00000060.pt, iteration 60, val loss {val_loss:.4f}\n"
+    assert err == f"model: {run}/best.pt, iteration 60, val loss {val_loss:.4f}\n"
     samples = out.split(f"\n{sample.RULER}\n")
     assert len(samples) == 4 and samples.pop() == ""
     assert all(text.startswith("import ") and len(text) > 20 for text in samples)
@@ -163,7 +164,7 @@ def test_greedy_samples_are_those_of_an_uncached_model(run, script):
         "--device=cpu",
         "--dtype=float32",
     )
-    state = checkpoint.load_newest(run)
+    state = find_newest(run)[1]
     model = GPT(GPTConfig(**state["model_config"])).eval()
     model.load_state_dict(state["model"])
     reference, idx = as_transformers(model), torch.tensor([list(b"def test")])
@@ -255,14 +256,59 @@ def test_nanogpts_habits_work(run, tmp_path, script, monkeypatch):
     assert_refused(script, sample.main, "--batch_size=4", words=("batch_size: unknown key",))
 
 
+SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu")
+
+
+def test_of_a_run_the_best_model_is_taken_and_else_the_newest(run, tmp_path, script, monkeypatch):
+    """Also where it has been trained on since; best.pt does not hold what it was before."""
+    losses = iter([[4.0, 4.0], [3.0, 3.25], [3.0, 3.5]])
+    monkeypatch.setattr(train, "estimate_loss", lambda *_: next(losses))
+    run_here(run.parent, tmp_path, max_iters=4, eval_interval=2, always_save_checkpoint=True)
+    best, newest = tmp_path / "best.pt", tmp_path / "ckpt-00000004.pt"
+    _, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
+    assert err == [f"model: {best}, iteration 2, val loss 3.2500"]
+    best.unlink()
+    _, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
+    assert err == [f"model: {newest}, iteration 4, val loss 3.5000"]
+
+
+def test_of_a_run_whose_best_model_is_damaged_another_is_taken(run, tmp_path, script):
+    """As of one whose newest checkpoint is."""
+    for iter_num, name in ((2, "ckpt-00000002.pt"), (4, "ckpt-00000004.pt"), (4, "best.pt")):
+        state = find_newest(run)[1]
+        state["progress"]["iter_num"] = iter_num
+        checkpoint.save(state, tmp_path / name)
+    for name in ("best.pt", "ckpt-00000004.pt"):
+        os.truncate(tmp_path / name, 1000)
+    code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
+    assert code == 0 and err[-1].startswith(f"model: {tmp_path}/ckpt-00000002.pt, iteration 2")
+    assert f"{tmp_path}/best.pt" in err[0]
+
+
+NO_ROOM = """
+import runpy, sys, torch, model
+def no_room(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+model.generate_tokens = no_room
+runpy.run_path("sample.py", run_name="__main__")
+"""
+
+
+def test_samples_that_do_not_fit_into_memory_are_one_line(run):
+    code, _, err = run_process("-c", NO_ROOM, f"--out_dir={run}", *SHORT)
+    assert (code, err.splitlines()[1:]) == (1, ["error: out of memory; fewer --num_samples"]), err
+
+
 def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(run, tmp_path, script):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     assert script(convert.main, "ckpt-to-hf", run, tmp_path / "hf")[0] == 0
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tmp_path / "hf" / name, folder)
-    short = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu")
-    code, _, err = script(sample.main, f"--out_dir={folder}", *short)
+    code, _, err = script(sample.main, f"--out_dir={folder}", *SHORT)
+    assert code == 0 and err[0].startswith(f"model: {folder}/best.pt, iteration 60")
+    (folder / "best.pt").unlink()
+    code, _, err = script(sample.main, f"--out_dir={folder}", *SHORT)
     assert code == 0 and err[0].startswith(f"model: {folder}/ckpt-00000060.pt, iteration 60")
 
 
@@ -436,7 +482,7 @@ def test_on_a_terminal_it_asks_unless_it_has_a_start(flags, answers, run):
 
 def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     unknown = tmp_path / "unknown.pt"
-    checkpoint.save(checkpoint.load_newest(run) | dict(tokenizer=dict(kind="unknown")), unknown)
+    checkpoint.save(find_newest(run)[1] | dict(tokenizer=dict(kind="unknown")), unknown)
     cut = tmp_path / "cut.pt"
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
@@ -485,7 +531,7 @@ def test_a_missing_checkpoint_names_the_runs_that_are_there(run, tmp_path, scrip
 
 
 def test_a_missing_vocabulary_is_one_line(run, tmp_path):
-    state = checkpoint.load_newest(run) | dict(tokenizer=dict(kind="gpt2"))
+    state = find_newest(run)[1] | dict(tokenizer=dict(kind="gpt2"))
     checkpoint.save(state, tmp_path / "x.pt")
     code, _, err = run_process(
         "sample.py",

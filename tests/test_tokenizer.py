@@ -325,7 +325,7 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
     """Prepared shards are enough; the checkpoint holds the tokenizer all the same."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     run_here(mine, tmp_path / "run", max_iters=1, sample_tokens=3)
-    assert "no samples: tokenizer.json: the tokenizers library" in capsys.readouterr().err
+    assert "no sample: tokenizer.json: the tokenizers library" in capsys.readouterr().err
     run_here(mine, tmp_path / "run", max_iters=2, init_from="resume")
     assert load(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
 

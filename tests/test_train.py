@@ -9,10 +9,13 @@ import math
 import os
 import re
 import signal
+import statistics
+import sys
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -21,6 +24,7 @@ from helpers import (
     assert_same_state,
     flags,
     load,
+    load_newest,
     records,
     run_here,
     run_process,
@@ -29,14 +33,16 @@ from helpers import (
 
 import model
 import train
-from common.console import UserError
+from common.console import RunError, UserError, run_main
 from configurator import SCHEDULES, Config, load_config
-from data.loader import TrainBatches
-from data.shards import open_dataset
+from data.loader import ShuffledWindows, TrainBatches
+from data.shards import ShardTokens, open_dataset
 from model import GPT
 from reports import picture
 from training.build import build_model, build_optimizer, model_config
+from training.clock import Clock
 from training.hardware import set_up
+from training.ranks import Signals
 
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
@@ -211,19 +217,17 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_is_said(dataset, tmp
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("end", ["SIGTERM", "an error", "max_minutes"])
+@pytest.mark.parametrize("end", ["SIGTERM", "max_minutes"])
 def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
     original = train.train_step
 
     def step(*args):
         if step.number == 5:
             (tmp_path / "loss.png").unlink()  # the first one, drawn at iteration 0
-            if end == "an error":
-                raise ValueError("an error")
             if end == "SIGTERM":
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
-                monkeypatch.setattr(train.RunLog, "minutes", lambda log: 1e9)
+                monkeypatch.setattr(Clock, "left_of_start", lambda clock: 0.0)
         step.number += 1
         return original(*args)
 
@@ -231,30 +235,57 @@ def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
     heading = picture.heading
     monkeypatch.setattr(picture, "heading", lambda run: headings.append(heading(run)) or "")
     monkeypatch.setattr(train, "train_step", step)
-    with contextlib.suppress(ValueError):
-        run_here(dataset, tmp_path, max_minutes=60.0)
+    assert run_here(dataset, tmp_path, max_minutes=60.0) == (143 if end == "SIGTERM" else 0)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    # drawn after the end record, which knows of iterations after the last log line
-    assert ("ended after " in headings[-1]) == (end != "an error")
 
 
-def test_a_signal_before_the_last_evaluation_leaves_it_to_the_resumed_run(
-    dataset, tmp_path, monkeypatch
+EVALUATED = dict(batch_size=2, dropout=0.1, eval_tokens=128, keep_checkpoints=9)
+BATCHES = 2 * 128 // (2 * 16)  # of an evaluation: both splits
+
+
+@pytest.fixture(scope="module")
+def straight(dataset, tmp_path_factory):
+    """The run that nobody stops."""
+    out_dir = tmp_path_factory.mktemp("straight")
+    run_here(dataset, out_dir, **EVALUATED)
+    return out_dir
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("iteration", [0, 4, 8])
+def test_an_evaluation_that_a_signal_interrupts_is_made_by_the_resumed_run(
+    iteration, batch, straight, dataset, tmp_path, monkeypatch
 ):
-    original, evaluations = train.estimate_loss, iter(range(10))
+    """Before each of its batches, that of the last evaluation too."""
+    looks, evaluation = iter(range(10**6)), iteration // 4
+    came = Signals.came
 
-    def interrupted(*args):
-        if next(evaluations) == 2:  # that of iteration 8
+    def interrupted(signals):
+        if next(looks) == evaluation * BATCHES + batch:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args)
+        return came(signals)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "estimate_loss", interrupted)
-        assert run_here(dataset, tmp_path) == 143
-    assert run_here(dataset, tmp_path, init_from="resume") == 0
-    assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 4, 8]
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert best["progress"]["evaluated_at"] == 8
+        patch.setattr(Signals, "came", interrupted)
+        assert run_here(dataset, tmp_path, **EVALUATED) == 143
+    assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 4, 8][:evaluation]
+    assert load_newest(tmp_path)["progress"]["iter_num"] == iteration
+    assert load_newest(tmp_path)["progress"]["evaluated_at"] != iteration
+    assert run_here(dataset, tmp_path, init_from="resume", **EVALUATED) == 0
+    assert_same_log(tmp_path, straight)
+    assert_same_state(load(tmp_path, 8), load(straight, 8))
+    best = [torch.load(run / "best.pt", weights_only=True) for run in (tmp_path, straight)]
+    assert_same_state(*best)
+
+
+def assert_same_log(one: Path, two: Path) -> None:
+    """The same losses, rates and tokens, to the last bit."""
+    names = ("iter", "loss", "lr", "grad_norm", "tokens", "train_loss", "val_loss")
+    for kind in ("step", "eval"):
+        left, right = (
+            [[r.get(n) for n in names] for r in records(run, kind)] for run in (one, two)
+        )
+        assert left == right
 
 
 def test_a_lone_best_is_not_deleted_without_a_word(dataset, tmp_path):
@@ -273,19 +304,28 @@ def test_a_misspelt_start_is_told_what_was_meant(dataset, tmp_path):
             run_here(dataset, tmp_path, init_from=typed)
 
 
-def test_a_larger_max_iters_goes_on_without_a_jump_in_the_learning_rate(dataset, tmp_path):
-    run_here(dataset, tmp_path, max_iters=8)
-    run_here(dataset, tmp_path, max_iters=12, init_from="resume")
-    lr = [r["lr"] for r in records(tmp_path, "step")]
-    assert len(lr) == 12 and all(value == pytest.approx(6e-5) for value in lr[8:])
-    assert load(tmp_path, 12)["progress"]["lr_horizon"] == 8
+@pytest.mark.parametrize("lr_decay_iters", [0, 8])
+def test_a_larger_max_iters_has_a_longer_schedule_unless_its_end_is_given(
+    lr_decay_iters, dataset, tmp_path, capsys
+):
+    run_here(dataset, tmp_path / "run", max_iters=8, lr_decay_iters=lr_decay_iters)
+    longer = dict(max_iters=12, lr_decay_iters=lr_decay_iters)
+    run_here(dataset, tmp_path / "run", **longer, init_from="resume")
+    out = capsys.readouterr().out
+    assert "resume: max_iters = 12 (the checkpoint had 8)" in out
+    assert ("--lr_decay_iters=8 keeps the old end" in out) == (lr_decay_iters == 0)
+    run_here(dataset, tmp_path / "whole", **longer)
+    broken, whole = ([r["lr"] for r in records(tmp_path / n, "step")] for n in ("run", "whole"))
+    assert len(broken) == 12 and broken[8:] == whole[8:]
+    if lr_decay_iters:
+        assert broken == whole and broken[8:] == [6e-5] * 4
 
 
 def test_a_finished_run_says_so(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run_here(dataset, tmp_path, init_from="resume") == 0
-    done = "all 8 iterations are done; to continue, give another --max_iters and --lr_decay_iters; "
+    done = "all 8 iterations are done; to continue, give another --max_iters; "
     assert f"{done}for a new run, another --out_dir" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -330,11 +370,9 @@ def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
 
 def test_auto_starts_and_goes_on_with_one_command(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=4, lr_decay_iters=8)
-    run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6)
-    warning = capsys.readouterr().err
-    assert "the rate reaches min_lr = 6e-05 at iteration 8, the old end" in warning
-    assert "--lr_decay_iters=6 moves that\n" in warning
+    run_here(dataset, tmp_path / "a", init_from="auto", max_iters=6, lr_decay_iters=8)
     run_here(dataset, tmp_path / "a", init_from="auto", max_iters=8)
+    assert "resume: lr_decay_iters = 0 (the checkpoint had 8)" in capsys.readouterr().out
     run_here(dataset, tmp_path / "b", max_iters=8)
     assert_same_state(load(tmp_path / "a", 8), load(tmp_path / "b", 8))
 
@@ -415,44 +453,17 @@ def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
 
     poisoned.parameters = model.parameters
     hw, batches = set_up(config), TrainBatches(data, config, torch.device("cpu"))
-    losses, norm = train.train_step(
-        poisoned, optimizer, hw.grad_scaler(), batches.__next__, 4, 1.0, hw.autocast()
-    )
-    assert losses.isnan().tolist() == [False, True, False, False] and not norm.isfinite()
+
+    def update():
+        rest = (batches.take(4), 1.0, hw.autocast())
+        return train.train_step(poisoned, optimizer, hw.grad_scaler(), *rest)
+
+    loss_sum, targets, norm = update()
+    assert loss_sum.isnan() and targets == 4 * 2 * 16 and not norm.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    train.train_step(poisoned, optimizer, hw.grad_scaler(), batches.__next__, 4, 1.0, hw.autocast())
+    assert update()[0].isfinite()
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     batches.close()
-
-
-def test_a_gradient_that_is_not_finite_is_named_with_the_tokens_at_fault(
-    dataset, tmp_path, monkeypatch, capsys
-):
-    original, read, iterations = train.train_step, [], iter(range(100))
-
-    def step(model, *arguments):
-        iteration = next(iterations)
-
-        def poisoned(x, y):
-            read.append(x[0].tolist())
-            return model(x, y) * (float("nan") if iteration == 3 and len(read) % 3 == 2 else 1.0)
-
-        poisoned.parameters = model.parameters
-        poisoned.named_parameters = model.named_parameters
-        return original(poisoned, *arguments)
-
-    monkeypatch.setattr(train, "train_step", step)
-    assert run_here(dataset, tmp_path, gradient_accumulation_steps=3) == 0
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "skipped" in line)
-    path, token = re.fullmatch(
-        r"warning: iter 3: update skipped.*; micro-batch 1 reads (.*) at token ([\d,]+)", line
-    ).groups()
-    tokens = np.fromfile(
-        path, dtype="<u2", offset=1024 + 2 * int(token.replace(",", "")), count=16
-    ).tolist()
-    # a window may go on in the next shard
-    assert tokens == read[3 * 3 + 1][: len(tokens)] and len(tokens) > 0
-    assert [r["iter"] for r in records(tmp_path, "event")] == [3]
 
 
 def test_a_float16_run_outlives_the_search_for_its_loss_scale(
@@ -466,12 +477,147 @@ def test_a_float16_run_outlives_the_search_for_its_loss_scale(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     )
     assert run_here(dataset, tmp_path, dtype="float16", max_iters=30) == 0
-    assert "update skipped" not in capsys.readouterr().err
-    halved = [r for r in records(tmp_path, "event") if "loss scale is halved" in r["message"]]
-    assert 3 <= len(halved) <= 16
-    assert load(tmp_path, 30)["scaler"]["scale"] == 2.0 ** (26 - len(halved))
+    assert "normal while float16 finds its loss scale" in capsys.readouterr().err
+    halved = len(records(tmp_path, "event"))  # a line for each iteration
+    assert 3 <= halved <= 16
+    assert load(tmp_path, 30)["scaler"]["scale"] == 2.0 ** (26 - halved)
     losses = [r["loss"] for r in records(tmp_path, "step")]
-    assert losses[len(halved)] == pytest.approx(losses[0], abs=0.5) and losses[-1] < losses[0] - 0.5
+    assert losses[halved] == pytest.approx(losses[0], abs=0.5) and losses[-1] < losses[0] - 0.5
+
+
+# -----------------------------------------------------------------------------
+# What an iteration is made of
+
+
+@pytest.mark.parametrize("loss_chunk", ["off", "24"])
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_masked_targets_count_for_nothing_at_any_batch_size(batch_size, loss_chunk):
+    """
+    The reference: torch's cross-entropy of all 32 rows at once, of which some have one target and
+    some have all. A mean over micro-batches would weigh these alike.
+    """
+    config = Config(n_layer=1, n_head=2, n_embd=16, block_size=16, loss_chunk=loss_chunk)
+    torch.manual_seed(0)
+    gpt = build_model(model_config(config, 64))
+    x, y = torch.randint(64, (32, 16)), torch.randint(64, (32, 16))
+    for row in range(32):
+        y[row, 1 + row % 16 :] = -1
+    logits = gpt(x).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, y.flatten(), ignore_index=-1)
+    grads = torch.autograd.grad(loss, list(gpt.parameters()))
+    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+    total, count = train.evaluate(gpt, iter(batches), contextlib.nullcontext())
+    targets = 2 * sum(range(1, 17))
+    # losses of 4 in float32
+    assert count == targets and total / count == pytest.approx(loss.item(), abs=1e-6)
+
+    before = [p.detach().clone() for p in gpt.parameters()]
+    descent, scaler = torch.optim.SGD(gpt.parameters(), lr=1.0), torch.amp.GradScaler(enabled=False)
+    rest = (batches, 0.0, contextlib.nullcontext())
+    loss_sum, counted, norm = train.train_step(gpt, descent, scaler, *rest)
+    assert counted == targets and loss_sum / counted == pytest.approx(loss.item(), abs=1e-6)
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-5)
+    for p, old, grad in zip(gpt.parameters(), before, grads, strict=True):
+        torch.testing.assert_close(old - p, grad, atol=1e-6, rtol=0)
+
+
+# what somebody adds to the loop: a micro-batch more every three iterations
+RAMP = ("    while True:\n", "    while True:\n        accum = 1 + p.iter_num // 3\n")
+
+
+def test_a_batch_ramp_logs_what_was_trained_on_and_resumes_exactly(dataset, tmp_path):
+    source = (ROOT / "train.py").read_text()
+    head, main = source.split("\ndef main(")
+    assert main.count(RAMP[0]) == 1
+    script = f"{head}\ndef main({main.replace(*RAMP)}"
+
+    def ramp(out_dir, **changes):
+        code, _, err = run_process("-c", script, *flags(dataset, out_dir, dropout=0.1, **changes))
+        assert code == 0, err
+
+    ramp(tmp_path / "straight")
+    ramp(tmp_path / "broken", max_iters=4, lr_decay_iters=8)
+    ramp(tmp_path / "broken", init_from="resume")
+    assert_same_log(tmp_path / "broken", tmp_path / "straight")
+    assert_same_state(load(tmp_path / "broken", 8), load(tmp_path / "straight", 8))
+    steps = records(tmp_path / "straight", "step")
+    sizes = [4 * 16 * micro_batches for micro_batches in (1, 1, 1, 2, 2, 2, 3, 3)]
+    assert [step["tokens"] for step in steps] == [sum(sizes[:n]) for n in range(8)]
+    for step, size in zip(steps, sizes, strict=True):
+        assert step["tokens_per_sec"] * step["step_ms"] / 1000 == pytest.approx(size)
+    progress = load(tmp_path / "straight", 8)["progress"]
+    assert progress["tokens"] == 16 * progress["sequences"] == sum(sizes)
+
+
+# -----------------------------------------------------------------------------
+# Data that cannot be had
+
+
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_a_signal_ends_the_wait_for_data_and_nothing_is_lost(
+    iteration, straight, dataset, tmp_path, monkeypatch
+):
+    """At iteration 4 an evaluation is due; it is left to the resumed run."""
+    process, read = os.getpid(), ShuffledWindows.read
+
+    def hanging(windows, first, count):
+        if first == 2 * iteration * count:  # two micro-batches an iteration
+            threading.Timer(0.5, os.kill, (process, signal.SIGTERM)).start()
+            time.sleep(30)
+        return read(windows, first, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShuffledWindows, "read", hanging)
+        began = time.monotonic()
+        assert run_here(dataset, tmp_path, **EVALUATED) == 143
+        assert time.monotonic() - began < 20
+    ends_like(straight, dataset, tmp_path, iteration, "SIGTERM")
+
+
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_data_that_cannot_be_read_end_the_run_with_a_checkpoint(
+    iteration, straight, dataset, tmp_path, monkeypatch, script
+):
+    read = ShuffledWindows.read
+
+    def damaged(windows, first, count):
+        if first == (2 * iteration + 1) * count:  # its second micro-batch
+            raise RunError("train_000002.bin: cut short")
+        return read(windows, first, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShuffledWindows, "read", damaged)
+        code, out, err = script(train.main, *flags(dataset, tmp_path, **EVALUATED))
+    assert (code, err) == (1, ["error: train_000002.bin: cut short"])
+    assert f"end: data after {iteration} iterations" in out
+    ends_like(straight, dataset, tmp_path, iteration, "data")
+
+
+def test_a_shard_that_an_evaluation_cannot_read_costs_no_iteration(
+    straight, dataset, tmp_path, monkeypatch, script
+):
+    windows, reads = ShardTokens.read_windows, iter(range(10**6))
+
+    def damaged(split, positions, length):
+        # val's, which two starts of a run have looked at: the second evaluation
+        if len(split) == 700 and next(reads) == BATCHES // 2 + 2:
+            raise RunError("val_000000.bin: cut short")
+        return windows(split, positions, length)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardTokens, "read_windows", damaged)
+        code, _, err = script(train.main, *flags(dataset, tmp_path, **EVALUATED))
+    assert (code, err) == (1, ["error: val_000000.bin: cut short"])
+    ends_like(straight, dataset, tmp_path, 4, "data")
+
+
+def ends_like(straight, dataset, out_dir, iteration, reason):
+    """It has saved this iteration, and the resumed run is the one that nothing has stopped."""
+    assert load_newest(out_dir)["progress"]["iter_num"] == iteration
+    assert records(out_dir, "end")[0]["reason"] == reason
+    assert run_here(dataset, out_dir, init_from="resume", **EVALUATED) == 0
+    assert_same_log(out_dir, straight)
+    assert_same_state(load(out_dir, 8), load(straight, 8))
 
 
 def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
@@ -507,41 +653,34 @@ def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
 
     few = syncs(3, 100)
     assert syncs(6, 100) == few  # two log lines each: three more iterations, not one more sync
-    # four more lines: loss, norm, the check for skipped updates
-    assert few < syncs(6, 1) <= few + 4 * 4
-
-
-def ledgers(dataset, tmp_path, **changes):
-    """
-    The ledgers of three runs, each run when it is asked for: a busy machine takes the processor
-    away anywhere, so one good run of three is enough.
-    """
-    for attempt in range(3):
-        run_here(dataset, tmp_path / str(attempt), **changes)
-        yield records(tmp_path / str(attempt), "end")[0]["ledger"]
-
-
-def test_the_ledger_leaves_under_one_percent_unexplained(dataset, tmp_path):
-    options = dict(max_iters=30, eval_interval=10, n_embd=256, block_size=64, log_interval=5)
-    assert any(
-        ledger["other"] <= 0.01 * (sum(ledger.values()) - ledger["start-up"])
-        for ledger in ledgers(dataset, tmp_path, **options)
-    )
+    # four more lines: loss, targets, norm, and the two counts of skipped updates
+    assert few < syncs(6, 1) <= few + 4 * 5
 
 
 def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
     dataset, tmp_path, monkeypatch
 ):
+    """
+    From the end of one step until the next one takes its micro-batches, in processor time of this
+    thread: other programs on a busy machine take none of that.
+    """
+    began, ended, take = [], [], TrainBatches.take
+
+    def taken(*arguments):
+        began.append(time.thread_time())
+        return take(*arguments)
+
+    monkeypatch.setattr(TrainBatches, "take", taken)
+
     def step(*_):
-        time.sleep(0.15)
-        return torch.ones(2), torch.ones(())
+        time.sleep(0.02)  # meanwhile data are read ahead, as in a longer step
+        ended.append(time.thread_time())
+        return torch.ones(()), torch.ones(()), torch.ones(())
 
     monkeypatch.setattr(train, "train_step", step)
-    options = dict(max_iters=15, eval_interval=100, log_interval=10)
-    assert any(
-        15 * 0.15 < ledger["steps"] and ledger["other"] < 0.005 * ledger["steps"]
-        for ledger in ledgers(dataset, tmp_path, **options)
-    )
+    run_here(dataset, tmp_path, max_iters=100, eval_interval=100, log_interval=10)
+    between = [after - before for before, after in zip(ended[:-1], began[1:], strict=True)]
+    assert statistics.mean(between) < 0.005 * 0.15
 
 
 HORIZON = 100
@@ -602,8 +741,9 @@ def test_an_optimizer_needs_no_more_than_torchs_interface():
         def forward(self, x, y):
             return self.weight.square().sum()
 
+    batch = torch.zeros(1, 1, dtype=torch.long)
     bowl, scaler = Bowl(), torch.amp.GradScaler("cpu", enabled=False)
-    rest = (lambda: (None, None), 1, 0.0, contextlib.nullcontext())
+    rest = ([(batch, batch)], 0.0, contextlib.nullcontext())
     train.train_step(bowl, SignDescent(bowl.parameters()), scaler, *rest)
     assert bowl.weight.tolist() == [0.5, -1.5]
 
@@ -629,9 +769,7 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(
     )
 
 
-def test_an_error_of_the_model_is_its_own_and_not_the_compilers(
-    dataset, tmp_path, capsys, monkeypatch
-):
+def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeypatch):
     """A new term with a mistake in it, which the compiler meets first."""
 
     def wrong(logits, targets, cap, **how):
@@ -641,7 +779,6 @@ def test_an_error_of_the_model_is_its_own_and_not_the_compilers(
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         run_here(dataset, tmp_path, compile=True)
     assert error.traceback[-1].name == "wrong"
-    assert "torch.compile does not work here" not in capsys.readouterr().err
 
 
 def test_the_silence_of_compiling_is_announced_before_it(dataset, tmp_path, capsys, monkeypatch):
@@ -674,7 +811,7 @@ def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
     chosen = train.compile_or_warn(gpt, config, 64, set_up(config))
     assert "no kernel for this" in capsys.readouterr().err
     assert chosen is gpt and gpt.training and gpt.transformer.h[0].training
-    assert not config.compile
+    assert not config.compile and all(p.grad is None for p in gpt.parameters())
 
 
 def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(
@@ -685,29 +822,28 @@ def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(
 
     monkeypatch.setattr(train, "Tokenizer", offline)
     assert run_here(dataset, tmp_path, sample_tokens=5) == 0
-    assert capsys.readouterr().err.count("no samples: tokenizer gpt2") == 1
+    assert "no sample: tokenizer gpt2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["train_step", "build_model"])
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
 )
-def test_out_of_memory_names_a_pair_that_halves_it(error, dataset, tmp_path, monkeypatch):
+def test_out_of_memory_is_one_line_with_flags_that_need_less(
+    where, error, dataset, tmp_path, monkeypatch, capsys
+):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr(train, "train_step", full)
-    with pytest.raises(UserError, match="--batch_size=2 --gradient_accumulation_steps=4"):
-        run_here(dataset, tmp_path)
-
-
-def test_a_gpu_that_another_process_fills_is_one_line(dataset, tmp_path, monkeypatch):
-    def full(_):
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(train, "build_model", full)
-    with pytest.raises(UserError, match="device: no room for the model"):
-        run_here(dataset, tmp_path)
+    monkeypatch.setattr(train, where, full)
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags(dataset, tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        run_main(train.main, train.explain)
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory with batch_size=4; ")
+    assert line.endswith(": --batch_size=2 --gradient_accumulation_steps=4")
 
 
 def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_path):

@@ -3,8 +3,7 @@ Which model and which optimizer a configuration asks for, and the arithmetic of 
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 import torch.nn as nn
@@ -112,12 +111,8 @@ def adamw_groups(model: nn.Module, config: Config) -> list[dict]:
     ]
 
 
-def make_adamw(groups: list[dict], fused: bool, **_) -> torch.optim.AdamW:
+def make_adamw(groups: list[dict], fused: bool, dtype: torch.dtype) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, fused=fused)
-
-
-def adam_moments(group: dict) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq")
 
 
 def muon_groups(model: nn.Module, config: Config) -> list[dict]:
@@ -137,32 +132,16 @@ def muon_groups(model: nn.Module, config: Config) -> list[dict]:
     ]
 
 
-def muon_moments(group: dict) -> tuple[str, ...]:
-    return ("momentum",) if "momentum" in group else adam_moments(group)
-
-
-@dataclass(frozen=True)
-class OptimizerKind:
-    """All that training, resume and the memory model know of an optimizer."""
-
-    # (model, config) -> parameter groups, each with its highest learning rate as initial_lr
-    groups: Callable[[nn.Module, Config], list[dict]]
-    # (groups, fused=, dtype=), see build_optimizer -> the optimizer
-    make: Callable[..., torch.optim.Optimizer]
-    # group -> names of the tensors kept of each parameter that have the parameter's shape
-    moments: Callable[[dict], tuple[str, ...]]
-
-
-# by --optimizer, whose choices are in configurator.py
-OPTIMIZERS = dict(
-    adamw=OptimizerKind(adamw_groups, make_adamw, adam_moments),
-    muon=OptimizerKind(muon_groups, Muon, muon_moments),
-)
+# By --optimizer, whose choices are in configurator.py: (model, config) -> parameter groups, each
+# with its highest learning rate as initial_lr; and (groups, fused=, dtype=), see build_optimizer,
+# -> the optimizer.
+OPTIMIZERS = dict(adamw=(adamw_groups, make_adamw), muon=(muon_groups, Muon))
 
 
 def optimizer_groups(model: nn.Module, config: Config) -> list[dict]:
     """The configured optimizer's groups that hold a parameter. The first one's rate is logged."""
-    groups = OPTIMIZERS[config.optimizer].groups(model, config)
+    make_groups, _ = OPTIMIZERS[config.optimizer]
+    groups = make_groups(model, config)
     return [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
 
 
@@ -171,7 +150,7 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
     `dtype` is what the device multiplies matrices in. A fused update skips itself on the device
     when asked to. MPS's fused kernel cannot.
     """
-    groups, make = optimizer_groups(model, config), OPTIMIZERS[config.optimizer].make
+    groups, (_, make) = optimizer_groups(model, config), OPTIMIZERS[config.optimizer]
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     return make(groups, fused=fused, dtype=dtype)
 

@@ -1,187 +1,121 @@
 """
-The time of a run: where it went, and in a run by the clock (`hours` or `until`) how much is left
-and how far the schedule is. Needs no torch.
+When it is time to evaluate, to save and to end; and in a run by the clock (`hours` or `until`) how
+far the schedule is. Needs no torch.
 """
 
-import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from configurator import NEVER, Config
 
-CATEGORIES = ("start-up", "compile", "steps", "data wait", "evaluation", "checkpoints", "pause")
-CATEGORIES += ("other",)
-PAUSE = 60.0  # seconds without a look at the clock: the process was stopped, or the machine slept
-HEARTBEAT = 10.0  # seconds between looks while the run itself is busy
-HALF_LIFE = 120.0  # seconds of iterations after which one counts half in the mean
 SAVE_EVERY = 600.0  # seconds, where checkpoint_interval is not set
-UNSEEN = 0.01  # share of the run set aside for an evaluation or a save before the first one
+RESERVE = 0.01  # share of the time set aside for an evaluation or a save before the first one
 wall = time.time  # the clock that people look at, and set
-# Linux's and macOS's clock that nobody sets and that runs while the machine sleeps
-UNSET = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
-
-
-def steady() -> float:
-    """Seconds that pass for everybody: nobody sets this clock, and no sleep stops it."""
-    return time.monotonic() if UNSET is None else time.clock_gettime(UNSET)
-
-
-# -----------------------------------------------------------------------------
-# Where the time goes
-
-
-class Ledger:
-    """
-    Books wall time under exactly one category at a time: "start-up" until the first `switch`, then
-    "other" except inside `book`. Nested bookings take their time out of the outer one. A gap of
-    over a minute between two looks at the clock is a "pause" in any of them. Seconds.
-    """
-
-    def __init__(self, began: float, clock: Callable[[], float] | None = None):
-        self.clock = clock or time.perf_counter
-        self.since, self.category, self.looked_at = began, "start-up", self.clock()
-        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-
-    def look(self) -> float:
-        """The time. Where nobody has looked for over a minute, that was a pause."""
-        seconds = self.clock()
-        gap, self.looked_at = seconds - self.looked_at, seconds
-        if gap > PAUSE:
-            # some of it was work; an iteration of no time at all would have endless tok/s
-            self.seconds["pause"] += gap - HEARTBEAT
-            self.since += gap - HEARTBEAT
-        return seconds
-
-    def keep_looking(self) -> None:
-        """For a thread of its own: an iteration of some minutes is no pause."""
-        while True:
-            time.sleep(HEARTBEAT)
-            self.look()
-
-    def switch(self, category: str) -> str:
-        """
-        Charge the time since the last switch to the category that ends, and return that category.
-        """
-        seconds = self.look()
-        self.seconds[self.category] += seconds - self.since
-        self.since, ended, self.category = seconds, self.category, category
-        return ended
-
-    @contextlib.contextmanager
-    def book(self, category: str) -> Iterator[None]:
-        outer = self.switch(category)
-        try:
-            yield
-        finally:
-            self.switch(outer)
-
-    def total(self) -> float:
-        self.switch(self.category)
-        return sum(self.seconds.values())
-
-
-# -----------------------------------------------------------------------------
-# A run by the clock
-
-
-@dataclass
-class Reading:
-    """What the clock says before an iteration. In a run by iterations it says nothing."""
-
-    share: float = -1.0  # of the schedule: 0 at the first update, 1 at the last; -1: not begun
-    used: float = 0.0  # seconds
-    spare: bool = True  # there is time for an evaluation and a save before the last ones
-    is_up: bool = False  # the last update has been made
 
 
 class Clock:
     """
-    How much of its time a run has used, and what the rest is good for. Seconds, on rank 0's clock:
-    the others take over what it says. Pauses do not count as used, nor does the time between a stop
-    and a resume; `until` comes nearer in both, but not because somebody sets the clock.
-
-    The host runs ahead of a GPU, but only as far as the queue of kernels reaches, about a second.
-    At log lines, evaluations and saves it waits, so the mean of an iteration is the device's.
+    Counts the seconds that a run has used, in all of its starts. The time between a stop and the
+    next start is not used; with `until` it is lost.
     """
 
-    def __init__(self, config: Config, ledger: Ledger, saved: dict, from_main: Callable):
-        """`saved`: state_dict() in the run's checkpoint. `from_main`: see Ranks."""
-        self.config, self.ledger, self.from_main = config, ledger, from_main
+    def __init__(self, config: Config, began: float, resumed: dict):
+        """
+        `began`: time.perf_counter() when this start began. `resumed`: the checkpoint's state, empty
+        where there is none.
+        """
+        self.config, self.began = config, began
+        saved, ledger = resumed.get("clock", {}), resumed.get("ledger", {})
+        self.used_before = sum(ledger.values())
+        # seconds used when the first iteration could begin; older checkpoints do not say
+        before = ledger.get("start-up", 0.0) + ledger.get("compile", 0.0)
+        self.first_iteration = saved.get("first_iteration", before) if resumed else None
+        self.deadline = None
         if config.until:
-            # the next one since the run began, which is when its ledger did
-            deadline = next_time(config.until, wall() - (ledger.look() - ledger.since))
-            if saved.get("until") == config.until:
-                # a resume keeps the one before, even if it has passed; with a clock that is behind
-                # since a reboot, that could be years away
-                deadline = min(deadline, saved["deadline"])
-            self.deadline = steady() + deadline - wall()  # nobody moves it by setting the clock
-        self.prices: dict[str, float] = saved.get("prices", {})  # of an evaluation, of a save
-        share = saved.get("share", -1.0) if config.by_clock else -1.0
-        self.last = self.reading = Reading(share, self.used())  # at the last update, and now
-        # seconds and number of the last minutes' iterations, and seconds of one
-        self.recent, self.pace = (0.0, 0.0), 0.0
-
-    def used(self) -> float:
-        return self.ledger.total() - self.ledger.seconds["pause"]
-
-    def left(self) -> float:
-        if self.config.until:
-            return max(0.0, self.deadline - steady())
-        return 3600 * self.config.hours - self.used()
+            self.deadline = next_time(config.until, wall() - (time.perf_counter() - began))
+            if saved.get("until") == config.until:  # a resume that comes too late has no time left
+                self.deadline = min(self.deadline, saved["deadline"])
+        # of the schedule, at the last update and now: 0 at the first update, 1 at the last
+        self.last_share = self.share = saved.get("share", 0.0) if config.by_clock else 0.0
+        self.evaluated_share = saved.get("evaluated_share", self.share if resumed else -1.0)
+        self.saved_at = self.used()
+        self.prices: dict[str, float] = saved.get("prices", {})  # seconds, see note()
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps."""
-        until = dict(until=self.config.until, deadline=wall() + self.left())
-        return dict(share=self.last.share, prices=self.prices, **until)
+        return dict(
+            share=self.last_share,
+            evaluated_share=self.evaluated_share,
+            first_iteration=self.first_iteration,
+            until=self.config.until,
+            deadline=self.deadline,
+            prices=self.prices,
+        )
+
+    def used(self) -> float:
+        return self.used_before + time.perf_counter() - self.began
+
+    def left(self) -> float:
+        """Seconds until `hours`, `until` or this start's `max_minutes`; infinite without them."""
+        return max(0.0, min(self.left_of_run(), self.left_of_start()))
+
+    def left_of_run(self) -> float:
+        if self.deadline is not None:
+            return self.deadline - wall()
+        return 3600 * self.config.hours - self.used() if self.config.hours else math.inf
+
+    def left_of_start(self) -> float:
+        minutes = self.config.max_minutes
+        return self.began + 60 * minutes - time.perf_counter() if minutes else math.inf
 
     def hours_text(self) -> str:
-        return f"{self.used() / 3600:.2f} of {(self.used() + self.left()) / 3600:.2f}"
+        end = self.used() + max(0.0, self.left_of_run())
+        return f"{self.used() / 3600:.2f} of {end / 3600:.2f}"
 
-    def note_iterations(self, seconds: float, number: int) -> None:
-        """`number` iterations took `seconds`. The pace is a mean over the last minutes."""
-        fade = 0.5 ** (seconds / HALF_LIFE)
-        self.recent = fade * self.recent[0] + seconds, fade * self.recent[1] + number
-        self.pace = self.recent[0] / self.recent[1]
-
-    def look(self, it: int) -> None:
-        """Before iteration `it`: what the clock says. In a run by the clock all ranks take part."""
-        if self.config.by_clock:
-            self.reading = self.from_main(self.read, it)
-
-    def read(self, it: int) -> Reading:
-        used, left, pace = self.used(), self.left(), self.pace
-        # an evaluation and a save come last
-        unseen = UNSEEN * (used + left)
-        after = sum(self.prices.get(name, unseen) for name in ("evaluation", "checkpoints"))
-        # seconds until the last update has to begin, and since the first one could begin
-        room, past = left - after - pace, 0.0
-        if it > 0:
-            past = used - self.ledger.seconds["start-up"] - self.ledger.seconds["compile"]
-        share = past / (past + room) if room > pace else 1.0
-        share = max(share, it / max(1, self.config.max_iters - 1))
-        spare = share < 1 and room > after + 2 * pace
-        return Reading(share, used, spare, is_up=self.last.share >= 1 and room < 0)
-
-    def evaluation_due(self, it: int) -> bool:
-        on_time = it % self.config.eval_interval == 0
-        if self.config.eval_interval == NEVER:  # each twentieth of the schedule
-            on_time = int(20 * self.reading.share) > int(20 * self.last.share)
-        return on_time and self.reading.spare
-
-    def save_due(self, it: int) -> bool:
-        on_time = self.reading.used // SAVE_EVERY > self.last.used // SAVE_EVERY
-        if self.config.checkpoint_interval:
-            on_time = it % self.config.checkpoint_interval == 0
-        return on_time and self.reading.spare and it > 0
-
-    def horizon(self, it: int, horizon: int) -> float:
+    def note(self, name: str, seconds: float, done: bool = True) -> None:
         """
-        The iteration at which the learning rate's decay ends: `horizon`, or, by the clock, the one
-        that a steady pace would reach when the time is up.
+        What an "evaluation", the "checkpoints" or an "iteration" has taken, and so will take next
+        time. One that hangs is not taken as typical, and one that was not `done` tells nothing.
         """
-        return min(horizon, it / self.reading.share) if self.reading.share > 0 else horizon
+        if name == "checkpoints":
+            self.saved_at = self.used()
+        if done:
+            self.prices[name] = min(seconds, 2 * (self.prices.get(name) or seconds))
+        if done and name == "evaluation":
+            self.evaluated_share = self.share
+
+    def look(self, it: int) -> tuple[float, bool, bool, str | None]:
+        """
+        Before iteration `it`, once for each: the share of the schedule, whether an evaluation and a
+        save are due, and why no iteration follows. Rank 0's clock counts for all.
+        """
+        c, used, over, has_time = self.config, self.used(), None, True
+        if self.first_iteration is None:
+            self.first_iteration = used
+        self.last_share = self.share
+        if c.by_clock:
+            iteration, last = self.prices.get("iteration", 0.0), self.last_seconds()
+            left, past = self.left_of_run(), used - self.first_iteration
+            room = left - last - iteration  # until the last update has to begin
+            self.share = past / (past + room) if room > iteration else 1.0
+            self.share = max(self.share, it / max(1, c.max_iters - 1))  # both bound the run
+            has_time = left > 2 * (last + iteration)
+            if self.last_share >= 1 and room < 0:
+                over = "until" if c.until else "hours"
+        if self.left_of_start() <= 0:
+            over = over or "max_minutes"
+        evaluation_due, save_due = it % c.eval_interval == 0, used - self.saved_at >= SAVE_EVERY
+        if c.eval_interval == NEVER:  # each twentieth of the schedule
+            evaluation_due = int(20 * self.share) > int(20 * self.evaluated_share)
+        if c.checkpoint_interval:
+            save_due = it % c.checkpoint_interval == 0
+        return self.share, evaluation_due and has_time, save_due and has_time and it > 0, over
+
+    def last_seconds(self) -> float:
+        """What is set aside for the evaluation and the save after the last update."""
+        reserve = RESERVE * (self.used() + max(0.0, self.left_of_run()))
+        return sum(self.prices.get(name, reserve) for name in ("evaluation", "checkpoints"))
 
 
 def clock_time(seconds: float) -> str:

@@ -7,20 +7,18 @@ use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from common.console import RunError, warn
-from configurator import Config
+from common.console import warn
+from configurator import Config, divisors
 from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
@@ -46,7 +44,6 @@ LEAST_SECONDS = 5.0  # of a line, to tell
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
-NO_ROOM = "device: no room for the model; what else uses the memory? nvidia-smi (CPU: top)"
 # What torch, cuBLAS, Triton and the system say when memory runs out
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
@@ -104,15 +101,6 @@ class Hardware:
             peak = re.search(r"VmHWM:\s+(\d+) kB", status)  # a sandbox may leave it out
             return int(peak[1]) * 1024 / GIB if peak else None
         return None
-
-    def usable_bytes(self) -> float:
-        """
-        Memory that this process has on its GPU or could still get there, in bytes. Infinite on
-        other devices.
-        """
-        if self.device.type != "cuda":
-            return math.inf
-        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
     def too_many_threads(self, wall: float, processor: float) -> str:
         """
@@ -265,10 +253,6 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 # Running out of memory
 
 
-class OutOfMemory(RunError):
-    """What did not fit, and what to try instead."""
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """
     Whether memory ran out. torch, cuBLAS, Triton and the system each have an error of their own
@@ -284,12 +268,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def on_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of memory into an OutOfMemory that says what advice() returns."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(advice()) from None
+def out_of_memory_line(config: Config, world_size: int = 1) -> str:
+    """The error line for a micro-batch that did not fit, and the next smaller one."""
+    smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
+    line = f"out of memory with batch_size={config.batch_size}"
+    if not smaller:
+        mend = "--recompute=True, a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        return f"{line}; {mend}"
+    accumulation = config.iter_sequences // smaller[-1]
+    pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
+    if not config.eval_tokens:  # or it would evaluate on fewer
+        pair += f" --eval_tokens={config.eval_size}"
+    return f"{line}; the next smaller: {pair}"

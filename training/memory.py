@@ -13,7 +13,6 @@ from configurator import Config, divisors
 from model import GPTConfig
 from training.build import (
     MOST_CHUNKS,
-    OPTIMIZERS,
     build_shapes,
     count_parameters,
     optimizer_groups,
@@ -52,9 +51,9 @@ def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """GPU memory that training takes, in bytes, by part. `dtype`: that of matrix products."""
     params, shapes = count_parameters(model), build_shapes(model)
-    moments = OPTIMIZERS[config.optimizer].moments
     groups = optimizer_groups(shapes, config)
-    kept = sum(len(moments(group)) * p.numel() for group in groups for p in group["params"])
+    # Muon keeps one number of each weight, Adam two
+    kept = sum((1 if "momentum" in g else 2) * p.numel() for g in groups for p in g["params"])
     tokens = batch_size * model.block_size
     # autocast's, of each matrix; a tied embedding is the head's too
     others = [module for module in shapes.modules() if not isinstance(module, nn.Embedding)]
@@ -153,23 +152,19 @@ def fitting_batch(
     return next((n for n in sizes if memory_needed(config, model, dtype, n) <= capacity), None)
 
 
-def out_of_memory_advice(
-    config: Config, model: GPTConfig, dtype: str, capacity: float, world_size: int = 1
-) -> str:
+# -----------------------------------------------------------------------------
+# On the disk
+
+
+def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
+    """The size of a checkpoint: weights, and what the optimizer keeps of them."""
+    parts = memory_bytes(config, model, "float32", config.batch_size)
+    return int(4 * count_parameters(model) + parts["optimizer"])
+
+
+def checkpoint_files(config: Config) -> int:
     """
-    The error line for a micro-batch that did not fit into `capacity` bytes. It names a smaller
-    micro-batch that does, at the same tokens per iteration.
+    How many checkpoints are on the disk at most: those that are kept, two or more while one is
+    being written, and best.pt.
     """
-    sequences = config.iter_sequences // world_size  # of one process
-    smaller = [n for n in divisors(sequences) if n < config.batch_size]
-    if not smaller:
-        recompute = "" if model.recompute else "--recompute=True, "
-        smaller_run = f"{recompute}a smaller --block_size or model, or --dtype=bfloat16, needs less"
-        return f"out of memory with batch_size=1; {smaller_run}"
-    fits = fitting_batch(config, model, dtype, sequences, capacity)
-    batch_size = min(fits or 1, smaller[-1])
-    memory = f"{memory_needed(config, model, dtype, batch_size) / 2**30:.1f} GiB"
-    accumulation = sequences // batch_size * world_size
-    pair = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
-    fitting = f"the same tokens per iteration in about {memory}: {pair}"
-    return f"out of memory with batch_size={config.batch_size}; {fitting}"
+    return max(config.keep_checkpoints, 2) + 1

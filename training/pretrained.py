@@ -8,14 +8,13 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.console import UserError, complain, did_you_mean
+from common.console import UserError, did_you_mean, warn
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
 from training import checkpoint
 from training.build import build_shapes
-from training.progress import Progress
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
@@ -56,14 +55,17 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def read_run(name_or_path: str) -> dict:
     """
-    As `read_weights`, but where a run has overfitted: best.pt, not the newest checkpoint. Says so.
+    As `read_weights`; of a run's folder best.pt, the model of its best evaluation, unless that is
+    damaged.
     """
-    state = read_weights(name_or_path)
     best = Path(os.path.expanduser(name_or_path)) / "best.pt"
-    if best.exists() and Progress(**state.get("progress", {})).overfitted:
-        complain(f"the newest, {state['source']}, has overfitted; taking best.pt")
-        state = read_weights(str(best))
-    return state
+    try:
+        return read_weights(str(best) if best.exists() else name_or_path)
+    except UserError as error:
+        if not best.exists():
+            raise
+        warn(f"{error}; taking the newest checkpoint")
+        return read_weights(name_or_path)
 
 
 def read_weights(name_or_path: str) -> dict:
@@ -90,8 +92,9 @@ def read_weights(name_or_path: str) -> dict:
 def read_any(path: Path) -> dict:
     if path.is_file():
         return read_checkpoint(path)
-    if state := checkpoint.load_newest(path):  # before config.json: a run may have an export inside
-        return state
+    # before config.json: a run may have an export inside
+    if found := checkpoint.find_newest(path):
+        return found[1]
     if (path / "config.json").is_file():
         return read_hf(path)
     if (path / "ckpt.pt").is_file():

@@ -3,9 +3,9 @@ How far a run is.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-TURNED = 1.01  # times the best validation loss: usually more than noise
+from torch import Tensor
 
 
 @dataclass
@@ -13,42 +13,22 @@ class Progress:
     """What changes from iteration to iteration, besides weights and optimizer."""
 
     iter_num: int = 0  # updates made
-    tokens: int = 0
-    sequences: int = 0  # position in the order of the data
-    best_val_loss: float = math.inf
-    best_train_loss: float = math.inf  # of the same evaluation
-    best_iter: int = -1
-    evaluated_at: int = -1
+    tokens: int = 0  # trained on
+    sequences: int = 0  # read: the position in the order of the data
+    evaluated_at: int = -1  # iteration of the last evaluation
     val_loss: float = math.inf  # then
-    train_loss: float = math.inf
-    lr_horizon: int = 0  # the iteration at which the learning rate's decay ends
+    best_val_loss: float = math.inf
+    best_iter: int = -1
 
-    # Of this process alone, so not in state_dict(): an update has begun and its iteration is not
-    # over; this rank's random states as of the last whole iteration
-    updating: bool = False
-    rng: dict | None = None
-
-    def begin_update(self, *_) -> None:
-        """Called by the optimizer before it changes the first weight."""
-        self.updating = True
-
-    def advance(self, sequences: int, tokens: int, rng: dict) -> None:
-        """After an iteration of so many sequences and tokens, which left these random states."""
-        self.updating, self.rng = False, rng
+    def advance(self, micro_batches: list[tuple[Tensor, Tensor]], world_size: int) -> None:
+        """After an iteration: each of the processes has trained on as many micro-batches."""
         self.iter_num += 1
-        self.sequences += sequences
-        self.tokens += tokens
+        self.sequences += world_size * sum(x.size(0) for x, _ in micro_batches)
+        self.tokens += world_size * sum(x.numel() for x, _ in micro_batches)
 
-    @property
-    def overfitted(self) -> bool:
-        """
-        Whether the last evaluation had a clearly higher validation loss than that of `best_iter`,
-        and a lower training loss.
-        """
-        fell = self.train_loss < self.best_train_loss < math.inf  # in older checkpoints not known
-        return fell and TURNED * self.best_val_loss < self.val_loss < math.inf
-
-    def state_dict(self) -> dict:
-        """What a checkpoint keeps; Progress(**state) continues from there."""
-        own = ("updating", "rng")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+    def note_evaluation(self, val_loss: float) -> bool:
+        """Note an evaluation. Returns whether it is the best so far."""
+        self.evaluated_at, self.val_loss = self.iter_num, val_loss
+        if val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_iter = val_loss, self.iter_num
+        return self.best_iter == self.iter_num

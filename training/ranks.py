@@ -2,26 +2,25 @@
 Several processes, one run: torchrun starts them, each with a device of its own, and each runs the
 same loop.
 
-Decisions and log figures are agreed on through the hosts (gloo, a few bytes). Gradients are
-averaged by torch's DistributedDataParallel on the devices. A process on its own needs none of
-this: everything here then returns its argument.
+Rank 0 decides for all: it reads the command line, looks at the clock and writes the files. What the
+ranks tell each other goes through the hosts (gloo, a few bytes). Gradients are averaged by torch's
+DistributedDataParallel on the devices. A process on its own needs none of this: everything here
+then returns its argument.
 """
 
-import contextlib
+import math
 import os
 import signal
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.console import RunError, UserError, complain
 from configurator import Config
@@ -30,34 +29,6 @@ from configurator import Config
 TIMEOUT = timedelta(minutes=10)
 # Of one piece of a stream. Rank 0 asks a silent hub again for longer than TIMEOUT.
 STREAM_TIMEOUT = timedelta(hours=1)
-
-
-def meet(rank: int, world_size: int) -> dist.Store:
-    """
-    A store that holds only what this life of the job writes.
-
-    torchrun keeps one store through its restarts. It still holds the addresses of dead processes,
-    which gloo would wait for, and torchrun's restart count differs between machines. So:
-    1. rank 0 makes up a name for this life;
-    2. each other rank asks for it under a key of its own;
-    3. rank 0 answers whoever asks, until all have signed in under that name.
-    """
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    me = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"asked by {rank}", me)
-        life = store.get(f"answer to {me}").decode()
-        store.set(f"{rank} in {life}", "")
-        return dist.PrefixStore(life, store)
-    missing = list(range(1, world_size))
-    while missing:
-        for other in missing:
-            # The question may be left over from a dead process. Answering it does no harm.
-            if store.check([f"asked by {other}"]):
-                store.set(f"answer to {store.get(f'asked by {other}').decode()}", me)
-        time.sleep(0.01)
-        missing = [other for other in missing if not store.check([f"{other} in {me}"])]
-    return dist.PrefixStore(me, store)
 
 
 class Ranks:
@@ -77,14 +48,17 @@ class Ranks:
             sys.stdout = open(os.devnull, "w")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        store = meet(self.rank, self.world_size)
+        # torchrun keeps one store through its restarts, with the addresses of dead processes in it.
+        # Under a name for each restart they are not found.
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
         )
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that logs and saves."""
+        """Whether this is the process that decides, logs and saves."""
         return self.rank == 0
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -102,67 +76,36 @@ class Ranks:
         sum(p.sum() * 0 for p in ddp_model.parameters()).backward()
         return ddp_model
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """
-        Around what all ranks must do at once. Raises RunError where another rank has gone, or has
-        not come within TIMEOUT.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
-                raise
-            reason = str(error).partition("\n")[0]
-            mend = "look at that one's last lines, or at the network between the machines"
-            raise RunError(f"rank {self.rank} lost another rank ({reason}): {mend}") from None
-
-    def reduce(self, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
+    def reduce(self, *values: float, op=dist.ReduceOp.SUM) -> list[float]:
         """Each value's sum (or op) over all ranks, in float64."""
         if self.world_size == 1:
-            return values
+            return [*values]
         tensor = torch.tensor(values, dtype=torch.float64)
-        with self.together():
-            dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor, op)
         return tensor.tolist()
 
-    def max(self, values: list[float]) -> list[float]:
-        return self.reduce(values, dist.ReduceOp.MAX)
-
-    def any(self, value: bool) -> bool:
-        """Whether it is true on any rank."""
-        return bool(self.max([value])[0])
+    def max(self, *values: float) -> list[float]:
+        """Each value's maximum over all ranks."""
+        return self.reduce(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, function: Callable[..., Any], *args, group=None) -> Any:
         """
-        What function(*args) returns on rank 0, or the UserError it raises there, on every rank.
+        What function(*args) returns on rank 0, on every rank. Where it raises a UserError or an
+        OSError there, or ends after --help, every rank ends; rank 0 alone says why.
         """
         box = [None]
         if self.is_main:
             try:
                 box = [function(*args)]
-            except UserError as error:
-                box, error.on_all_ranks = [error], True
+            except (UserError, OSError, SystemExit) as error:
+                box = [error]
         if self.world_size > 1:
-            with self.together():
-                box = [self.hand_out(box[0], group)]
-        if isinstance(box[0], UserError):
+            dist.broadcast_object_list(box, group=group)
+        if isinstance(box[0], SystemExit) or (isinstance(box[0], Exception) and self.is_main):
             raise box[0]
+        if isinstance(box[0], Exception):
+            raise RunError() if isinstance(box[0], RunError) else UserError()
         return box[0]
-
-    def hand_out(self, value: Any, group=None) -> Any:
-        """
-        Rank 0's value. Its tensors are sent one by one: pickling them all would need three
-        times their memory.
-        """
-        box = [tree_map_only(Tensor, lambda tensor: tensor.to("meta"), value)]
-        dist.broadcast_object_list(box, group=group)
-        if not self.is_main:
-            value = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), box[0])
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                dist.broadcast(leaf.contiguous(), 0, group)
-        return value
 
     def make_stream_from_main(self) -> Callable[..., Any]:
         """
@@ -178,41 +121,38 @@ class Ranks:
         """Every rank's value, in order, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            with self.together():
-                dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value)
         return values
 
-    # -------------------------------------------------------------------------
-    # Checks before the first iteration
+    def fail(self, line: str) -> NoReturn:
+        """Raises RunError. All ranks call this together, and rank 0 alone says why."""
+        raise RunError(*[line] * self.is_main)
 
-    def raise_together(self, problems: list[str]) -> None:
-        """
-        Raise a UserError on every rank where any has problems. Rank 0 speaks for all that have
-        the same problems as it has.
-        """
-        everywhere = self.gather(list(dict.fromkeys(problems)))
-        if not any(everywhere):
-            return
-        mine = everywhere[self.rank]
-        said = mine or ["another rank cannot start; its own lines say why"]
-        raise UserError(*said, on_all_ranks=mine in ([], everywhere[0]))
+    def check_same(self, name: str, value: Any, mend: str) -> None:
+        """Raises UserError on every rank where one has another value than the first; says which."""
+        everywhere = self.gather(value)
+        for rank, theirs in enumerate(everywhere):
+            if theirs != everywhere[0]:
+                line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {mend}"
+                raise UserError(*[line] * self.is_main)
 
-    def check_same(self, **values: Any) -> None:
-        """Raises UserError on every rank where one has other values than the first; names them."""
-        everywhere = self.gather(values)
-        for rank, others in enumerate(everywhere):
-            if different := [name for name in values if others[name] != everywhere[0][name]]:
-                problem = f"rank {rank} has another {', '.join(different)} than rank 0"
-                raise UserError(f"{problem}; start all processes with the same", on_all_ranks=True)
 
-    def check_config(self, config: Config) -> list[str]:
-        """Whether the ranks can share out the GPUs and the micro-batches of an iteration."""
-        problems = check_shares(config, self.world_size)
-        if torch.cuda.is_available() and config.device != "cpu":
-            here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-            if here > gpus:
-                problems.append(f"nproc_per_node: {here} processes, but {gpus} GPUs here")
-        return problems
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of all ranks' tensors, on the device. Nobody waits for it."""
+    if not dist.is_initialized():
+        return value
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def lost_rank(error: BaseException) -> str:
+    """The error line where a process waits in vain for another one; empty for other errors."""
+    lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    if not (isinstance(error, RuntimeError) and lost):
+        return ""
+    mend = "look at that one's last lines, or at the network between the machines"
+    reason = str(error).partition("\n")[0]
+    return f"rank {os.environ.get('RANK', 0)} lost another rank ({reason}): {mend}"
 
 
 def check_shares(config: Config, n: int) -> list[str]:
@@ -227,22 +167,30 @@ def check_shares(config: Config, n: int) -> list[str]:
     return [f"gradient_accumulation_steps: {shared}; {mend}"] if accum % n else []
 
 
+def check_gpus(config: Config) -> list[str]:
+    """Whether each process of this machine has a GPU of its own."""
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if torch.cuda.is_available() and config.device != "cpu" and here > gpus:
+        return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]
+    return []
+
+
 # -----------------------------------------------------------------------------
 # Signals
-
-
-class Interrupted(Exception):
-    """The signal in `args` arrived. Raised where the run can stop without losing anything."""
 
 
 class Signals:
     """
     SIGINT, SIGTERM, and the warnings of SLURM, of a CPU limit and of a terminal that closes ask the
-    run to save and stop, all ranks together. A second SIGINT or SIGTERM ends the process at once.
+    run to save and stop, all ranks together: the loop looks between two iterations, and at each
+    batch of an evaluation. A second SIGINT or SIGTERM ends the process at once.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.received = ranks, 0
+    def __init__(self, ranks: Ranks, log) -> None:
+        """`log`: the RunLog, which knows how long an iteration takes and what is saved."""
+        self.ranks, self.log, self.received = ranks, log, 0
+        self.loop_is_over = False  # the run stops anyway
+        self.name: str | None = None  # of the signal that all ranks have agreed on
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has the first two
             # nohup ignores SIGHUP, which a terminal sends when it closes
@@ -250,35 +198,42 @@ class Signals:
                 signal.signal(number, self.handle)
 
     def handle(self, number: int, frame) -> None:
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        stops = number in (signal.SIGINT, signal.SIGTERM)
+        if not stops:
             # the kernel sends SIGXCPU each second, while Python shuts down too
             signal.signal(number, signal.SIG_IGN)
-        if self.received:
-            # SLURM, systemd and torchrun between them send one stop twice
-            if number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() - self.since > 0.5:
-                os._exit(128 + number)
-            return
-        self.received, self.since = number, time.monotonic()
-        if self.ranks.is_main:
-            then = "a checkpoint is saved first; again to stop now"
-            complain(f"stopping after this micro-batch; {then}")
+        if not self.received:
+            self.received, self.since = number, time.monotonic()
+            if self.ranks.is_main and not self.loop_is_over:
+                back = "back to the start: nothing is saved yet"
+                if self.log.saved_iter is not None:
+                    back = f"back to iteration {self.log.saved_iter:,}"
+                soon = f", about {math.ceil(self.log.pace)} s" if self.log.pace else ""
+                complain(f"stopping after this iteration{soon}; again: at once, {back}")
+        # SLURM, systemd and torchrun between them send one stop twice
+        elif stops and time.monotonic() - self.since > 0.5:
+            os._exit(128 + number)
 
-    def check(self, ready: bool = True) -> bool:
+    def look(self, *values: float) -> list[float]:
         """
-        Raises Interrupted on all ranks where one got a signal. Otherwise returns whether all ranks
-        are `ready`. All ranks take part.
+        All ranks look together. `name` is set where a signal has come to any of them. Returns each
+        value's maximum over all ranks.
         """
-        number, waiting = self.ranks.max([self.received, not ready])
-        if number:
-            raise Interrupted(signal.Signals(int(number)))
-        return not waiting
+        number, *values = self.ranks.max(self.received, *values)
+        if number and not self.name:
+            self.name = signal.Signals(int(number)).name
+            if self.ranks.is_main and not self.received:
+                complain(f"another process got {self.name}: stopping, with a checkpoint")
+        return values
+
+    def came(self) -> bool:
+        """Whether a signal has come to any rank. All ranks take part."""
+        self.look()
+        return self.name is not None
 
     def wait(self, seconds: int) -> bool:
-        """
-        Wait so long, or until a signal comes to any rank. Returns whether one has come. All ranks
-        take part.
-        """
-        while not (came := self.ranks.any(self.received)) and seconds > 0:
+        """Wait so long, or until a signal comes. Whether one has. All ranks take part."""
+        while not self.came() and seconds > 0:
             time.sleep(1)
             seconds -= 1
-        return came
+        return self.name is not None

@@ -1,143 +1,115 @@
 """
 What a run says: lines on the console, records in out_dir/metrics.jsonl, and where the time went.
 
-Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings go to stderr. Every
-second of the run is booked in the Ledger under one category, so evaluation, checkpoints and
-compilation never enter an iteration's time.
+Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings go to stderr. The
+time is cut into laps: each second since the run began belongs to exactly one category, so
+evaluation, checkpoints and compilation never enter an iteration's time.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters  # imported here, or the first iteration would import it
 
 from common.console import count, duration, keep_transcript, say, warn
+from common.files import lack_of_space
 from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_flops, count_parameters, describe_flops, warn_of_epochs
-from training.clock import Clock, Ledger, clock_time
+from training.checkpoint import checkpoint_path, claim_folder, unlock_folder
+from training.clock import Clock, clock_time
 from training.hardware import Hardware
+from training.memory import checkpoint_bytes, checkpoint_files
 from training.metrics import drop_records, plain
 from training.progress import Progress
 from training.ranks import Ranks
 from training.tracker import Tracker
 
+CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
+MAX_SKIPS = 20  # updates in a row; float16 may need 16 until it has found its loss scale
 SPIKE = 2.0  # a loss this many times its running mean gets a warning
+TURNED = 1.01  # times the best validation loss: usually more than noise
 CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
-
-# -----------------------------------------------------------------------------
-# The log of one run
-
-
-@dataclass
-class Iteration:
-    """What an iteration leaves behind. Its tensors stay on the device until somebody looks."""
-
-    iter_num: int
-    tokens: int  # trained on before this iteration, as `sequences`
-    sequences: int
-    lr: float
-    losses: Tensor  # (micro-steps,), nats per token
-    grad_norm: Tensor  # before clipping
 
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run, written by rank 0 for all. With eval_only there is
-    only the console. On resume, the records that the run will write again are dropped, so that the
-    file reads as one run.
+    Console and metrics.jsonl of one run, written by rank 0 for all; it takes the run's folder. With
+    eval_only there is only the console. On resume, the records that the run will write again are
+    dropped, so that the file reads as one run.
     """
 
-    def __init__(self, config: Config, hw: Hardware, ranks: Ranks, began: float, resumed: dict):
-        """
-        `began`: time.perf_counter() when the run began. `resumed`: the checkpoint's state, empty
-        where there is none.
-        """
+    def __init__(self, config: Config, hw: Hardware, ranks: Ranks, clock: Clock, resumed: dict):
+        """`resumed`: the checkpoint's state, empty where there is none."""
+        self.config, self.hw, self.ranks, self.clock = config, hw, ranks, clock
         self.draw_run: Callable[[], None] = lambda: None  # draws out_dir/loss.png
-        self.config, self.hw, self.ranks, self.file = config, hw, ranks, None
-        self.unwritten = b""  # records that a full disk has refused
-        self.began, self.ledger = began, Ledger(began)
-        threading.Thread(target=self.ledger.keep_looking, daemon=True).start()
-        progress = Progress(**resumed.get("progress", {}))
-        for category, seconds in resumed.get("ledger", {}).items():
-            self.ledger.seconds[category] += seconds
-        self.clock = Clock(config, self.ledger, resumed.get("clock", {}), ranks.from_main)
-        # the evaluation at the resumed iteration stands; what comes after it is written again
-        purge_from = progress.iter_num + 1 if resumed else 0
-        self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
-        self.timed = 0  # iterations since the last line, without those compiled in
-        self.logged = dict(self.ledger.seconds)  # as of the last line
-        self.mean_loss: float | None = None  # a running mean over the lines
-        self.said_turn = False
         self.drawn_at = 0.0
-        self.processor_seconds = 0.0  # of all threads, in the iterations since the last line
-        self.said_threads = False
-        out_dir = Path(config.out_dir)
+        self.file = None
+        self.unwritten = b""  # records that a full disk has refused
+        # Seconds of all starts, and the moment up to which they are booked
+        self.seconds, self.lapped_at = dict.fromkeys(CATEGORIES, 0.0), clock.began
+        for category, seconds in resumed.get("ledger", {}).items():
+            # older versions had more of them, mostly the wait for data
+            self.seconds[category if category in CATEGORIES else "steps"] += seconds
+        self.processor, self.processor_at = 0.0, time.process_time()  # of all threads, in steps
+        progress = resumed.get("progress", {})
+        self.first_iter = progress.get("iter_num", 0)
+        self.saved_iter: int | None = self.first_iter if resumed else None
+        self.has_saved = False  # this start
+        self.pace = 0.0  # seconds of an iteration, as of the last line
+        self.first_steps = self.seconds["steps"]
+        # As of the last line: iterations, tokens, and seconds of steps, processor and waiting
+        self.logged = (self.first_iter, progress.get("tokens", 0), self.first_steps, 0.0, 0.0)
+        # Updates skipped since the last line, and in a row; counted on the device
+        self.skipped = torch.zeros((), device=hw.device)
+        self.skipped_in_a_row = torch.zeros((), device=hw.device)
+        self.mean_loss: float | None = None  # a running mean over the lines
+        self.said: set[str] = set()  # what is said only once
+        # the evaluation at the resumed iteration stands; what comes after it is written again
+        purge_from = self.first_iter + 1 if resumed else 0
+        self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
+        out_dir, self.owner = Path(config.out_dir), ""
+        if not config.eval_only:
+            self.owner = ranks.from_main(claim_folder, out_dir, not resumed)
         if ranks.is_main and not config.eval_only:
-            metrics, log = out_dir / "metrics.jsonl", out_dir / "log.txt"
             if resumed:
-                drop_records(metrics, progress.iter_num, progress.evaluated_at)
-            self.file = open(metrics, "ab", buffering=0)
-            keep_transcript(open(log, "a", encoding="utf-8", errors="replace"))
+                drop_records(out_dir / "metrics.jsonl", self.first_iter, progress["evaluated_at"])
+            self.file = open(out_dir / "metrics.jsonl", "ab", buffering=0)
+            keep_transcript(open(out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
 
-    # -------------------------------------------------------------------------
-    # Booking time
+    def lap(self, category: str) -> float:
+        """
+        Book the time since the last lap, once the device has finished what it was given. Returns
+        these seconds.
+        """
+        self.hw.synchronize()
+        now, processor = time.perf_counter(), time.process_time()
+        seconds = now - self.lapped_at
+        self.seconds[category] += seconds
+        if category == "steps":
+            self.processor += processor - self.processor_at
+        self.lapped_at, self.processor_at = now, processor
+        return seconds
 
-    @contextlib.contextmanager
-    def book(self, category: str) -> Iterator[None]:
-        """Book what happens inside. The iterations the device is still busy with end before it."""
-        self.wait_for_device()
-        before = self.ledger.seconds[category]
-        with self.ledger.book(category):
-            yield
-        price, prices = self.ledger.seconds[category] - before, self.clock.prices
-        # one that hangs must not pass for all to come
-        prices[category] = min(price, 2 * prices.get(category, price))
+    def newest_checkpoint(self) -> Path | None:
+        """The newest one that is known to be whole: saved by this start, or resumed from."""
+        known = self.saved_iter is not None
+        return checkpoint_path(self.config.out_dir, self.saved_iter) if known else None
 
-    def wait_for_device(self) -> None:
-        """Book the wait as steps: the device is still busy with iterations."""
-        with self.ledger.book("steps"):
-            self.hw.synchronize()
-
-    @contextlib.contextmanager
-    def iteration(self, iter_num: int) -> Iterator[None]:
-        """Book one iteration as steps, or, if torch.compile ran again in it, as compile."""
-        graphs, booked = counters["stats"]["unique_graphs"], self.ledger.seconds
-        booked_before, processor_before = booked["steps"], time.process_time()
-        with self.ledger.book("steps"):
-            yield
-        self.processor_seconds += time.process_time() - processor_before
-        if counters["stats"]["unique_graphs"] == graphs:
-            self.timed += 1
-            return
-        self.wait_for_device()
-        seconds = booked["steps"] - booked_before
-        booked["steps"] -= seconds
-        booked["compile"] += seconds
-        self.warn(iter_num, f"compiled again, {seconds:.1f}s booked as compile")
-
-    def minutes(self) -> float:
-        """Since the run began, this start alone."""
-        return (self.ledger.clock() - self.began) / 60
-
-    def seconds_left(self) -> float:
-        """Until hours, until or max_minutes end this start; infinite without them."""
-        c = self.config
-        left = self.clock.left() if c.by_clock else math.inf
-        return min(left, 60 * (c.max_minutes - self.minutes())) if c.max_minutes else left
+    def way_back(self) -> str:
+        """Where a run that ends now can be resumed from, for messages."""
+        if self.saved_iter is None:
+            return "the run has no checkpoint, and starts from scratch"
+        return f"--init_from=resume continues from {self.newest_checkpoint()}"
 
     # -------------------------------------------------------------------------
     # Lines and records
@@ -157,7 +129,7 @@ class RunLog:
                     warn(f"metrics.jsonl: {error.strerror}; its records wait in memory for room")
         self.tracker.log(record)
 
-    def start(self, data: Dataset, model: GPTConfig, progress: Progress) -> None:
+    def start(self, data: Dataset, model: GPTConfig) -> None:
         """The first lines: what is trained, on what, with what, and for how long."""
         c, hw = self.config, self.hw
         parameters = count_parameters(model)
@@ -177,7 +149,7 @@ class RunLog:
         iterations, total = f"{c.max_iters:,} iterations", c.iter_tokens * c.max_iters
         if c.by_clock and not c.eval_only:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"
-            end = f"in {c.out_dir}; stops by about {clock_time(self.seconds_left())}"
+            end = f"in {c.out_dir}; stops by about {clock_time(self.clock.left())}"
             if c.warmup_iters:
                 end += f"; warm-up: {c.warmup_iters:,} iterations, a tenth of the time at most"
             say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
@@ -188,15 +160,16 @@ class RunLog:
             if c.max_iters < NEVER:
                 warn_of_epochs(c, total, self.train_tokens)
             for key in ("warmup_iters", "lr_decay_iters"):
-                if getattr(c, key) > c.max_iters and c.lr_schedule != "constant":
+                if c.max_iters < getattr(c, key) < NEVER and c.lr_schedule != "constant":
                     warn(f"{key}: {getattr(c, key):,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
                 warn("torch sees no GPU here, so this trains on the CPU, very slowly")
+            self.warn_of_space(model)
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.record(
             "start",
-            iter=progress.iter_num,
+            iter=self.first_iter,
             config=config_values(c),
             parameters=parameters,
             device=hw.name,
@@ -210,51 +183,73 @@ class RunLog:
             torch=torch.__version__,
         )
 
-    def line(self, last: Iteration) -> None:
+    def warn_of_space(self, model: GPTConfig) -> None:
+        """Warn where the disk cannot hold all checkpoints of the run."""
+        out_dir, files = Path(self.config.out_dir), checkpoint_files(self.config)
+        size = checkpoint_bytes(self.config, model)
+        # best.pt is mostly a link to one of them
+        there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
+        if lacks := lack_of_space(out_dir, files * size - sum(there.values())):
+            warn(
+                f"{lacks}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/fault_tolerance.md)"
+            )
+
+    def note(
+        self, p: Progress, lr: float, loss_sum: Tensor, targets: Tensor, grad_norm: Tensor
+    ) -> None:
         """
-        One line and record for the iterations since the line before, `last` the last of them. Only
-        here do their numbers leave the device.
+        After the update of iteration p.iter_num: what train_step has returned. It stays on the
+        device until the next line.
         """
-        self.wait_for_device()
-        seconds, ranks = self.ledger.seconds, self.ranks
-        # all were compiled in: there is no time to tell, and the next line counts them too
-        if not ranks.any(self.timed > 0):
-            return
-        waited = seconds["data wait"] - self.logged["data wait"]
-        elapsed = seconds["steps"] - self.logged["steps"] + waited
-        (loss_sum,) = ranks.reduce([last.losses.mean().item()])
+        self.last = dict(iter=p.iter_num, tokens=p.tokens, lr=lr)
+        self.loss_sum, self.targets, self.grad_norm = loss_sum, targets, grad_norm
+        skipped = ~grad_norm.isfinite()
+        self.skipped += skipped
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skipped
+
+    def line(self, p: Progress, waited: float) -> None:
+        """
+        One line and record for the iterations since the line before, which end at `p`. Only here do
+        their numbers leave the device. `waited`: seconds that this start has waited for data.
+        Raises RunError after too many skipped updates in a row.
+        """
+        self.lap("steps")
+        before, ranks = self.logged, self.ranks
+        self.logged = p.iter_num, p.tokens, self.seconds["steps"], self.processor, waited
+        iterations, tokens, elapsed, processor, waited = (
+            now - then for now, then in zip(self.logged, before, strict=True)
+        )
+        if advice := self.hw.too_many_threads(elapsed - waited, processor):
+            self.warn_once("threads", self.last["iter"], advice)
+        loss_sum, targets = ranks.reduce(self.loss_sum.item(), self.targets.item())
         # of the slowest rank
-        elapsed, waited, mem = ranks.max([elapsed, waited, self.hw.peak_memory_gib() or 0.0])
-        timed = self.timed or 1
-        step_seconds = elapsed / timed
-        self.clock.note_iterations(elapsed, timed)
-        tokens_per_sec = self.config.iter_tokens / step_seconds
+        elapsed, waited, mem = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
+        self.clock.note("iteration", elapsed / iterations)
+        self.pace = elapsed / iterations
+        tokens_per_sec = tokens / elapsed
         values = dict(
-            iter=last.iter_num,
-            tokens=last.tokens,
-            loss=loss_sum / ranks.world_size,
-            lr=last.lr,
-            grad_norm=last.grad_norm.item(),
-            step_ms=1000 * step_seconds,
+            iter=self.last["iter"],
+            tokens=self.last["tokens"],
+            loss=loss_sum / targets if targets else math.nan,
+            lr=self.last["lr"],
+            grad_norm=self.grad_norm.item(),
+            step_ms=1000 * elapsed / iterations,
             tokens_per_sec=tokens_per_sec,
             mfu=self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size),
             mem_gib=mem or None,
-            data_wait_ms=1000 * waited / timed,
+            data_wait_ms=1000 * waited / iterations,
         )
         say(self.format_step(values))
         self.record("step", **values)
         if self.mean_loss is None and self.config.max_iters == NEVER and ranks.is_main:
             # the first line of a run by the clock: now its speed is known
-            tokens = last.tokens + tokens_per_sec * self.clock.left()
-            warn_of_epochs(self.config, tokens, self.train_tokens)
-        self.mark_spike(last.iter_num, values["loss"])
-        advice = self.hw.too_many_threads(elapsed - waited, self.processor_seconds)
-        if advice and not self.said_threads:
-            self.warn(last.iter_num, advice)
-            self.said_threads = True
-        self.timed, self.processor_seconds = 0, 0.0
-        self.logged = dict(seconds)
-        self.draw(60)
+            expected = p.tokens + tokens_per_sec * self.clock.left()
+            warn_of_epochs(self.config, expected, self.train_tokens)
+        self.mark_spike(values["iter"], values["loss"])
+        self.mark_skips(values["iter"])
+        if time.monotonic() - self.drawn_at > 60:
+            self.draw()
+            self.lap("evaluation")
 
     def format_step(self, v: dict) -> str:
         """nanoGPT's grammar first, then everything else."""
@@ -271,15 +266,28 @@ class RunLog:
 
     def eta(self, it: int) -> float:
         """
-        Seconds to the end: the iterations left, at their mean over the last minutes, and an
-        evaluation and a checkpoint for each interval left, as long as the last ones. By the clock,
-        what is left.
+        Seconds to the end: the iterations left, at the mean of this start's, and an evaluation and
+        a checkpoint for each interval left, as long as the last ones. By the clock, what is left.
         """
-        c = self.config
-        left = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        pauses = left * sum(self.clock.prices.values())
-        eta = (c.max_iters - it - 1) * self.clock.pace + pauses
-        return max(0.0, min(eta, self.seconds_left()))
+        c, done = self.config, max(1, it + 1 - self.first_iter)
+        pace = (self.seconds["steps"] - self.first_steps) / done
+        intervals = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
+        prices = self.clock.prices
+        pauses = intervals * (prices.get("evaluation", 0.0) + prices.get("checkpoints", 0.0))
+        return max(0.0, min((c.max_iters - it - 1) * pace + pauses, self.clock.left()))
+
+    def mark_skips(self, iter_num: int) -> None:
+        """Say how many updates were skipped since the last line. Raises RunError after too many."""
+        skipped, in_a_row = int(self.skipped), int(self.skipped_in_a_row)
+        self.skipped.zero_()
+        if skipped:
+            why = "a gradient was not finite"
+            if self.hw.dtype == torch.float16:
+                why += "; a few are normal while float16 finds its loss scale"
+            self.warn(iter_num, f"{skipped} updates skipped since the last line: {why}")
+        if in_a_row >= MAX_SKIPS:  # all ranks have the same gradients
+            hint = "try a lower learning_rate or dtype=float32"
+            self.ranks.fail(f"{in_a_row} updates in a row skipped; {hint}")
 
     def mark_spike(self, iter_num: int, loss: float) -> None:
         """
@@ -292,9 +300,9 @@ class RunLog:
         if math.isfinite(loss):
             self.mean_loss = 0.9 * mean + 0.1 * loss
 
-    def evaluation(self, iter_num: int, train_loss: float, val_loss: float) -> None:
-        """Inside book("evaluation")."""
-        seconds = self.ledger.clock() - self.ledger.since
+    def evaluation(self, p: Progress, train_loss: float) -> None:
+        """After an evaluation, before its lap. Its validation loss is in `p`."""
+        seconds, val_loss = time.perf_counter() - self.lapped_at, p.val_loss
         # a float holds no more than exp(709)
         perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
         bits, end = None, ""
@@ -302,63 +310,68 @@ class RunLog:
             bits = val_loss / math.log(2) / self.bytes_per_token
             end = f", {bits:.4f} bits per byte"
         losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
-        say(f"step {iter_num}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
+        say(f"step {p.iter_num}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
-        self.record("eval", iter=iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
-        self.draw(20)
+        self.record("eval", iter=p.iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
+        if TURNED * p.best_val_loss < val_loss < math.inf:
+            best = f"step {p.best_iter} ({p.best_val_loss:.4f})"
+            kept = "best.pt keeps that model" if p.best_iter else "lower learning_rate"
+            line = f"validation has not improved since {best}; {kept}"
+            self.warn_once("turned", p.iter_num, line)
+        if time.monotonic() - self.drawn_at > 20:  # a small run may be evaluated every second
+            self.draw()
 
-    def note_turn(self, progress: Progress) -> None:
-        """Say once that the model learns the training text by heart, and where the best one is."""
-        if progress.overfitted and not self.said_turn:
-            best = f"step {progress.best_iter} ({progress.best_val_loss:.4f})"
-            kept = "best.pt keeps that model" if progress.best_iter else "lower learning_rate"
-            self.warn(progress.iter_num, f"validation has not improved since {best}; {kept}")
-            self.said_turn = True
-
-    def checkpoint(self, iter_num: int, path: Path, size: int, seconds: float) -> None:
+    def checkpoint(self, iter_num: int, path: Path, size: int) -> None:
+        """After a save, before its lap."""
+        seconds = time.perf_counter() - self.lapped_at
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {iter_num}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=iter_num, path=str(path), bytes=size, seconds=seconds)
+        self.saved_iter, self.has_saved = iter_num, True
 
     def sample(self, iter_num: int, text: str) -> None:
         say(f"sample {iter_num}:", *text.split("\n"), "")
         self.record("sample", iter=iter_num, text=text)
 
-    def draw(self, seconds: float) -> None:
-        """
-        Draw loss.png again where it is older than so many seconds: drawing takes about half a
-        second, and a small run may be evaluated every second.
-        """
-        if not self.file or time.monotonic() - self.drawn_at < seconds:
-            return
-        with self.ledger.book("evaluation"):
+    def draw(self) -> None:
+        """Draw loss.png, which takes about half a second."""
+        if self.file:
             self.draw_run()
-        self.drawn_at = time.monotonic()
+            self.drawn_at = time.monotonic()
 
     def warn(self, iter_num: int, message: str) -> None:
         if self.ranks.is_main:
             warn(f"iter {iter_num}: {message}")
         self.record("event", iter=iter_num, message=message)
 
-    def end(self, reason: str, progress: Progress) -> None:
+    def warn_once(self, what: str, iter_num: int, message: str) -> None:
+        """As `warn`, but no second time of the same thing."""
+        if what not in self.said:
+            self.said.add(what)
+            self.warn(iter_num, message)
+
+    def end(self, reason: str, p: Progress, waited: float) -> None:
         """The last lines: why the run ended, and where its wall time went."""
-        total, seconds = self.ledger.total(), self.ledger.seconds
-        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s >= 0.05]
+        self.draw()
+        self.lap("evaluation")
+        total, minutes = sum(self.seconds.values()), (time.perf_counter() - self.clock.began) / 60
+        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.seconds.items()]
         spent = ", ".join(shares).replace("evaluation", "evaluation with any sample and picture")
-        say(f"time: {duration(total)} wall (this start {duration(60 * self.minutes())}) = {spent}")
-        iters, tokens = progress.iter_num, progress.tokens
+        say(f"time: {duration(total)} wall (this start {duration(60 * minutes)}) = {spent}")
+        say(f"waited for data: {waited:.1f}s of the steps of this start")
         by_clock = reason in ("hours", "until")
         said = "the schedule is complete" if by_clock else reason
-        say(f"end: {said} after {iters:,} iterations, {count(tokens)} tokens, {date()}")
-        self.record("end", reason=reason, iters=iters, tokens=tokens, ledger=dict(seconds))
-        self.draw(0)
-        complete = iters >= self.config.max_iters or by_clock
+        say(f"end: {said} after {p.iter_num:,} iterations, {count(p.tokens)} tokens, {date()}")
+        ledger = dict(self.seconds)
+        self.record("end", reason=reason, iters=p.iter_num, tokens=p.tokens, ledger=ledger)
+        complete = p.iter_num >= self.config.max_iters or by_clock
         if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to continue: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
         keep_transcript(None)
+        unlock_folder()
 
 
 def date() -> str:

@@ -291,20 +291,16 @@ class Watch:
         self.train_step, self.counters, self.iterations = train.train_step, counters, []
         train.train_step = self
 
-    def __call__(self, model, optimizer, scaler, next_batch, *others):
+    def __call__(self, model, *others):
         import torch
         from torch._dynamo.utils import counters as dynamo
 
         at_batch = []
-
-        def watched_batch():
-            at_batch.append(self.counters.read())
-            return next_batch()
-
+        watched = WatchedModel(model, lambda: at_batch.append(self.counters.read()))
         graphs = dynamo["stats"]["unique_graphs"]
         torch.cuda.reset_peak_memory_stats()
         before = self.counters.read()
-        result = self.train_step(model, optimizer, scaler, watched_batch, *others)
+        result = self.train_step(watched, *others)
         self.iterations.append(
             dict(
                 all=self.counters.read() - before,
@@ -316,6 +312,17 @@ class Watch:
             )
         )
         return result
+
+
+class WatchedModel:
+    """A model whose calls are noted."""
+
+    def __init__(self, model, note):
+        self.model, self.note, self.parameters = model, note, model.parameters
+
+    def __call__(self, x, y):
+        self.note()
+        return self.model(x, y)
 
 
 def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:

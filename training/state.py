@@ -1,0 +1,138 @@
+"""
+What a checkpoint holds, how it is saved, and how a run takes it over.
+"""
+
+import copy
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from common.console import RunError, UserError
+from configurator import Config, config_values, saved_config
+from data.shards import Dataset
+from model import GPTConfig
+from training import checkpoint
+from training.build import build_shapes, optimizer_groups
+from training.hardware import Hardware, get_rng_state, set_rng_state
+from training.pretrained import check_state
+from training.progress import Progress
+from training.runlog import RunLog
+
+
+def checkpoint_state(
+    data: Dataset, model, optimizer, scaler, progress: Progress, log: RunLog
+) -> dict:
+    """Everything that resuming needs, between two iterations. All ranks take part."""
+    return dict(
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        scaler=scaler.state_dict(),
+        rng=log.ranks.gather(get_rng_state(log.hw.device)),
+        progress=asdict(progress),
+        ledger=dict(log.seconds),
+        clock=log.clock.state_dict(),
+        model_config=asdict(model.config),
+        vocab=data.vocab,
+        tokenizer=data.tokenizer,
+        data_fingerprint=data.fingerprint,
+        stream=data.stream and data.stream.position(progress.sequences),
+        config=config_values(log.config),
+        val_loss=progress.val_loss if progress.evaluated_at == progress.iter_num else None,
+    )
+
+
+def write_checkpoint(state: dict, log: RunLog) -> str:
+    """
+    One try to save `state`. Returns what is wrong with the disk; nothing where it worked. The
+    oldest checkpoints go before it is written, so that the disk needs no room for one more; the
+    newest whole one only after. Raises UserError for a state that must not be saved, or could not
+    be resumed.
+    """
+    it, best_iter = state["progress"]["iter_num"], state["progress"]["best_iter"]
+    out_dir, keep = Path(log.config.out_dir), log.config.keep_checkpoints
+    path, whole = checkpoint.checkpoint_path(out_dir, it), log.newest_checkpoint()
+    if not all(weights.isfinite().all() for weights in state["model"].values()):
+        # saved, it would in time push out the good ones
+        problem = f"iter {it}: some weights are not finite and are not saved"
+        raise RunError(f"{problem}; with a lower learning_rate, {log.way_back()}")
+    if not (out_dir / "lock").exists():
+        log.warn(it, f"{out_dir} has gone, with the log in it; making it again")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        checkpoint.prune(out_dir, max(1, keep - 1), whole)
+        size = checkpoint.save(state, path)
+    except OSError as error:
+        return f"checkpoint {it} is not saved: {error.strerror or error}"
+    if not log.has_saved:  # better now than in the morning
+        check_checkpoint(checkpoint.load(path), path)
+    log.checkpoint(it, path, size)
+    try:
+        checkpoint.prune(out_dir, keep, path)
+        if best_iter == it:
+            checkpoint.mark_best(path)
+    except OSError as error:
+        log.warn(it, f"{path} is saved, but best.pt or an older file is unchanged: {error}")
+    return ""
+
+
+def check_checkpoint(state: dict, path: Path) -> None:
+    """
+    Raises UserError where a whole file cannot be resumed: another version of this program, or
+    another program, has made it.
+    """
+    try:
+        check_state(state, path)
+        read_progress(state)
+        check_optimizer(state)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: cannot be resumed by this version ({reason})") from None
+
+
+def read_progress(state: dict) -> Progress:
+    """That of an older version has more in it, which counts no longer."""
+    saved = state["progress"]
+    return Progress(**{f.name: saved[f.name] for f in fields(Progress) if f.name in saved})
+
+
+def check_optimizer(state: dict) -> None:
+    """Raises ValueError unless a checkpoint's optimizer state is one of its model's parameters."""
+    model, config = build_shapes(GPTConfig(**state["model_config"])), saved_config(state["config"])
+    groups = optimizer_groups(model, config)
+    sizes = [len(group["params"]) for group in groups]
+    if sizes != [len(group["params"]) for group in state["optimizer"]["param_groups"]]:
+        raise ValueError("its optimizer groups the parameters differently")
+    parameters = [p for group in groups for p in group["params"]]
+    for number, kept in state["optimizer"]["state"].items():
+        shape = parameters[number].shape
+        for name, tensor in kept.items():
+            # what has a weight's dimensions is kept of each number of it: a fused update would
+            # write past a smaller one
+            found = getattr(tensor, "shape", ())  # of a plain number none
+            if len(found) == len(shape) and found != shape:
+                raise ValueError(f"{name} of its {config.optimizer} is {[*found]}")
+
+
+def restore(
+    start: dict, model, optimizer, scaler, config: Config, hw: Hardware, rank: int
+) -> Progress:
+    """
+    Load the weights. On resume take over the rest of the checkpoint too, except hyperparameters:
+    those are the config's. Returns how far the run is.
+    """
+    if start:
+        model.load_state_dict(start["model"])
+    if "progress" not in start:
+        return Progress()
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(start["optimizer"] | dict(param_groups=groups))
+    for kept in optimizer.state.values():  # on a CPU they would still be the file's pages
+        kept.update(copy.deepcopy(kept))
+    if scaler.is_enabled() and start["scaler"]:
+        scaler.load_state_dict(start["scaler"])
+    if rank < len(start["rng"]):
+        set_rng_state(start["rng"][rank], hw.device)
+    progress = read_progress(start)
+    if saved_config(start["config"]).eval_size != config.eval_size:
+        # on other tokens: the next evaluation is the best so far
+        progress.best_val_loss = float("inf")
+    return progress
