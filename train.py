@@ -237,7 +237,7 @@ def estimate_loss(
         if result is None:
             return None
         total, count = ranks.reduce(*result)
-        means.append(total / count)
+        means.append(total / count if count else math.nan)  # all targets may be masked
     return means
 
 
