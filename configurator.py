@@ -59,7 +59,7 @@ class Config:
     eval_only: bool = key(False, "evaluate once and exit")
     sample_tokens: int = key(0, "length of the sample after each evaluation; 0: none", low=0)
     always_save_checkpoint: bool = key(True, "save at every evaluation, improved or not")
-    checkpoint_interval: int = key(0, "save every this many iterations too; 0: off", low=0)
+    checkpoint_interval: int = key(0, "save this often too, iterations; 0: ten minutes", low=0)
     keep_checkpoints: int = key(2, "newest checkpoints to keep, besides best.pt", low=1)
     log_interval: int = key(1, "iterations between log lines", low=1, group="logging")
     tracker: str = key("none", "also report to", ("none", "wandb", "tensorboard"))

@@ -199,17 +199,17 @@ def memory_figures(config: Config, model: GPTConfig, card: dict, options: Namesp
     return p | dict(usable_gib=usable, fits=fits, batch_size_that_fits=best)
 
 
-def count_pauses(config: Config) -> tuple[int, int]:
+def count_pauses(config: Config, iter_seconds: float) -> tuple[int, int]:
     """(evaluations, checkpoints) of the whole run; each evaluation but the first saves one."""
     n, evals = config.max_iters, config.eval_interval
-    saves = config.checkpoint_interval or evals
+    saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
     saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}
     return math.ceil(n / evals) + 1, len(saved_at)
 
 
 def time_figures(config: Config, p: dict) -> dict:
     """`p` has the pace and the size of a checkpoint."""
-    evaluations, checkpoints = count_pauses(config)
+    evaluations, checkpoints = count_pauses(config, p["iter_seconds"])
     rate = config.iter_tokens / p["iter_seconds"]
     # the forward pass alone, a third of training's work per token, on two splits
     eval_seconds = 2 * config.eval_size / rate / 3
@@ -231,8 +231,7 @@ def with_iterations(config: Config, hours: float, p: dict) -> Config:
     if most < 1:
         raise UserError(f"hours: {hours:.3g} hold no iteration of {p['iter_seconds']:.3g} s")
     evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
-    saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / p["iter_seconds"])
-    config = replace(config, max_iters=most, eval_interval=evals, checkpoint_interval=saves)
+    config = replace(config, max_iters=most, eval_interval=evals)
     # evaluations and checkpoints take their share of the hours
     share = min(1.0, hours / time_figures(config, p)["hours_total"])
     return replace(config, max_iters=max(1, int(most * share)))
