@@ -1,15 +1,15 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-`main` at the end is the story of a run, its loop on one screen. One iteration is train_step():
+`main` at the end is the whole run; its loop fits on one screen. One iteration is train_step():
 gradient_accumulation_steps micro-batches forward and backward, then one update.
-Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it and saved.
+Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it, and saved
+unless it came twice or before the loop.
 """
 
 import contextlib
 import gc
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import RunError, UserError, run_main, say, warn
-from configurator import Config, resolve
+from configurator import Config
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
@@ -35,11 +35,11 @@ from training.build import build_model, build_optimizer, compile_model, loss_chu
 from training.clock import Clock
 from training.hardware import Hardware
 from training.progress import Progress
-from training.ranks import Ranks, Signals, lost_rank, mean_over_ranks
+from training.ranks import Ranks, Signals, mean_over_ranks
 from training.runlog import RunLog
 from training.start import (
     check_folder,
-    configure,
+    explain,
     is_finished,
     load_start,
     open_data,
@@ -49,7 +49,8 @@ from training.start import (
 from training.state import checkpoint_state, restore, write_checkpoint
 
 RETRY_SECONDS = 60  # between two tries of the last save
-COMPLETE = ("eval_only", "max_iters", "hours", "until")  # reasons to end; after others, resume
+# ends that complete a run, after a last evaluation; after any other the same command resumes it
+COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 # -----------------------------------------------------------------------------
 # One iteration
@@ -77,7 +78,7 @@ def train_step(
         with model.no_sync() if defers else contextlib.nullcontext():
             with autocast:
                 loss = model(x, y)
-            # weighted by its targets; with equally many in all, divided by their number
+            # weighted by its targets; where all have equally many: loss / len(micro_batches)
             scaler.scale(loss / (mean_count / counts[micro_step])).backward()
         loss_sum += loss.detach() * counts[micro_step]
     scaler.unscale_(optimizer)
@@ -89,7 +90,7 @@ def train_step(
         grad_norm = torch.nn.utils.get_total_norm(grads)
     if optimizer.defaults.get("fused"):
         if not scaler.is_enabled():
-            # a fused update skips itself on the device where this is 1
+            # where it is 1 a fused optimizer skips the update, without asking the host
             optimizer.found_inf = (~grad_norm.isfinite()).float()
         scaler.step(optimizer)
     elif grad_norm.isfinite():  # waits for the device: other updates cannot skip themselves
@@ -170,7 +171,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable
     say("compiling: this takes about a minute")
     began, random_states = time.perf_counter(), hardware.get_rng_state(hw.device)
     compiled = compile_model(model)
-    # made like real batches, with their strides, or it would all compile again
+    # like real batches, strides too, or the first real one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
     try:
         if not config.eval_only:
@@ -237,7 +238,7 @@ def estimate_loss(
         if result is None:
             return None
         total, count = ranks.reduce(*result)
-        means.append(total / count if count else math.nan)  # all targets may be masked
+        means.append(total / count if count else math.nan)
     return means
 
 
@@ -263,9 +264,9 @@ def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
 
 def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> bool:
     """
-    Rank 0 saves `state`, all ranks take part. Returns whether it is on the disk. Where that fails
-    the run continues, and the next log line tries again. The `last` save is tried each minute until
-    it works, and once more after a signal; then it raises RunError.
+    Rank 0 saves `state`, all ranks take part. Returns whether it is on the disk. A disk that
+    refuses does not stop the run: the next log line tries again. The `last` save is tried each
+    minute until it works, and once more after a signal; then it raises RunError.
     """
     it, ranks = state["progress"]["iter_num"], log.ranks
     while problem := ranks.from_main(write_checkpoint, state, log):
@@ -278,15 +279,6 @@ def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> b
         signals.wait(RETRY_SECONDS)
     log.said.discard("not saved")
     return True
-
-
-def explain(error: Exception, argv: list[str]) -> str:
-    """The error line for memory that ran out and for a rank that has gone; else empty."""
-    if not hardware.is_out_of_memory(error):
-        return lost_rank(error)
-    config, _, _ = configure(argv)
-    resolve(config)
-    return hardware.out_of_memory_line(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 # -----------------------------------------------------------------------------
@@ -304,7 +296,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if is_finished(c, start):
         return 0
     hw = hardware.set_up(c, ranks.local_rank)
-    ranks.check_same("dtype", hw.dtype_name, "give --dtype, as auto is another one there")
+    ranks.check_same("dtype", hw.dtype_name, "give --dtype: auto differs between these machines")
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state
@@ -332,8 +324,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     gc.freeze()  # the collector would look through a million objects of torch's each time
     log.lap("compile")
     accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
-    signals = Signals(ranks, log)  # from here on they only set a flag
-    unsaved = path is None  # something has happened since the last save
+    signals = Signals(ranks, log)  # from here on one asks the loop to save and stop
+    unsaved = path is None  # the disk lacks the present state; a new run has saved nothing yet
     retry = is_logged = False
 
     while True:
@@ -341,7 +333,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # that a rank cannot read, ends the loop for all.
         share, evaluation_due, save_due, over = ranks.from_main(clock.look, p.iter_num)
         reason = reason_to_end(c, p.iter_num, over) or wait_for_data(batches, accum, signals)
-        best = p.best_val_loss, p.best_iter
+        best_on_disk = p.best_val_loss, p.best_iter
 
         # every eval_interval, and when complete: all ranks evaluate, unless a signal comes
         due = reason in COMPLETE or (evaluation_due and not reason)
@@ -358,18 +350,19 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 reason = signals.name or "data"  # the resumed run begins with this evaluation
             clock.note("evaluation", log.lap("evaluation"), done=losses is not None)
 
-        # with an evaluation, every checkpoint_interval or ten minutes, and at the end: rank 0 saves
+        # rank 0 saves: after an evaluation, every checkpoint_interval or else ten minutes, with a
+        # log line after a save that failed, and at the end
         if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
             log.lap("steps")
             state = checkpoint_state(data, raw_model, optimizer, scaler, p, log)
             unsaved = retry = not save_checkpoint(state, log, signals, last=reason is not None)
             if retry:  # best.pt is still the one before
-                p.best_val_loss, p.best_iter = best
+                p.best_val_loss, p.best_iter = best_on_disk
             clock.note("checkpoints", log.lap("checkpoints"), done=not retry)
         if reason:
             break
 
-        # one iteration: all ranks, each with its share of the micro-batches
+        # one iteration: all ranks, each with its own micro-batches
         lr = set_lr(optimizer, p.iter_num, c, share)
         micro_batches = batches.take(accum)
         loss_sum, targets, grad_norm = train_step(

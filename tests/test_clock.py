@@ -236,7 +236,7 @@ def test_a_resumed_run_goes_on_where_it_was(hand):
     run = make_clock(saved, began=hand.now, hours=1.0)
     assert run.used() == HOUR / 2 and run.left() == HOUR / 2
     assert run.look(101)[0] == pytest.approx(first.share)
-    assert run.first_iteration == 45.0 and run.prices == dict(iteration=10.0)
+    assert run.setup_seconds == 45.0 and run.prices == dict(iteration=10.0)
 
 
 def test_an_older_checkpoint_without_a_clocks_state_is_resumed(hand):

@@ -532,7 +532,7 @@ def test_a_full_disk_does_not_cost_the_run(tmp_path, hand, capsys):
     log = make_log(tmp_path)
     log.file = open("/dev/full", "wb", buffering=0)
     evaluate(log, 0, 1.0, 1.0)
-    assert "No space left on device; its records wait in memory" in capsys.readouterr().err
+    assert "No space left on device; keeping its records in memory" in capsys.readouterr().err
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path, hand, capsys, monkeypatch):

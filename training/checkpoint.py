@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # or torch.save would, perhaps from a venv that has gone
+import torch.utils.serialization  # torch.save would import it later, when the venv may be gone
 from torch.utils._pytree import tree_leaves
 
 from common.console import UserError, warn
@@ -75,7 +75,7 @@ def read(path: Path) -> dict:
 
 
 def load(path: Path) -> dict:
-    """As `read`, its checksums compared first. Raises UserError where the file is damaged."""
+    """Compare the file's checksums, then `read` it. Raises UserError where it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
@@ -107,7 +107,7 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 def prune(out_dir: Path, keep: int, newest: Path | None) -> None:
     """
     Delete all checkpoints but the newest `keep`, counted from `newest` down: those above it were
-    found damaged when the run was resumed. None: there is nothing to delete.
+    found damaged when the run was resumed. Where `newest` is not there, none is deleted.
     """
     paths = list_checkpoints(out_dir)
     kept = paths[: paths.index(newest) + 1][-keep:] if newest in paths else paths
@@ -136,7 +136,9 @@ def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path, di
     return None
 
 
-lock: BinaryIO | None = None  # of the folder that this process writes to; open: locked
+# The lock of the folder that this process writes to, held while it is open. Like the system's own
+# lock it belongs to the process.
+lock: BinaryIO | None = None
 
 
 def lock_folder(out_dir: Path) -> None:
@@ -172,7 +174,7 @@ def claim_folder(out_dir: Path, fresh: bool) -> str:
     lock.truncate(0)
     lock.write(owner.encode())
     os.fsync(lock)
-    # they may fill the place of the next checkpoint
+    # temporary files could leave no room for the next checkpoint
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     for name in ("metrics.jsonl", "log.txt", "loss.png") if fresh else ():
         (out_dir / name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """
-When it is time to evaluate, to save and to end; and in a run by the clock (`hours` or `until`) how
-far the schedule is. Needs no torch.
+When to evaluate, to save and to end (`hours`, `until`, `max_minutes`); and how far the schedule of
+a run by the clock is. Needs no torch.
 """
 
 import math
@@ -16,8 +16,8 @@ wall = time.time  # the clock that people look at, and set
 
 class Clock:
     """
-    Counts the seconds that a run has used, in all of its starts. The time between a stop and the
-    next start is not used; with `until` it is lost.
+    Counts the seconds that a run has used, in all of its starts. Time between a stop and the next
+    start does not count towards `hours`; `until` does not wait.
     """
 
     def __init__(self, config: Config, began: float, resumed: dict):
@@ -28,15 +28,16 @@ class Clock:
         self.config, self.began = config, began
         saved, ledger = resumed.get("clock", {}), resumed.get("ledger", {})
         self.used_before = sum(ledger.values())
-        # seconds used when the first iteration could begin; older checkpoints do not say
+        # seconds used before the first iteration; checkpoints of c336bd1 do not say
         before = ledger.get("start-up", 0.0) + ledger.get("compile", 0.0)
-        self.first_iteration = saved.get("first_iteration", before) if resumed else None
+        self.setup_seconds = saved.get("setup_seconds", before) if resumed else None
         self.deadline = None
         if config.until:
             self.deadline = next_time(config.until, wall() - (time.perf_counter() - began))
             if saved.get("until") == config.until:  # a resume that comes too late has no time left
                 self.deadline = min(self.deadline, saved["deadline"])
-        # of the schedule, at the last update and now: 0 at the first update, 1 at the last
+        # fraction of the schedule, at the look before and at this one: 0 at the first update, 1 at
+        # the last
         self.last_share = self.share = saved.get("share", 0.0) if config.by_clock else 0.0
         self.evaluated_share = saved.get("evaluated_share", self.share if resumed else -1.0)
         self.saved_at = self.used()
@@ -47,7 +48,7 @@ class Clock:
         return dict(
             share=self.last_share,
             evaluated_share=self.evaluated_share,
-            first_iteration=self.first_iteration,
+            setup_seconds=self.setup_seconds,
             until=self.config.until,
             deadline=self.deadline,
             prices=self.prices,
@@ -75,8 +76,9 @@ class Clock:
 
     def note(self, name: str, seconds: float, done: bool = True) -> None:
         """
-        What an "evaluation", the "checkpoints" or an "iteration" has taken, and so will take next
-        time. One that hangs is not taken as typical, and one that was not `done` tells nothing.
+        How long an "evaluation", the "checkpoints" or an "iteration" has taken, as the estimate for
+        the next one: at most twice the estimate before, so that one that hangs counts little. One
+        that was not `done` tells nothing.
         """
         if name == "checkpoints":
             self.saved_at = self.used()
@@ -91,16 +93,16 @@ class Clock:
         save are due, and why no iteration follows. Rank 0's clock counts for all.
         """
         c, used, over, has_time = self.config, self.used(), None, True
-        if self.first_iteration is None:
-            self.first_iteration = used
+        if self.setup_seconds is None:
+            self.setup_seconds = used
         self.last_share = self.share
         if c.by_clock:
-            iteration, last = self.prices.get("iteration", 0.0), self.last_seconds()
-            left, past = self.left_of_run(), used - self.first_iteration
+            iteration, last = self.prices.get("iteration", 0.0), self.closing_seconds()
+            left, past = self.left_of_run(), used - self.setup_seconds
             room = left - last - iteration  # until the last update has to begin
             self.share = past / (past + room) if room > iteration else 1.0
             self.share = max(self.share, it / max(1, c.max_iters - 1))  # both bound the run
-            has_time = left > 2 * (last + iteration)
+            has_time = left > 2 * (last + iteration)  # the last ones still fit after it
             if self.last_share >= 1 and room < 0:
                 over = "until" if c.until else "hours"
         if self.left_of_start() <= 0:
@@ -112,7 +114,7 @@ class Clock:
             save_due = it % c.checkpoint_interval == 0
         return self.share, evaluation_due and has_time, save_due and has_time and it > 0, over
 
-    def last_seconds(self) -> float:
+    def closing_seconds(self) -> float:
         """What is set aside for the evaluation and the save after the last update."""
         reserve = RESERVE * (self.used() + max(0.0, self.left_of_run()))
         return sum(self.prices.get(name, reserve) for name in ("evaluation", "checkpoints"))

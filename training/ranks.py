@@ -4,8 +4,8 @@ same loop.
 
 Rank 0 decides for all: it reads the command line, looks at the clock and writes the files. What the
 ranks tell each other goes through the hosts (gloo, a few bytes). Gradients are averaged by torch's
-DistributedDataParallel on the devices. A process on its own needs none of this: everything here
-then returns its argument.
+DistributedDataParallel on the devices. With one process nothing is sent: the same calls work on its
+own values.
 """
 
 import math
@@ -27,7 +27,7 @@ from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
-# Of one piece of a stream. Rank 0 asks a silent hub again for longer than TIMEOUT.
+# Of one wait for a piece of a stream: rank 0 may ask a silent hub again for longer than TIMEOUT.
 STREAM_TIMEOUT = timedelta(hours=1)
 
 
@@ -49,7 +49,7 @@ class Ranks:
         nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         # torchrun keeps one store through its restarts, with the addresses of dead processes in it.
-        # Under a name for each restart they are not found.
+        # A prefix for each restart hides them.
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
@@ -65,13 +65,13 @@ class Ranks:
         """
         The model, its gradients averaged over all ranks where there are several. They are then
         views of the buckets that are averaged, so they take no memory of their own. Zero them in
-        place: setting them to None ends that, at 4 bytes a parameter.
+        place: None would cost 4 bytes a parameter.
         """
         if self.world_size == 1:
             return model
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # DDP arranges its buckets anew after the first backward pass, and three ranks or more then
-        # sum in another order. That pass is one of zeros here, or a resumed run would differ.
+        # DDP rearranges its buckets after the first backward pass, and three ranks or more then sum
+        # in another order. So make that pass here, with zeros: a resumed run makes it too.
         ddp_model.reducer.prepare_for_backward([])
         sum(p.sum() * 0 for p in ddp_model.parameters()).backward()
         return ddp_model
@@ -90,8 +90,8 @@ class Ranks:
 
     def from_main(self, function: Callable[..., Any], *args, group=None) -> Any:
         """
-        What function(*args) returns on rank 0, on every rank. Where it raises a UserError or an
-        OSError there, or ends after --help, every rank ends; rank 0 alone says why.
+        Call function(*args) on rank 0; every rank gets its result. Where it raises UserError,
+        OSError or SystemExit (--help), every rank ends, and rank 0 alone says why.
         """
         box = [None]
         if self.is_main:
@@ -126,7 +126,7 @@ class Ranks:
 
     def fail(self, line: str) -> NoReturn:
         """Raises RunError. All ranks call this together, and rank 0 alone says why."""
-        raise RunError(*[line] * self.is_main)
+        raise RunError(line) if self.is_main else RunError()
 
     def check_same(self, name: str, value: Any, mend: str) -> None:
         """Raises UserError on every rank where one has another value than the first; says which."""
@@ -134,11 +134,11 @@ class Ranks:
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
                 line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {mend}"
-                raise UserError(*[line] * self.is_main)
+                raise UserError(line) if self.is_main else UserError()
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of all ranks' tensors, on the device. Nobody waits for it."""
+    """The mean of all ranks' tensors, on the device. Does not wait for it."""
     if not dist.is_initialized():
         return value
     dist.all_reduce(value)
@@ -156,7 +156,7 @@ def lost_rank(error: BaseException) -> str:
 
 
 def check_shares(config: Config, n: int) -> list[str]:
-    """Whether `n` processes can share out the micro-batches of an iteration."""
+    """The problem, if `n` processes cannot divide an iteration's micro-batches equally."""
     accum = config.gradient_accumulation_steps
     shared = f"{accum} micro-batches cannot be shared out to {n} processes"
     mend, fits = f"a multiple of {n} can", (accum // n + 1) * n
@@ -168,7 +168,7 @@ def check_shares(config: Config, n: int) -> list[str]:
 
 
 def check_gpus(config: Config) -> list[str]:
-    """Whether each process of this machine has a GPU of its own."""
+    """The problem, if this machine has fewer GPUs than processes."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if torch.cuda.is_available() and config.device != "cpu" and here > gpus:
         return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]

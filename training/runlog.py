@@ -43,9 +43,10 @@ CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run, written by rank 0 for all; it takes the run's folder. With
-    eval_only there is only the console. On resume, the records that the run will write again are
-    dropped, so that the file reads as one run.
+    Console and metrics.jsonl of one run, written by rank 0 for all; but all ranks call lap(),
+    line() and end(). Locks the run's folder, and deletes leftovers in it. With eval_only there is
+    only the console. On resume, the records that the run will write again are dropped, so that the
+    file reads as one run.
     """
 
     def __init__(self, config: Config, hw: Hardware, ranks: Ranks, clock: Clock, resumed: dict):
@@ -58,7 +59,7 @@ class RunLog:
         # Seconds of all starts, and the moment up to which they are booked
         self.seconds, self.lapped_at = dict.fromkeys(CATEGORIES, 0.0), clock.began
         for category, seconds in resumed.get("ledger", {}).items():
-            # older versions had more of them, mostly the wait for data
+            # c336bd1 had more of them, mostly the wait for data
             self.seconds[category if category in CATEGORIES else "steps"] += seconds
         self.processor, self.processor_at = 0.0, time.process_time()  # of all threads, in steps
         progress = resumed.get("progress", {})
@@ -126,7 +127,8 @@ class RunLog:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
             except OSError as error:  # a full disk: the run is worth more than its records
                 if not waiting:
-                    warn(f"metrics.jsonl: {error.strerror}; its records wait in memory for room")
+                    rest = "keeping its records in memory until there is room"
+                    warn(f"metrics.jsonl: {error.strerror}; {rest}")
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig) -> None:
@@ -222,7 +224,7 @@ class RunLog:
         if advice := self.hw.too_many_threads(elapsed - waited, processor):
             self.warn_once("threads", self.last["iter"], advice)
         loss_sum, targets = ranks.reduce(self.loss_sum.item(), self.targets.item())
-        # of the slowest rank
+        # the largest of any rank, each on its own
         elapsed, waited, mem = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
         self.clock.note("iteration", elapsed / iterations)
         self.pace = elapsed / iterations
@@ -245,8 +247,8 @@ class RunLog:
             # the first line of a run by the clock: now its speed is known
             expected = p.tokens + tokens_per_sec * self.clock.left()
             warn_of_epochs(self.config, expected, self.train_tokens)
-        self.mark_spike(values["iter"], values["loss"])
-        self.mark_skips(values["iter"])
+        self.warn_of_spike(values["iter"], values["loss"])
+        self.warn_of_skips(values["iter"])
         if time.monotonic() - self.drawn_at > 60:
             self.draw()
             self.lap("evaluation")
@@ -266,8 +268,8 @@ class RunLog:
 
     def eta(self, it: int) -> float:
         """
-        Seconds to the end: the iterations left, at the mean of this start's, and an evaluation and
-        a checkpoint for each interval left, as long as the last ones. By the clock, what is left.
+        Seconds to the end: the iterations left at this start's mean, and an evaluation and a save
+        for each interval left; never more than the clock allows.
         """
         c, done = self.config, max(1, it + 1 - self.first_iter)
         pace = (self.seconds["steps"] - self.first_steps) / done
@@ -276,7 +278,7 @@ class RunLog:
         pauses = intervals * (prices.get("evaluation", 0.0) + prices.get("checkpoints", 0.0))
         return max(0.0, min((c.max_iters - it - 1) * pace + pauses, self.clock.left()))
 
-    def mark_skips(self, iter_num: int) -> None:
+    def warn_of_skips(self, iter_num: int) -> None:
         """Say how many updates were skipped since the last line. Raises RunError after too many."""
         skipped, in_a_row = int(self.skipped), int(self.skipped_in_a_row)
         self.skipped.zero_()
@@ -289,7 +291,7 @@ class RunLog:
             hint = "try a lower learning_rate or dtype=float32"
             self.ranks.fail(f"{in_a_row} updates in a row skipped; {hint}")
 
-    def mark_spike(self, iter_num: int, loss: float) -> None:
+    def warn_of_spike(self, iter_num: int, loss: float) -> None:
         """
         Warn of a loss far above the running mean of the lines before. A loss that is not finite
         does not enter the mean.

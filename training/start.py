@@ -6,6 +6,7 @@ and on which data.
 them, or empty from scratch. Only a checkpoint that is resumed has "progress" in it.
 """
 
+import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -25,9 +26,9 @@ from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_deman
 from model import HOW_COMPUTED, GPTConfig
 from training import checkpoint
 from training.checkpoint import find_newest, holds_run, in_the_way, list_checkpoints
-from training.hardware import check_device
+from training.hardware import check_device, is_out_of_memory, out_of_memory_line
 from training.pretrained import load_pretrained
-from training.ranks import Ranks, check_gpus, check_shares
+from training.ranks import Ranks, check_gpus, check_shares, lost_rank
 from training.runlog import RunLog
 from training.state import check_checkpoint
 
@@ -71,6 +72,15 @@ def configure(argv: list[str]) -> tuple[Config, Path | None, list[str]]:
     except UserError as error:
         problems = error.problems
     return config, path, problems
+
+
+def explain(error: Exception, argv: list[str]) -> str:
+    """The error line for memory that ran out and for a rank that has gone; else empty."""
+    if not is_out_of_memory(error):
+        return lost_rank(error)
+    config, _, _ = configure(argv)
+    resolve(config)
+    return out_of_memory_line(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -127,7 +137,9 @@ def adopt(config: Config, start: dict) -> tuple[Config, list[str]]:
         saved, names, source = start["config"], FIXED_ON_RESUME, config.out_dir
         kept = [n for n in ("dataset", "tokenizer") if n in saved and n not in config.given]
         config = replace(config, **{name: saved[name] for name in kept})
-    elif saved["vocab_size"] % config.pad_vocab_multiple:  # rows are never added to weights
+    elif (
+        saved["vocab_size"] % config.pad_vocab_multiple
+    ):  # loaded weights keep their rows: no padding
         saved, names = saved | dict(pad_vocab_multiple=1), [*names, "pad_vocab_multiple"]
     # an older checkpoint lacks what came later
     values = {name: saved.get(name, getattr(Config, name)) for name in names}
@@ -160,7 +172,7 @@ def check_folder(config: Config, path: Path | None, best_iter: int, log: RunLog)
 
 
 # -----------------------------------------------------------------------------
-# What a resume says
+# Messages of the start
 
 
 def is_finished(config: Config, start: dict) -> bool:
@@ -181,8 +193,8 @@ def is_finished(config: Config, start: dict) -> bool:
 
 def changed_keys(config: Config, start: dict) -> dict:
     """
-    The checkpoint's values of the keys whose values are others now. It has the defaults of those
-    that came later.
+    The keys whose value has changed since the checkpoint, with the checkpoint's value. Keys that it
+    lacks count as defaults.
     """
     values, saved = config_values(config), config_values(Config()) | start["config"]
     return {n: saved[n] for n in values if saved[n] != values[n] and n not in INITIAL}
@@ -267,5 +279,6 @@ def check_data(config: Config, start: dict, data: Dataset) -> None:
         other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
         raise UserError(f"dataset: {other}; restore it, or start a new run in another --out_dir")
     if start["vocab"] < data.vocab:
-        known = f"that of init_from={config.init_from} only {start['vocab']}"
-        raise UserError(f"dataset: its vocabulary is {data.vocab}, {known}; choose another")
+        known = f"the weights of init_from={config.init_from} only {start['vocab']}"
+        mend = "give a dataset made with their tokenizer"
+        raise UserError(f"dataset: it has {data.vocab} token ids, {known}; {mend}")

@@ -42,16 +42,15 @@ def checkpoint_state(
 
 def write_checkpoint(state: dict, log: RunLog) -> str:
     """
-    One try to save `state`. Returns what is wrong with the disk; nothing where it worked. The
-    oldest checkpoints go before it is written, so that the disk needs no room for one more; the
-    newest whole one only after. Raises UserError for a state that must not be saved, or could not
-    be resumed.
+    Try once to save `state`. Returns the error line of a disk that refuses, else "". To make room,
+    older checkpoints are deleted before the write, the newest whole one only after it. Raises
+    UserError for a state that must not be saved, or could not be resumed.
     """
     it, best_iter = state["progress"]["iter_num"], state["progress"]["best_iter"]
     out_dir, keep = Path(log.config.out_dir), log.config.keep_checkpoints
     path, whole = checkpoint.checkpoint_path(out_dir, it), log.newest_checkpoint()
     if not all(weights.isfinite().all() for weights in state["model"].values()):
-        # saved, it would in time push out the good ones
+        # once saved, they would in time replace the good checkpoints
         problem = f"iter {it}: some weights are not finite and are not saved"
         raise RunError(f"{problem}; with a lower learning_rate, {log.way_back()}")
     if not (out_dir / "lock").exists():
@@ -62,7 +61,7 @@ def write_checkpoint(state: dict, log: RunLog) -> str:
         size = checkpoint.save(state, path)
     except OSError as error:
         return f"checkpoint {it} is not saved: {error.strerror or error}"
-    if not log.has_saved:  # better now than in the morning
+    if not log.has_saved:  # check the first file now, not when somebody needs it
         check_checkpoint(checkpoint.load(path), path)
     log.checkpoint(it, path, size)
     try:
@@ -89,7 +88,7 @@ def check_checkpoint(state: dict, path: Path) -> None:
 
 
 def read_progress(state: dict) -> Progress:
-    """That of an older version has more in it, which counts no longer."""
+    """The saved progress, without c336bd1's fields that are no longer used."""
     saved = state["progress"]
     return Progress(**{f.name: saved[f.name] for f in fields(Progress) if f.name in saved})
 
@@ -105,9 +104,9 @@ def check_optimizer(state: dict) -> None:
     for number, kept in state["optimizer"]["state"].items():
         shape = parameters[number].shape
         for name, tensor in kept.items():
-            # what has a weight's dimensions is kept of each number of it: a fused update would
+            # what has as many dimensions as a parameter must have its shape: a fused update would
             # write past a smaller one
-            found = getattr(tensor, "shape", ())  # of a plain number none
+            found = getattr(tensor, "shape", ())  # a plain number has none
             if len(found) == len(shape) and found != shape:
                 raise ValueError(f"{name} of its {config.optimizer} is {[*found]}")
 
@@ -125,7 +124,7 @@ def restore(
         return Progress()
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(start["optimizer"] | dict(param_groups=groups))
-    for kept in optimizer.state.values():  # on a CPU they would still be the file's pages
+    for kept in optimizer.state.values():  # on a CPU they would stay mapped to the file
         kept.update(copy.deepcopy(kept))
     if scaler.is_enabled() and start["scaler"]:
         scaler.load_state_dict(start["scaler"])
