@@ -101,6 +101,8 @@ class Trainee:
         self.scaler = hw.grad_scaler()
         self.batches = TrainBatches(data, config, hw.device)
         self.loaded = 0  # sequences, without read_ahead
+        if not read_ahead:
+            self.batches.close()  # ends the thread that reads
         if nanogpt:
             use_nanogpt(self, nanogpt)
 

@@ -352,6 +352,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
         # rank 0 saves: after an evaluation, every checkpoint_interval or else ten minutes, with a
         # log line after a save that failed, and at the end
+        signals.loop_is_over = reason not in (None, signals.name)
         if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
             log.lap("steps")
             state = checkpoint_state(data, raw_model, optimizer, scaler, p, log)
@@ -369,7 +370,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
         )
         log.note(p, lr, loss_sum, targets, grad_norm)
-        p.advance(micro_batches, ranks.world_size)
+        p.advance(micro_batches, ranks.world_size, batches.consumed)
         unsaved = True
 
         # every log_interval, and the last one: iterations wait for the device only here
@@ -379,7 +380,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if is_logged:
             log.line(p, batches.waited)
 
-    signals.loop_is_over = True
     batches.close()
     log.end(reason, p, batches.waited)
     if reason == "data":  # the rank that cannot read on says why

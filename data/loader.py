@@ -82,8 +82,8 @@ class TrainBatches:
     targets, each (B, T) int64 on the device. A thread reads them ahead.
 
     With several processes, process `rank` of `world_size` takes every world_size-th micro-batch.
-    `consumed` is the number of sequences that all processes together have used up before the first
-    batch.
+    `consumed` is the number of sequences that all processes together have taken, and at first that
+    of those before the first batch.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class TrainBatches:
         self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
         self.device, self.batch_size = device, config.batch_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
+        self.consumed = consumed
         self.blocks: deque[Tensor] = deque()  # read, and not taken yet
         self.room = READ_AHEAD  # the most that may be in there
         self.error: Exception | None = None  # what ended the reading
@@ -151,6 +152,7 @@ class TrainBatches:
                 raise self.error
         with self.changed:
             blocks = [self.blocks.popleft() for _ in range(count)]
+            self.consumed += count * self.stride
             self.changed.notify_all()
         return [to_batch(block, self.device) for block in blocks]
 

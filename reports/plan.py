@@ -116,10 +116,10 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
-    records, step_ms = Records(run / "metrics.jsonl"), math.nan
+    records, rate = Records(run / "metrics.jsonl"), math.nan
     if records.path.is_file():
-        step_ms = percentile(records.read().step["step_ms"], 50)
-    if math.isnan(step_ms):
+        rate = percentile(records.read().step["tokens_per_sec"], 50)
+    if math.isnan(rate):
         raise UserError(f"from_run: {records.path} holds no iteration; give the out_dir of a run")
     start = records.starts[-1]
     theirs, ours = start["flops_per_token"], build.count_flops(model)[0]
@@ -127,9 +127,9 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     if start["parameters"] != build.count_parameters(model) or not same_flops:
         differ = "trained another model than this configuration and code"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")
-    per_token = step_ms / 1000 / start["tokens_per_iter"] * start.get("world_size", 1)
+    seconds = config.iter_tokens / rate * start.get("world_size", 1)
     card = dict(gpu=start["device"], dtype=start["dtype"], peak_tflops=start["peak_tflops"])
-    return per_token * config.iter_tokens, card | dict(gpu_memory_gib=None)
+    return seconds, card | dict(gpu_memory_gib=None)
 
 
 def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:

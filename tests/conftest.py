@@ -43,6 +43,7 @@ def restored_process_state(request):
     if request.node.get_closest_marker("slow"):
         torch._dynamo.reset()  # after some compiled models it would run the next one uncompiled
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.use_deterministic_algorithms(False)

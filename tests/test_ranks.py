@@ -674,7 +674,7 @@ BAD_STARTS = {
         "from train import hardware, torch\n"
         "hardware.best_dtype = lambda _: torch.float32 if RANK == '0' else torch.bfloat16",
         dict(dtype="auto"),
-        "dtype: bfloat16 on rank 1, float32 on rank 0; give --dtype, ",
+        "dtype: bfloat16 on rank 1, float32 on rank 0; give --dtype: ",
     ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x
@@ -870,7 +870,7 @@ def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_
     processes[1].send_signal(signal.SIGTERM)
     codes, err = end_of(processes)
     problem = "error: checkpoint 8 is not saved: No space left on device; once that is mended, "
-    message = "the run has no checkpoint, and starts from scratch"
+    message = "there is no checkpoint to resume from"
     assert codes == [1, 1] and error_lines(err) == [problem + message]
 
 

@@ -167,9 +167,11 @@ def claim_folder(out_dir: Path, fresh: bool) -> str:
     """
     As `lock_folder`; from here on the folder is this run's. Clears away what a killed save has
     left, and before a `fresh` run the log of one that never saved. Returns what it has written into
-    the lock, the name of this run.
+    the lock, the name of this run. Raises UserError where a fresh run would meet another one's.
     """
     lock_folder(out_dir)
+    if fresh and holds_run(out_dir):  # it came and went while this one was starting
+        raise UserError(in_the_way(out_dir))
     owner = f"process {os.getpid()} of {platform.node()}, since {time.time():.3f}"
     lock.truncate(0)
     lock.write(owner.encode())

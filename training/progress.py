@@ -20,10 +20,15 @@ class Progress:
     best_val_loss: float = math.inf
     best_iter: int = -1
 
-    def advance(self, micro_batches: list[tuple[Tensor, Tensor]], world_size: int) -> None:
-        """After an iteration: each of the processes has trained on as many micro-batches."""
+    def advance(
+        self, micro_batches: list[tuple[Tensor, Tensor]], world_size: int, sequences: int
+    ) -> None:
+        """
+        After an iteration on these micro-batches, and as many in each other process. `sequences`:
+        those that have been read so far.
+        """
         self.iter_num += 1
-        self.sequences += world_size * sum(x.size(0) for x, _ in micro_batches)
+        self.sequences = sequences
         self.tokens += world_size * sum(x.numel() for x, _ in micro_batches)
 
     def note_evaluation(self, val_loss: float) -> bool:

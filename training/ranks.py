@@ -11,7 +11,9 @@ own values.
 import math
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -189,30 +191,43 @@ class Signals:
     def __init__(self, ranks: Ranks, log) -> None:
         """`log`: the RunLog, which knows how long an iteration takes and what is saved."""
         self.ranks, self.log, self.received = ranks, log, 0
+        self.answered = threading.Event()
         self.loop_is_over = False  # the run stops anyway
         self.name: str | None = None  # of the signal that all ranks have agreed on
+        # The main thread may be in a kernel for seconds. So each signal's number is also written
+        # into a socket, and another thread answers.
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.detach())
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has the first two
             # nohup ignores SIGHUP, which a terminal sends when it closes
             if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):
-                signal.signal(number, self.handle)
+                signal.signal(number, self.receive)
+        threading.Thread(target=self.answer, args=(reader,), daemon=True).start()
 
-    def handle(self, number: int, frame) -> None:
-        stops = number in (signal.SIGINT, signal.SIGTERM)
-        if not stops:
-            # the kernel sends SIGXCPU each second, while Python shuts down too
-            signal.signal(number, signal.SIG_IGN)
-        if not self.received:
-            self.received, self.since = number, time.monotonic()
-            if self.ranks.is_main and not self.loop_is_over:
+    def receive(self, number: int, frame=None) -> None:
+        self.received = self.received or number
+
+    def answer(self, reader: socket.socket) -> None:
+        """Say at once that a signal has come, and end the process at the second one."""
+        first_stop = None
+        while True:
+            number = reader.recv(1)[0]
+            if not self.received:
+                self.receive(number)
+            if self.ranks.is_main and not self.loop_is_over and not self.answered.is_set():
                 back = "back to the start: nothing is saved yet"
                 if self.log.saved_iter is not None:
                     back = f"back to iteration {self.log.saved_iter:,}"
                 soon = f", about {math.ceil(self.log.pace)} s" if self.log.pace else ""
                 complain(f"stopping after this iteration{soon}; again: at once, {back}")
-        # SLURM, systemd and torchrun between them send one stop twice
-        elif stops and time.monotonic() - self.since > 0.5:
-            os._exit(128 + number)
+            self.answered.set()
+            if number in (signal.SIGINT, signal.SIGTERM):
+                # SLURM, systemd and torchrun between them send one stop twice
+                if first_stop is not None and time.monotonic() - first_stop > 0.5:
+                    os._exit(128 + number)
+                first_stop = first_stop or time.monotonic()
 
     def look(self, *values: float) -> list[float]:
         """
@@ -222,6 +237,10 @@ class Signals:
         number, *values = self.ranks.max(self.received, *values)
         if number and not self.name:
             self.name = signal.Signals(int(number)).name
+            if self.received:
+                self.answered.wait(1)
+            if number == getattr(signal, "SIGXCPU", None):
+                signal.signal(number, signal.SIG_IGN)  # the kernel sends it each second from now on
             if self.ranks.is_main and not self.received:
                 complain(f"another process got {self.name}: stopping, with a checkpoint")
         return values

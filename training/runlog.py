@@ -75,9 +75,6 @@ class RunLog:
         self.skipped_in_a_row = torch.zeros((), device=hw.device)
         self.mean_loss: float | None = None  # a running mean over the lines
         self.said: set[str] = set()  # what is said only once
-        # the evaluation at the resumed iteration stands; what comes after it is written again
-        purge_from = self.first_iter + 1 if resumed else 0
-        self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
         out_dir, self.owner = Path(config.out_dir), ""
         if not config.eval_only:
             self.owner = ranks.from_main(claim_folder, out_dir, not resumed)
@@ -86,6 +83,9 @@ class RunLog:
                 drop_records(out_dir / "metrics.jsonl", self.first_iter, progress["evaluated_at"])
             self.file = open(out_dir / "metrics.jsonl", "ab", buffering=0)
             keep_transcript(open(out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
+        # the evaluation at the resumed iteration stands; what comes after it is written again
+        purge_from = self.first_iter + 1 if resumed else 0
+        self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
 
     def lap(self, category: str) -> float:
         """
@@ -109,7 +109,7 @@ class RunLog:
     def way_back(self) -> str:
         """Where a run that ends now can be resumed from, for messages."""
         if self.saved_iter is None:
-            return "the run has no checkpoint, and starts from scratch"
+            return "there is no checkpoint to resume from"
         return f"--init_from=resume continues from {self.newest_checkpoint()}"
 
     # -------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class RunLog:
         """The first lines: what is trained, on what, with what, and for how long."""
         c, hw = self.config, self.hw
         parameters = count_parameters(model)
-        self.flops_per_token, _ = count_flops(model)
+        self.flops_per_token = count_flops(model)[0] if self.ranks.is_main else None
         # nobody has counted a stream's tokens
         self.train_tokens = None if data.stream else len(data.train)
         self.bytes_per_token = data.bytes_per_token
@@ -143,7 +143,8 @@ class RunLog:
         peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
         vocabulary = f"vocabulary {data.vocab} -> {model.vocab_size}"
         say(f"start: {date()}")
-        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {describe_flops(model)}")
+        flops = describe_flops(model) if self.ranks.is_main else ""  # counting takes some seconds
+        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"

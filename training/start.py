@@ -44,22 +44,9 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 
 def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
     """
-    The configuration of a command line, and the checkpoint to resume from, if any. Raises a
-    UserError with all that is wrong: with the command line, or else with the start, the device, the
-    dataset and what follows from the keys.
-    """
-    config, path, problems = configure(argv)
-    problems += check_device(config)
-    problems += [] if config.stream else check_dataset(config)
-    problems += resolve(config) + check_shares(config, world_size) + check_gpus(config)
-    raise_if_any(problems)
-    return config, path
-
-
-def configure(argv: list[str]) -> tuple[Config, Path | None, list[str]]:
-    """
-    The configuration of a command line, with the keys that a checkpoint or the weights decide; that
-    checkpoint; and what is wrong with the start. Raises UserError for a wrong command line.
+    The configuration of a command line, with the keys that a checkpoint or the weights decide; and
+    the checkpoint to resume from, if any. Raises a UserError with all that is wrong: with the
+    command line, or else with the start, the device, the dataset and what follows from the keys.
     """
     config, problems = read_config(argv)
     raise_if_any(problems)
@@ -71,14 +58,21 @@ def configure(argv: list[str]) -> tuple[Config, Path | None, list[str]]:
         config, problems = adopt(config, load_start(config, path))
     except UserError as error:
         problems = error.problems
-    return config, path, problems
+    problems += check_device(config)
+    problems += [] if config.stream else check_dataset(config)
+    problems += resolve(config) + check_shares(config, world_size) + check_gpus(config)
+    raise_if_any(problems)
+    return config, path
 
 
 def explain(error: Exception, argv: list[str]) -> str:
     """The error line for memory that ran out and for a rank that has gone; else empty."""
     if not is_out_of_memory(error):
         return lost_rank(error)
-    config, _, _ = configure(argv)
+    config, _ = read_config(argv)
+    saved = list_checkpoints(Path(config.out_dir))
+    if saved and config.init_from in ("resume", "auto"):
+        config, _ = adopt(config, load_start(config, saved[-1]))
     resolve(config)
     return out_of_memory_line(config, int(os.environ.get("WORLD_SIZE", 1)))
 
@@ -105,6 +99,9 @@ def find_checkpoint(config: Config) -> Path | None:
         if out_dir.is_file():
             hint = f"it is a file; --out_dir={out_dir.parent} is its folder"
         raise UserError(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
+    if holds_run(out_dir):
+        mend = "restore them, or give another --out_dir"
+        raise UserError(f"out_dir: {out_dir} holds the log of a run, but no checkpoint; {mend}")
     if (out_dir / "metrics.jsonl").exists():
         say(
             f"{out_dir}: an earlier start ended before its first save; this one starts from scratch"
@@ -167,8 +164,11 @@ def check_folder(config: Config, path: Path | None, best_iter: int, log: RunLog)
     log.ranks.check_same(str(lock), seen, "several machines need one shared --out_dir")
     if path and log.ranks.is_main and path == checkpoint.checkpoint_path(lock.parent, best_iter):
         best = path.with_name("best.pt")
-        if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
-            checkpoint.mark_best(path)
+        try:
+            if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
+                checkpoint.mark_best(path)
+        except OSError as error:
+            warn(f"{best}: {error.strerror}; it is not yet the model of {path}")
 
 
 # -----------------------------------------------------------------------------
@@ -219,7 +219,8 @@ def say_start(config: Config, start: dict, ranks: Ranks) -> None:
     for name, before in changed_keys(config, start).items():
         value, rest = getattr(config, name), ""
         if name == "max_iters" and not config.lr_decay_iters and config.lr_schedule != "constant":
-            rest = f"; the schedule ends there too, and --lr_decay_iters={before} keeps the old end"
+            end = start["config"].get("lr_decay_iters") or before
+            rest = f"; the schedule ends there too, and --lr_decay_iters={end} keeps the old end"
         if NEVER not in (before, value):
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r}){rest}")
     if unknown := start["config"].keys() - config_values(config).keys():

@@ -54,7 +54,7 @@ def write_checkpoint(state: dict, log: RunLog) -> str:
         problem = f"iter {it}: some weights are not finite and are not saved"
         raise RunError(f"{problem}; with a lower learning_rate, {log.way_back()}")
     if not (out_dir / "lock").exists():
-        log.warn(it, f"{out_dir} has gone, with the log in it; making it again")
+        log.warn_once("gone", it, f"{out_dir} has gone, with the log in it; making it again")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.prune(out_dir, max(1, keep - 1), whole)
