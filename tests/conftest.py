@@ -15,6 +15,9 @@ from common.console import run_main
 
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Under nohup they ignore SIGHUP. A handler outlives the terminal too, and is not inherited.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 # Models this small only wait for further threads, the longer the busier the machine.
 torch.set_num_threads(1)
 

@@ -717,31 +717,43 @@ def start_two(request, tmp_path):
     return start
 
 
-SHORT = """
+# what keeps rank 1 from reading on, by the last iteration
+SHORT = {
+    15: """
 from common.console import RunError
 from data.loader import ShuffledWindows
 read = ShuffledWindows.read
 def reading(windows, first, count):
-    if RANK == "1" and first >= 60 * count:
+    if RANK == "1" and first >= 60 * count:  # four micro-batches an iteration
         raise RunError("train_000002.bin: cut short")
     return read(windows, first, count)
 ShuffledWindows.read = reading
-"""
+""",
+    25: """
+from common.console import RunError
+original, calls = train.eval_batches, iter(range(10**9))
+def batches(*arguments):
+    if RANK == "1" and next(calls) == 3:  # of the val split, after 25 iterations
+        raise RunError("val_000000.bin: cut short")
+    yield from original(*arguments)
+train.eval_batches = batches
+""",
+}
 
 
+@pytest.mark.parametrize("iteration", SHORT)
 def test_a_shard_that_one_rank_cannot_read_ends_all_with_one_line_and_a_checkpoint(
-    start_two, dataset, tmp_path
+    iteration, start_two, dataset, tmp_path
 ):
     arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=100))
-    codes, err = end_of(start_two(SHORT, *arguments))
-    assert all(code == 1 for code in codes) and error_lines(err) == [
-        "error: train_000002.bin: cut short"
-    ]
+    codes, err = end_of(start_two(SHORT[iteration], *arguments))
+    assert all(code == 1 for code in codes)
+    (line,) = error_lines(err)
+    assert line.endswith(".bin: cut short")
     assert "stopping" not in err  # torchrun ends the others when one has failed
-    # four micro-batches an iteration
-    assert load_newest(tmp_path / "run")["progress"]["iter_num"] == 60 // 4
+    assert load_newest(tmp_path / "run")["progress"]["iter_num"] == iteration
     (end,) = records(tmp_path / "run", "end")
-    assert end["reason"] == "data" and end["iters"] == 60 // 4
+    assert end["reason"] == "data" and end["iters"] == iteration
 
 
 # where rank 1 gets a signal
@@ -872,6 +884,7 @@ def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_
     problem = "error: checkpoint 8 is not saved: No space left on device; once that is mended, "
     message = "there is no checkpoint to resume from"
     assert codes == [1, 1] and error_lines(err) == [problem + message]
+    assert err.count("another process got SIGTERM") == 1
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):

@@ -184,6 +184,21 @@ def test_a_saved_checkpoint_is_saved_though_best_cannot_be_made(
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [4, 8]
 
 
+def test_the_one_resumed_from_stays_until_the_next_is_whole(dataset, tmp_path, monkeypatch):
+    """Though a damaged one is newer, and only one is kept."""
+    run_here(dataset, tmp_path)
+    (tmp_path / "ckpt-00000008.pt").write_bytes(b"damaged")
+    save, there = checkpoint.save, []
+
+    def look(state, path):
+        there.extend(checkpoint.list_checkpoints(tmp_path))
+        return save(state, path)
+
+    monkeypatch.setattr(checkpoint, "save", look)
+    assert run_here(dataset, tmp_path, init_from="resume", keep_checkpoints=1) == 0
+    assert there == [tmp_path / "ckpt-00000004.pt"]
+
+
 def test_weights_that_are_lost_do_not_replace_a_good_checkpoint(dataset, tmp_path, monkeypatch):
     step = train.train_step
 

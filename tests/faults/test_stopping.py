@@ -151,6 +151,31 @@ def test_a_cpu_limit_ends_with_152_after_a_save_that_takes_long(dataset, tmp_pat
     assert checkpoint.find_newest(tmp_path)
 
 
+def test_a_run_under_nohup_outlives_its_terminal(dataset, tmp_path, monkeypatch):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    send_at(monkeypatch, train, "train_step", 2, signal.SIGHUP)
+    assert run_here(dataset, tmp_path) == 0
+    assert records(tmp_path, "end")[0]["reason"] == "max_iters"
+
+
+def test_a_stop_that_is_sent_twice_is_one_stop(dataset, tmp_path):
+    """As SLURM, systemd and torchrun between them send it: both within half a second."""
+    twice = (
+        "import signal, train; from common import console\n"
+        "original, calls = train.train_step, iter(range(10**9))\n"
+        "def step(*arguments):\n"
+        "    for _ in range(2 if next(calls) == 2 else 0):\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    return original(*arguments)\n"
+        "train.train_step = step\n"
+        "console.run_main(train.main)"
+    )
+    process = start_process("-c", twice, *flags(dataset, tmp_path))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and err.count("stopping after this iteration") == 1
+    assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] == 3
+
+
 def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
     slow_save = (
