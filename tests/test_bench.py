@@ -164,7 +164,7 @@ def test_evaluations_and_checkpoints_are_on_the_bill(tmp_path, capsys):
 def test_pauses_are_those_that_train_makes(n, evals, saves, dataset, tmp_path):
     keys = dict(max_iters=n, eval_interval=evals, checkpoint_interval=saves)
     run_here(dataset, tmp_path, keep_checkpoints=20, **keys)
-    counted = count_pauses(Config(**keys))
+    counted = count_pauses(Config(**keys), 1e-3)
     assert counted == (len(records(tmp_path, "eval")), len(records(tmp_path, "checkpoint")))
 
 
