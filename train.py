@@ -382,6 +382,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     batches.close()
     log.end(reason, p, batches.waited)
+    signals.close()
     if reason == "data":  # the rank that cannot read on says why
         raise batches.error or RunError()
     return 128 + signal.Signals[reason] if reason == signals.name else 0

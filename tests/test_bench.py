@@ -690,6 +690,7 @@ def test_peer_compares_equal_work(tmp_path, capsys, warm_processes):
     assert "median of 1 pairs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_peer_refuses_another_loss(tmp_path, warm_processes):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1.1"))
     with pytest.raises(UserError, match="other work: first loss 10.8") as error:
@@ -697,6 +698,7 @@ def test_peer_refuses_another_loss(tmp_path, warm_processes):
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_peer_says_which_side_is_out_of_memory(tmp_path, warm_processes):
     fails = NANOGPT.replace("print(1)", "raise torch.OutOfMemoryError('CUDA out of memory')")
     (tmp_path / "model.py").write_text(fails)

@@ -196,9 +196,9 @@ class Signals:
         self.name: str | None = None  # of the signal that all ranks have agreed on
         # The main thread may be in a kernel for seconds. So each signal's number is also written
         # into a socket, and another thread answers.
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        signal.set_wakeup_fd(writer.detach())
+        reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        signal.set_wakeup_fd(self.writer.fileno())
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has the first two
             # nohup ignores SIGHUP, which a terminal sends when it closes
@@ -212,8 +212,8 @@ class Signals:
     def answer(self, reader: socket.socket) -> None:
         """Say at once that a signal has come, and end the process at the second one."""
         first_stop = None
-        while True:
-            number = reader.recv(1)[0]
+        while received := reader.recv(1):  # nothing: the other end is closed
+            (number,) = received
             if not self.received:
                 self.receive(number)
             if self.ranks.is_main and not self.loop_is_over and not self.answered.is_set():
@@ -228,6 +228,12 @@ class Signals:
                 if first_stop is not None and time.monotonic() - first_stop > 0.5:
                     os._exit(128 + number)
                 first_stop = first_stop or time.monotonic()
+        reader.close()
+
+    def close(self) -> None:
+        """After the run: from here on signals are not answered."""
+        signal.set_wakeup_fd(-1)
+        self.writer.close()
 
     def look(self, *values: float) -> list[float]:
         """
