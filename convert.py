@@ -11,7 +11,7 @@ CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a conv
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from common.files import replacing
 from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
-from training.build import SkipInit, build_model, build_shapes
+from training.build import SkipInit, build_model
 from training.pretrained import GPT2_ONLY, NANOGPTS, TRANSPOSED, load_pretrained, read_run
 
 # OpenAI's files, the ones that tiktoken reads
@@ -55,11 +55,11 @@ def ckpt_to_hf(source: str, out: str) -> str:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     state = read_run(source)
-    config = replace(GPTConfig(**state["model_config"]), vocab_size=state["vocab"])
+    config = GPTConfig(**state["model_config"])
     fast = config.model == "fast"
-    weights = fast_weights(state, config) if fast else gpt2_weights(state)
-    hf = hf_config(state["tokenizer"], config)
-    check_logits(state, config, weights, hf)
+    weights = fast_weights(state) if fast else gpt2_weights(state)
+    hf = hf_config(state["tokenizer"], config, state["vocab"])
+    check_logits(state, weights, hf)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
@@ -69,7 +69,7 @@ def ckpt_to_hf(source: str, out: str) -> str:
     kind = state["tokenizer"]["kind"]
     if kind not in ("gpt2", "bpe"):
         why = "not known" if kind == "unknown" else f"{kind}, which Hugging Face has no class for"
-        say(f"tokenizer: {why}; no tokenizer files written")
+        say(f"tokenizer: {why}; no tokenizer files written, so AutoTokenizer cannot open one")
     elif not write_tokenizer(folder, state["tokenizer"], config.block_size):
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
     trust = ", trust_remote_code=True" if fast else ""
@@ -98,38 +98,28 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fast_weights(state: dict, config: GPTConfig) -> dict[str, torch.Tensor]:
-    """The weights by the modelling file's names, cut to the shapes that `config` asks for."""
-    weights = {}
-    for name, parameter in build_shapes(config).state_dict().items():
-        part = tuple(slice(size) for size in parameter.shape)
-        weights[f"model.{name}"] = state["model"][name][part].contiguous()
-    if config.vocab_size**2 <= config.bigram_rows:
-        # each pair of ids has a row of its own, and which one depends on the vocabulary's size
-        ids = torch.arange(config.vocab_size)
-        trained = build_shapes(GPTConfig(**state["model_config"]))
-        rows = trained.pair_rows(torch.cartesian_prod(ids, ids), None)[:, 1]
-        table = weights["model.transformer.bigrams.weight"][rows]
-        unused = config.bigram_rows - len(rows)
-        weights["model.transformer.bigrams.weight"] = F.pad(table, (0, 0, 0, unused))
-    return weights
+def fast_weights(state: dict) -> dict[str, torch.Tensor]:
+    """The weights by the modelling file's names, with the vocabulary's padding, which it cuts."""
+    return {f"model.{name}": tensor.contiguous() for name, tensor in state["model"].items()}
 
 
 @torch.no_grad()
-def check_logits(state: dict, config: GPTConfig, weights: dict, hf: dict) -> None:
+def check_logits(state: dict, weights: dict, hf: dict) -> None:
     """
     Raises UserError unless the exported weights, computed as transformers will, give the logits of
     the checkpoint's own model. People change model.py, and transformers' GPT-2 does not follow.
     """
+    config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
+    with SkipInit():
+        model = build_model(config).eval()
+    # of a copy: `assign` marks the dict itself, so that a later load of it would assign too
+    model.load_state_dict(dict(state["model"]), assign=True)
     generator = torch.Generator().manual_seed(0)
     # block_size of them: a sliding window matters only beyond its length
-    idx = torch.randint(config.vocab_size, (1, config.block_size), generator=generator)
-    trained = model_with(state["model"], GPTConfig(**state["model_config"]))
-    logits = trained(idx)[..., : config.vocab_size]
+    idx = torch.randint(vocab, (1, config.block_size), generator=generator)
+    logits = model(idx)[..., :vocab]
     if config.model == "fast":
-        named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        model = model_with(named, config)
-        exported = model.logits(model.hidden(idx))
+        exported = model.logits(model.hidden(idx))[..., :vocab]
         problem = "training/modeling_fast.py calls hidden and logits; do there what forward adds"
     else:
         problem = f"model.py computes something else than GPT-2; {NO_CLASS}"
@@ -140,13 +130,6 @@ def check_logits(state: dict, config: GPTConfig, weights: dict, hf: dict) -> Non
     largest = (exported - logits).abs().max()
     if not largest <= TOLERANCE * logits.abs().max():
         raise UserError(f"logits differ by {largest:.2g}: {problem}")
-
-
-def model_with(weights: dict[str, torch.Tensor], config: GPTConfig) -> torch.nn.Module:
-    with SkipInit():
-        model = build_model(config)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
 
 
 def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -> torch.Tensor:
@@ -179,15 +162,17 @@ def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -
     return logits
 
 
-def hf_config(tokenizer: dict, config: GPTConfig) -> dict:
+def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
     """config.json. The key tokenizer_spec is this program's, for hf-to-ckpt."""
-    vocab, tied = config.vocab_size, config.tie_weights
+    tied = config.tie_weights
     eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
     if tokenizer["kind"] == "bpe":
         eot = Tokenizer(tokenizer).eot
     hf = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
     hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
+    # where no tokenizer files are written AutoTokenizer fails, and opens no empty GPT-2 tokenizer
+    hf |= dict(tokenizer_class="PreTrainedTokenizerFast")
     if config.model == "fast":
         hf |= dict(model_type="nightshift_fast", model_config=asdict(config), auto_map=AUTO_MAP)
         return hf | dict(architectures=["FastForCausalLM"])
