@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 from model import GPTConfig
 from training import checkpoint
 from training.build import SkipInit, build_model
-from training.pretrained import GPT2_ONLY, NANOGPTS, TRANSPOSED, load_pretrained, read_run
+from training.pretrained import GPT2_SETTINGS, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
 
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -54,7 +54,7 @@ def ckpt_to_hf(source: str, out: str) -> str:
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
-    state = read_run(source)
+    state = read_weights(source, best=True)
     config = GPTConfig(**state["model_config"])
     fast = config.model == "fast"
     weights = fast_weights(state) if fast else gpt2_weights(state)
@@ -178,7 +178,7 @@ def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
         return hf | dict(architectures=["FastForCausalLM"])
     hf |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"])
     hf |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-    return hf | {key: allowed[0] for key, allowed in GPT2_ONLY.items()}
+    return hf | {key: allowed[0] for key, allowed in GPT2_SETTINGS.items()}
 
 
 def write_code(folder: Path) -> None:

@@ -32,7 +32,7 @@ from model import GPT, GPTConfig, Sampling, generate_tokens
 from model_fast import FastGPT
 from training import hardware
 from training.build import build_model
-from training.pretrained import read_run, read_weights
+from training.pretrained import read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> int:
         prompts = chain(prompts if has_start else [], ask_prompts())
     # a training config may say auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")
-    state = read_run(config.out_dir) if from_run else read_weights(config.init_from)
+    state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
     if state["tokenizer"]["kind"] == "unknown":
         name = Path(state.get("config", {}).get("dataset", "NAME")).name
         mend = f"copy nanoGPT's data/{name}/meta.pkl beside it"

@@ -282,7 +282,13 @@ def test_of_a_run_whose_best_model_is_damaged_another_is_taken(run, tmp_path, sc
         os.truncate(tmp_path / name, 1000)
     code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
     assert code == 0 and err[-1].startswith(f"model: {tmp_path}/ckpt-00000002.pt, iteration 2")
-    assert f"{tmp_path}/best.pt" in err[0]
+    assert [line.partition(";")[2] for line in err[:-1]] == [
+        f" trying {tmp_path}/ckpt-00000004.pt",
+        f" trying {tmp_path}/ckpt-00000002.pt",
+    ]
+    os.truncate(tmp_path / "ckpt-00000002.pt", 1000)
+    code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
+    assert code == 2 and err[-1].startswith(f"error: {tmp_path}/ckpt-00000002.pt: cut short")
 
 
 NO_ROOM = """

@@ -6,6 +6,7 @@ Nothing in a file that is read here is ever executed.
 
 import os
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 from common.console import UserError, did_you_mean, warn
@@ -22,12 +23,12 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 # The sizes in config.json, with GPT-2's values, which transformers uses for any left out
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
 # The other settings that model.py can compute, each with its allowed values, GPT-2's first
-GPT2_ONLY = dict(
+GPT2_SETTINGS = dict(
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
     scale_attn_by_inverse_layer_idx=(False,),
 )
-UNKNOWN = dict(kind="unknown")  # a tokenizer
+NO_TOKENIZER = dict(kind="unknown")
 NANOGPTS = " of nanoGPT"  # in the source of weights that nanoGPT has trained
 
 
@@ -53,52 +54,30 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     return {name: state[name] for name in names}
 
 
-def read_run(name_or_path: str) -> dict:
-    """
-    As `read_weights`; of a run's folder best.pt, the model of its best evaluation, unless that is
-    damaged.
-    """
-    best = Path(os.path.expanduser(name_or_path)) / "best.pt"
-    try:
-        return read_weights(str(best) if best.exists() else name_or_path)
-    except UserError as error:
-        if not best.exists():
-            raise
-        warn(f"{error}; taking the newest checkpoint")
-        return read_weights(name_or_path)
+# -----------------------------------------------------------------------------
+# Which file
 
 
-def read_weights(name_or_path: str) -> dict:
+def find_weights(name_or_path: str, best: bool = False) -> list[Path]:
     """
-    The same weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`.
-    `source` says in words what was read.
+    The files that a name or path means, each to be tried where the one before is damaged: those of
+    a run are its checkpoints, the newest first, and with `best` its best.pt before them. A Hugging
+    Face model is its folder. Raises UserError.
     """
     path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
     if name_or_path in HUB_NAMES and not path.exists():
-        path = fetch(name_or_path)
-    try:
-        state = read_any(path)
-        check_state(state, path)
-        if state["tokenizer"]["kind"] == "unknown":
-            state["tokenizer"] = find_characters(state, path)
-        state["source"] = describe_source(state, path)
-    except UserError:
-        raise
-    except Exception as error:  # another program's or version's file may raise anything
-        raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
-    return state
-
-
-def read_any(path: Path) -> dict:
+        return [fetch(name_or_path)]
     if path.is_file():
-        return read_checkpoint(path)
-    # before config.json: a run may have an export inside
-    if found := checkpoint.find_newest(path):
-        return found[1]
+        return [path]
+    files = checkpoint.list_checkpoints(path)[::-1]
+    if best and (path / "best.pt").is_file():
+        files.insert(0, path / "best.pt")
+    if files:  # before config.json: a run may have an export inside
+        return files
     if (path / "config.json").is_file():
-        return read_hf(path)
+        return [path]
     if (path / "ckpt.pt").is_file():
-        return read_checkpoint(path / "ckpt.pt")
+        return [path / "ckpt.pt"]
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
     folders = [*Path().glob("out*"), *Path("out").glob("*")]  # nanoGPT's are out and out-NAME
@@ -110,6 +89,51 @@ def read_any(path: Path) -> dict:
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
 
+def fetch(name: str) -> Path:
+    """The folder of one of OpenAI's models, downloaded from the hub unless it is here already."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download(f"openai-community/{name}", "model.safetensors")
+        return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
+    except Exception as error:  # whatever the network throws
+        problem = f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__})"
+        raise UserError(f"{problem}; go online once, or give its folder") from None
+
+
+# -----------------------------------------------------------------------------
+# What is in it
+
+
+def read_weights(name_or_path: str, best: bool = False) -> dict:
+    """
+    The same weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`.
+    `source` says in words what was read: the first of find_weights' files that is valid.
+    """
+    files = find_weights(name_or_path, best)
+    for path, following in pairwise(files):
+        try:
+            return read_file(path)
+        except UserError as error:
+            warn(f"{error}; trying {following}")
+    return read_file(files[-1])
+
+
+def read_file(path: Path) -> dict:
+    """The state in one of find_weights' files, checked. Raises UserError."""
+    try:
+        state = read_hf(path) if path.is_dir() else read_checkpoint(path)
+        check_state(state, path)
+        if state["tokenizer"]["kind"] == "unknown":
+            state["tokenizer"] = find_characters(state, path)
+        state["source"] = describe_source(state, path)
+    except UserError:
+        raise
+    except Exception as error:  # another program's or version's file may raise anything
+        raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
+    return state
+
+
 def describe_source(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
     if "source" in state:  # convert.py has noted it
@@ -117,8 +141,6 @@ def describe_source(state: dict, path: Path) -> str:
     iter_num, val_loss = state.get("progress", state).get("iter_num"), state.get("val_loss")
     if iter_num is None:
         return str(path)
-    if path.is_dir():
-        path = path / (f"ckpt-{iter_num:08}.pt" if "progress" in state else "ckpt.pt")
     whose = "" if "progress" in state else NANOGPTS
     known = "" if val_loss is None else f", val loss {val_loss:.4f}"
     return f"{path}{whose}, iteration {iter_num:,}{known}"
@@ -137,7 +159,7 @@ def find_characters(state: dict, path: Path) -> dict:
             vocab, tokenizer = read_meta(folder / "meta.pkl")
             if vocab == state["vocab"]:
                 return tokenizer
-    return UNKNOWN
+    return NO_TOKENIZER
 
 
 # -----------------------------------------------------------------------------
@@ -162,18 +184,6 @@ def check_state(state: dict, path: Path) -> None:
 
 # -----------------------------------------------------------------------------
 # Hugging Face
-
-
-def fetch(name: str) -> Path:
-    """The folder of one of OpenAI's models, downloaded from the hub unless it is here already."""
-    try:
-        from huggingface_hub import hf_hub_download
-
-        hf_hub_download(f"openai-community/{name}", "model.safetensors")
-        return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
-    except Exception as error:  # whatever the network throws
-        problem = f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__})"
-        raise UserError(f"{problem}; go online once, or give its folder") from None
 
 
 def read_hf(folder: Path) -> dict:
@@ -210,7 +220,7 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     """The model of a config.json. Raises UserError if model.py cannot compute it."""
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
-    for key, allowed in GPT2_ONLY.items():
+    for key, allowed in GPT2_SETTINGS.items():
         value = hf.get(key, allowed[0])
         if value not in allowed:
             raise UserError(f"{folder}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
@@ -254,4 +264,4 @@ def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
     """
     if vocab_size in (GPT2_VOCAB, 50304):
         return GPT2_VOCAB, dict(kind="gpt2")
-    return vocab_size, UNKNOWN
+    return vocab_size, NO_TOKENIZER
