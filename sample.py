@@ -7,8 +7,8 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
     python sample.py --help                                every key
 
-On a terminal and without --start it asks for prompts, and answers each with one sample. So it does
-with lines that are piped in.
+On a terminal and without --start it asks for prompts, and answers each with one sample. Elsewhere
+it starts from a new line.
 
 Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
 ignored. All samples are one batch: the first is printed as it grows, the others after it. A sample
@@ -16,11 +16,9 @@ ends at the end of text.
 """
 
 import contextlib
-import select
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -43,8 +41,7 @@ class SampleConfig:
     init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
     out_dir: str = key("out", "a run's folder, for init_from=resume")
     start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", free_text=True)
-    interactive: bool = key(False, "ask for prompts, after that of --start if it is given")
-    num_samples: int = key(10, "samples of each prompt; typed or piped: 1", low=1, high=2**16)
+    num_samples: int = key(10, "samples of each prompt; of a typed one: 1", low=1, high=2**16)
     max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
     temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
     top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)
@@ -65,18 +62,8 @@ def read_prompt(start: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def piped_prompts() -> list[str]:
-    """The lines of a pipe or file that is stdin; none if it is /dev/null, idle or a terminal."""
-    with contextlib.suppress(OSError):  # Windows cannot tell
-        # an idle pipe, as under some supervisors, may never end
-        if not sys.stdin.isatty() and select.select([sys.stdin], [], [], 0)[0]:
-            text = sys.stdin.buffer.read().decode(errors="replace")
-            return [line for line in text.splitlines() if line]
-    return []
-
-
 def ask_prompts() -> Iterator[str]:
-    """Lines that are typed, or come from a pipe, until an empty one or the end of input."""
+    """Lines that are typed, until an empty one or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() arrow keys and a history
     complain("type a prompt; an empty line or Ctrl-D ends, Ctrl-C ends a sample")
@@ -162,15 +149,10 @@ def explain(error: Exception, argv: list[str]) -> str:
 def main(argv: list[str]) -> int:
     config, problems = read_config(argv, SampleConfig)
     raise_if_any(problems or hardware.check_device(config))
-    has_start = "start" in config.given
-    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    asks = config.interactive or (on_terminal and not has_start)
-    piped = [] if asks or has_start else piped_prompts()
-    if (asks or piped) and "num_samples" not in config.given:
+    asks = "start" not in config.given and sys.stdin.isatty() and sys.stdout.isatty()
+    if asks and "num_samples" not in config.given:
         config.num_samples = 1
-    prompts = piped or [read_prompt(config.start)]
-    if asks:
-        prompts = chain(prompts if has_start else [], ask_prompts())
+    prompts = ask_prompts() if asks else [read_prompt(config.start)]
     # a training config may say auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")
     state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
