@@ -131,16 +131,16 @@ def test_the_character_run_of_its_readme(char_dataset, tmp_path, monkeypatch, ca
 def test_an_error_costs_its_own_config_no_more_than_ten_minutes(
     char_dataset, tmp_path, monkeypatch
 ):
-    """It saves with an evaluation only, every 2,000 iterations. Ten minutes are 0.2 s here."""
+    """It saves with an evaluation only, every 2,000 iterations. Ten minutes are 0.1 s here."""
     monkeypatch.chdir(tmp_path)
     assert clock.SAVE_EVERY == 600
-    monkeypatch.setattr(clock, "SAVE_EVERY", 0.2)
+    monkeypatch.setattr(clock, "SAVE_EVERY", 0.1)
     path, original, updates = tmp_path / "train_gpt2.py", train.train_step, iter(range(10**6))
     path.write_text(FILES["train_gpt2"].replace("eval_interval = 1000", "eval_interval = 2000"))
 
     def step(*arguments):
-        time.sleep(0.01)  # so that no more than 20 fit
-        if next(updates) == 150:
+        time.sleep(0.01)  # so that no more than 10 fit
+        if next(updates) == 50:
             raise ValueError("an error of the model")
         return original(*arguments)
 
@@ -150,7 +150,7 @@ def test_an_error_costs_its_own_config_no_more_than_ten_minutes(
     data = "--dataset=shakespeare_char --eval_iters=4 --out_dir=out --tracker=none"
     with pytest.raises(ValueError, match="an error of the model"):
         train.main([str(path), *small.split(), *data.split()])
-    assert 150 - 21 <= load_newest(tmp_path / "out")["progress"]["iter_num"] < 150
+    assert 50 - 11 <= load_newest(tmp_path / "out")["progress"]["iter_num"] < 50
 
 
 def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
