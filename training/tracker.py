@@ -22,7 +22,7 @@ class Tracker:
 
     def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
         self.kind = config.tracker if wanted else "none"
-        with self.forgiving():
+        with self.warn_on_failure():
             if self.kind == "wandb":
                 import wandb
 
@@ -34,7 +34,7 @@ class Tracker:
                 self.writer = SummaryWriter(config.out_dir, purge_step=purge_from)
 
     @contextmanager
-    def forgiving(self) -> Iterator[None]:
+    def warn_on_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever a tracker does, the run is worth more
@@ -47,7 +47,7 @@ class Tracker:
     def log(self, record: dict) -> None:
         if record["kind"] not in ("step", "eval"):
             return
-        with self.forgiving():
+        with self.warn_on_failure():
             numbers = {}
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "iter":
@@ -62,7 +62,7 @@ class Tracker:
                     self.writer.add_scalar(name, value, record["iter"])
 
     def close(self) -> None:
-        with self.forgiving():
+        with self.warn_on_failure():
             if self.kind == "wandb":
                 self.writer.finish()
             elif self.kind == "tensorboard":
