@@ -437,15 +437,18 @@ def test_on_a_terminal_a_start_is_the_only_prompt(run, script, typed):
     assert code == 0 and [text[:3] for text in answers(out)] == ["def"]
 
 
-def test_without_a_terminal_the_default_prompt_is_sampled(run, script, monkeypatch):
-    """As under cron, CI or ssh. An idle pipe would be waited for without end."""
-    read, write = os.pipe()
-    with open(read) as idle:
-        monkeypatch.setattr(sys, "stdin", idle)
-        flags = ("--num_samples=2", "--max_new_tokens=5", "--device=cpu")
-        code, out, _ = script(sample.main, f"--out_dir={run}", *flags)
-    os.close(write)
+@pytest.mark.parametrize("terminal", ["stdin", "stdout"])
+def test_where_one_end_is_no_terminal_the_default_prompt_is_sampled(
+    terminal, run, script, monkeypatch
+):
+    """As under cron or with > samples.txt. Nothing is read: an idle pipe would never end."""
+    stdin = Terminal("import \n") if terminal == "stdin" else io.StringIO("import \n")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal == "stdout")
+    flags = ("--num_samples=2", "--max_new_tokens=5", "--device=cpu")
+    code, out, _ = script(sample.main, f"--out_dir={run}", *flags)
     assert code == 0 and [text[0] for text in answers(out)] == ["\n", "\n"]
+    assert stdin.read() == "import \n"
 
 
 def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(run, script, monkeypatch, typed):
