@@ -49,9 +49,8 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
         config = replace(config, block_size=block_size)
-    state |= dict(model=weights, model_config=asdict(config))
-    names = ("model", "model_config", "vocab", "tokenizer", "source")
-    return {name: state[name] for name in names}
+    known = {name: state[name] for name in ("vocab", "tokenizer", "source")}
+    return dict(known, model=weights, model_config=asdict(config))
 
 
 # -----------------------------------------------------------------------------
@@ -60,7 +59,7 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def find_weights(name_or_path: str, best: bool = False) -> list[Path]:
     """
-    The files that a name or path means, each to be tried where the one before is damaged: those of
+    The files that a name or path means, each to be tried where the one before is no good: those of
     a run are its checkpoints, the newest first, and with `best` its best.pt before them. A Hugging
     Face model is its folder. Raises UserError.
     """
@@ -80,11 +79,9 @@ def find_weights(name_or_path: str, best: bool = False) -> list[Path]:
         return [path / "ckpt.pt"]
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
-    folders = [*Path().glob("out*"), *Path("out").glob("*")]  # nanoGPT's are out and out-NAME
-    runs = [run for run in folders if next(run.glob("ckpt*.pt"), None)]
-    if runs:
-        newest = sorted(runs, key=os.path.getmtime, reverse=True)[:5]
-        hint = f"runs here: {', '.join(map(str, newest))}"
+    saved = [*Path().glob("out*/ckpt*.pt"), *Path("out").glob("*/ckpt*.pt")]  # nanoGPT's: out-NAME
+    if runs := sorted({file.parent for file in saved}, key=os.path.getmtime, reverse=True):
+        hint = f"runs here: {', '.join(map(str, runs[:5]))}"
     meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_NAMES))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
@@ -254,7 +251,7 @@ def convert_nanogpt(state: dict) -> dict:
     known = dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
     # it saves right after the evaluation that it calls the best
     known |= dict(iter_num=state.get("iter_num"), val_loss=state.get("best_val_loss"))
-    return known | dict(config=state.get("config", {}))
+    return dict(known, config=state.get("config", {}))
 
 
 def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
