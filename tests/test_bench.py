@@ -366,7 +366,7 @@ def short_measurements(monkeypatch):
 def warm_processes(monkeypatch):
     """New processes fork from one that has imported torch, which saves seconds for each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench"])
+    context.set_forkserver_preload(["bench", "torch._dynamo"])
     monkeypatch.setattr(bench, "new_process", lambda: ProcessPoolExecutor(1, mp_context=context))
 
 

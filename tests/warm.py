@@ -205,7 +205,9 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    modules = sys.argv[2:] or ["bench", "convert", "sample", "train", "matplotlib.figure"]
+    project = ["bench", "convert", "sample", "train", "matplotlib.figure"]
+    # torch imports it with the first optimizer, a second for each child
+    modules = sys.argv[2:] or [*project, "torch._dynamo"]
     for module in modules:
         importlib.import_module(module)
     if "matplotlib.figure" in modules:
