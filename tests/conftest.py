@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import warm
 from helpers import write_dataset
 
 import train
@@ -20,6 +21,8 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_I
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 # Models this small only wait for further threads, the longer the busier the machine.
 torch.set_num_threads(1)
+if sys.platform == "linux":
+    warm.server()  # it imports while pytest collects the tests
 
 
 def fsync(file: int) -> None:

@@ -4,7 +4,6 @@ its own.
 """
 
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -93,16 +92,6 @@ def run_here(dataset: Path, out_dir: Path, **changes) -> int:
     return train.main(flags(dataset, out_dir, **changes))
 
 
-@functools.cache
-def warm_server() -> warm.Server:
-    return warm.Server()
-
-
-@functools.cache
-def torch_server() -> warm.Server:
-    return warm.Server("torch", "torch._dynamo")
-
-
 def start_process(
     *arguments: str,
     cwd: Path = ROOT,
@@ -126,8 +115,7 @@ def start_process(
             text=True,
             env=environment,
         )
-    server = torch_server() if only_torch else warm_server()
-    return warm.WarmProcess(server, list(arguments), cwd, environment)
+    return warm.WarmProcess(list(arguments), cwd, environment, only_torch)
 
 
 def run_process(

@@ -4,7 +4,8 @@ Warm processes: a Python process that has already imported torch and this projec
 A cold `python train.py` spends three seconds on imports, and the tests start about a hundred
 processes. The server below imports once. For each request it forks a child, and the child then
 does what a fresh Python would do: it runs the script, or the code given with -c, as __main__. So
-it is a real process with its own signals, pipes and exit code, ready after some 20 ms.
+it is a real process with its own signals, pipes and exit code, ready after some 20 ms. A second
+server, forked from the first one when that has imported torch alone, has nothing of the project.
 
 What a forked child cannot show: anything about importing itself, environment variables that torch
 reads as it is imported, and Python's own options. Start a cold process for those. Nor does it show
@@ -14,6 +15,7 @@ in its environment.
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -37,34 +39,40 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Server:
-    """The warm process, seen from the tests. It ends when the tests do."""
+    """The warm processes, seen from the tests. They end when the tests do."""
 
-    def __init__(self, *modules: str) -> None:
-        """`modules`: what it imports in place of the whole project."""
-        self.control, theirs = socket.socketpair()
-        with theirs:
+    def __init__(self) -> None:
+        self.project, project = socket.socketpair()
+        self.torch, torch = socket.socketpair()
+        files = [project.fileno(), torch.fileno()]
+        with project, torch:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, __file__, *map(str, files)],
+                pass_fds=files,
                 # one thread for each process: models this small only wait for more
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
-    def send(self, files: list[int]) -> None:
-        socket.send_fds(self.control, [b"!"], files)
+    def send(self, files: list[int], only_torch: bool) -> None:
+        socket.send_fds(self.torch if only_torch else self.project, [b"!"], files)
+
+
+@functools.cache
+def server() -> Server:
+    return Server()
 
 
 class WarmProcess:
     """A child of the server, used like a subprocess.Popen in text mode with both pipes."""
 
     def __init__(
-        self, server: Server, arguments: list[str], cwd: Path, environment: dict[str, str]
+        self, arguments: list[str], cwd: Path, environment: dict[str, str], only_torch: bool
     ) -> None:
         self.args, self.returncode = arguments, None
         out, child_out = os.pipe()
         err, child_err = os.pipe()
         self.connection, theirs = socket.socketpair()
-        server.send([theirs.fileno(), child_out, child_err])
+        server().send([theirs.fileno(), child_out, child_err], only_torch)
         theirs.close()
         os.close(child_out)
         os.close(child_err)
@@ -131,8 +139,9 @@ def serve(control: socket.socket) -> dict | None:
     Fork a handler for each request; the handler forks the child and waits for it. Returns the
     request in the child, and None in the server once the tests have ended.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the handlers
+    gc.collect()
+    gc.freeze()  # or each child would go through a million objects as it ends
     while True:
         message, files, _, _ = socket.recv_fds(control, 1, 3)
         if not message:
@@ -203,20 +212,26 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
     os._exit(code)
 
 
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
-    project = ["bench", "convert", "sample", "train", "matplotlib.figure"]
-    # torch imports it with the first optimizer, a second for each child
-    modules = sys.argv[2:] or [*project, "torch._dynamo"]
-    for module in modules:
+def import_project() -> None:
+    for module in ("bench", "convert", "sample", "train", "matplotlib.figure"):
         importlib.import_module(module)
-    if "matplotlib.figure" in modules:
-        sys.modules["matplotlib.figure"].Figure().savefig(io.BytesIO())  # loads fonts, PNG writer
+    sys.modules["matplotlib.figure"].Figure().savefig(io.BytesIO())  # loads fonts, PNG writer
+    # no pictures, as in conftest.py
+    sys.modules["train"].RunPicture = sys.modules["reports.picture"].RunPicture = Mock()
+
+
+def main(project: int, torch: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    sys.path[0] = str(ROOT)
+    importlib.import_module("torch._dynamo")  # which torch imports with the first optimizer
     os.fsync = lambda file: None  # as in conftest.py
-    if "train" in modules:  # nor pictures
-        sys.modules["train"].RunPicture = sys.modules["reports.picture"].RunPicture = Mock()
-    gc.collect()
-    gc.freeze()  # or each child would go through a million objects as it ends
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if request:
+    mine, other = (torch, project) if os.fork() == 0 else (project, torch)
+    os.close(other)
+    if mine == project:
+        import_project()
+    if request := serve(socket.socket(fileno=mine)):
         run(**request)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
