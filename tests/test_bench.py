@@ -5,12 +5,9 @@ own log, one line for bad input.
 
 import json
 import math
-import multiprocessing
 import re
-import resource
 import signal
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
 from itertools import pairwise
 
@@ -362,12 +359,23 @@ def short_measurements(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture
-def warm_processes(monkeypatch):
-    """New processes fork from one that has imported torch, which saves seconds for each."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench", "torch._dynamo"])
-    monkeypatch.setattr(bench, "new_process", lambda: ProcessPoolExecutor(1, mp_context=context))
+# bench.py spawns its processes, which import for seconds; here they fork, and measure briefly
+FORKING = """
+import multiprocessing, resource
+from concurrent.futures import ProcessPoolExecutor
+import bench
+from common import console
+bench.WINDOW_SECONDS = 0.1
+bench.new_process = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+"""
+
+
+def run_forking(tmp_path, mode, *arguments, code="") -> tuple[int, list[str], dict | None]:
+    """A mode after that code, in a process: (exit code, its last lines, what --json holds)."""
+    script, result = f"{FORKING}{code}\nconsole.run_main(bench.main)", tmp_path / "result.json"
+    exit_code, out, err = run_process("-c", script, mode, *arguments, f"--json={result}")
+    lines = out.splitlines()[-2:] if exit_code == 0 else err.splitlines()
+    return exit_code, lines, json.loads(result.read_text()) if result.exists() else None
 
 
 def test_step_measures_and_explains_itself(tmp_path, monkeypatch, capsys):
@@ -542,23 +550,17 @@ def test_sweep_sizes_divide_the_sequences_of_an_iteration():
     assert bench.sweep_sizes(config) == [1, 2]
 
 
-def test_every_point_out_of_memory_is_one_line(warm_processes, monkeypatch):
+def test_every_point_out_of_memory_is_one_line(tmp_path):
     """
     509 * 256 tokens * 50,304 logits of 4 bytes are 26.2 GB, and a process gets 24 GiB. A prime
     number of sequences leaves one point.
     """
-    new_process, limit = bench.new_process, (24 * 2**30, 24 * 2**30)
-
-    def new_small_process():
-        pool = new_process()
-        pool.submit(resource.setrlimit, resource.RLIMIT_AS, limit).result()
-        return pool
-
-    monkeypatch.setattr(bench, "new_process", new_small_process)
     huge = dict(block_size=256, n_embd=16, n_layer=1, batch_size=509, loss_chunk="off")
     huge = small(gradient_accumulation_steps=1, **huge)
-    with pytest.raises(UserError, match="batch_size: 509 all ran out of memory; try a smaller"):
-        bench.main(["sweep", *huge])
+    limit = "resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30, 24 * 2**30))"
+    code, err, _ = run_forking(tmp_path, "sweep", *huge, code=limit)
+    said = "batch_size: 509 all ran out of memory; try a smaller"
+    assert code == 2 and [said in line for line in err if line.startswith("error: ")] == [True]
 
 
 def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch, capsys):
@@ -638,10 +640,11 @@ def test_a_ladder_row_out_of_memory_is_marked_and_gains_skip_it(tmp_path, monkey
     assert "float32                4 out of memory" in capsys.readouterr().out
 
 
-def test_ladder_measures_for_real(tmp_path, monkeypatch, warm_processes):
-    rows = bench.ladder_rows
-    monkeypatch.setattr(bench, "ladder_rows", lambda *arguments: rows(*arguments)[:1])
-    r = run(tmp_path, "ladder", *small(dtype="bfloat16"), "--trials=1")
+def test_ladder_measures_for_real(tmp_path):
+    first = "rows = bench.ladder_rows; bench.ladder_rows = lambda *arguments: rows(*arguments)[:1]"
+    arguments = [*small(dtype="bfloat16"), "--trials=1"]
+    code, lines, r = run_forking(tmp_path, "ladder", *arguments, code=first)
+    assert code == 0, lines
     (row,) = r["rows"]
     assert row["name"] == "float32" and row["machine"]["dtype"] == "float32"
     assert row["tokens_per_sec"] > 0 and row["total_gain"] == 1
@@ -679,30 +682,32 @@ class GPT(Ours):
 """
 
 
-def test_peer_compares_equal_work(tmp_path, capsys, warm_processes):
+def test_peer_compares_equal_work(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1"))
-    r = run(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}", "--trials=1")
+    arguments = [*small(), f"--nanogpt={tmp_path}", "--trials=1"]
+    code, lines, r = run_forking(tmp_path, "peer", *arguments)
+    assert code == 0, lines
     # our loss is made in chunks
     assert r["first_loss"]["ours"] == pytest.approx(r["first_loss"]["nanoGPT"], rel=1e-6)
     assert r["first_loss"]["ours"] == pytest.approx(math.log(50304), abs=0.2)
     assert 0.5 < r["memory_ratio"] < 2  # the same work in two processes
     assert r["speed_ratio_range"][0] <= r["speed_ratio"] <= r["speed_ratio_range"][1]
-    assert "median of 1 pairs" in capsys.readouterr().out
+    assert "median of 1 pairs" in lines[0] + lines[1]
 
 
 @pytest.mark.slow
-def test_peer_refuses_another_loss(tmp_path, warm_processes):
+def test_peer_refuses_another_loss(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT.replace("SCALE", "1.1"))
-    with pytest.raises(UserError, match="other work: first loss 10.8") as error:
-        bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
-    assert len(error.value.problems) == 1 and error.value.exit_code == 2
+    code, lines, _ = run_forking(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}")
+    assert code == 2
+    assert ["other work: first loss 10.8" in x for x in lines if x.startswith("error: ")] == [True]
 
 
 @pytest.mark.slow
-def test_peer_says_which_side_is_out_of_memory(tmp_path, warm_processes):
+def test_peer_says_which_side_is_out_of_memory(tmp_path):
     fails = NANOGPT.replace("print(1)", "raise torch.OutOfMemoryError('CUDA out of memory')")
     (tmp_path / "model.py").write_text(fails)
     advice = "the next smaller: --batch_size=2 --gradient_accumulation_steps=4 --eval_tokens=25600"
-    with pytest.raises(UserError) as error:
-        bench.main(["peer", *small(), f"--nanogpt={tmp_path}"])
-    assert error.value.problems == [f"nanoGPT: out of memory with batch_size=4; {advice}"]
+    code, lines, _ = run_forking(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}")
+    assert code == 1
+    assert lines[-1] == f"error: nanoGPT: out of memory with batch_size=4; {advice}"
