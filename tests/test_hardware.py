@@ -5,7 +5,6 @@ Device, dtype, peaks and MFU, against numbers computed by hand from data sheets 
 import os
 import platform
 import re
-import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, flags, records, run_here
+from helpers import flags, records, run_here, run_process
 
 import train
 from common.console import run_main
@@ -411,7 +410,11 @@ def test_every_row_of_the_table_can_be_found_by_its_own_name():
             assert find_row(alias, int(row["sm_count"]) if row["sm_count"] else None) == row
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's malloc")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc"
+    or any(name == "LD_PRELOAD" or "MALLOC" in name for name in os.environ),
+    reason="another malloc, or another setting",
+)
 def test_memory_freed_by_a_tensor_stays_for_the_next():
     """Without it glibc unmaps a block of 256 MB at once; touching new pages is what costs."""
     code = """
@@ -429,15 +432,9 @@ print(grown())
 hardware.set_up(Config(device="cpu", dtype="float32"))
 print(grown())
 """
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "LD_PRELOAD" and "MALLOC" not in name
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, check=True, capture_output=True, text=True
-    )
-    without, with_set_up = map(float, done.stdout.split())
+    exit_code, out, err = run_process("-c", code, only_torch=True)
+    assert exit_code == 0, err
+    without, with_set_up = map(float, out.split())
     assert without < 100 and with_set_up > 200
 
 

@@ -239,8 +239,8 @@ def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-EVALUATED = dict(batch_size=2, dropout=0.1, eval_tokens=128, keep_checkpoints=9)
-BATCHES = 2 * 128 // (2 * 16)  # of an evaluation: both splits
+EVALUATED = dict(batch_size=2, dropout=0.1, eval_tokens=64, keep_checkpoints=9)
+BATCHES = 2 * 64 // (2 * 16)  # of an evaluation: both splits
 
 
 @pytest.fixture(scope="module")
@@ -559,15 +559,17 @@ def test_a_signal_ends_the_wait_for_data_and_nothing_is_lost(
 ):
     """At iteration 4 an evaluation is due; it is left to the resumed run."""
     process, read = os.getpid(), ShuffledWindows.read
+    close, closed = TrainBatches.close, threading.Event()
 
     def hanging(windows, first, count):
         if first == 2 * iteration * count:  # two micro-batches an iteration
             threading.Timer(0.5, os.kill, (process, signal.SIGTERM)).start()
-            time.sleep(30)
+            closed.wait(30)
         return read(windows, first, count)
 
     with monkeypatch.context() as patch:
         patch.setattr(ShuffledWindows, "read", hanging)
+        patch.setattr(TrainBatches, "close", lambda batches: (closed.set(), close(batches)))
         began = time.monotonic()
         assert run_here(dataset, tmp_path, **EVALUATED) == 143
         assert time.monotonic() - began < 20
@@ -678,7 +680,7 @@ def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
         return torch.ones(()), torch.ones(()), torch.ones(())
 
     monkeypatch.setattr(train, "train_step", step)
-    run_here(dataset, tmp_path, max_iters=100, eval_interval=100, log_interval=10)
+    run_here(dataset, tmp_path, max_iters=40, eval_interval=40, log_interval=10)
     between = [after - before for before, after in zip(ended[:-1], began[1:], strict=True)]
     assert statistics.mean(between) < 0.005 * 0.15
 

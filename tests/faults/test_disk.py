@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -204,15 +205,16 @@ def test_a_disk_too_small_for_the_run_is_said_before_the_first_iteration(
     assert ("disk" in output.err and "3 checkpoints" in output.err) == warned
 
 
-# The disk is filled after the first checkpoint; the last save then tries again every second.
+# The disk is filled after the first checkpoint; the last save then tries again every tenth second.
 FILLED = """
-import sys, train
+import sys, time, train
 from pathlib import Path
 from common import console
 sys.path.append("tests/faults")
 sys.path.append("tests")
 from test_disk import fill
-train.RETRY_SECONDS, disk = 1, Path(sys.argv.pop(1))
+train.RETRY_SECONDS, disk, sleep = 1, Path(sys.argv.pop(1)), time.sleep
+time.sleep = lambda seconds: sleep(seconds / 10)
 original = train.RunLog.checkpoint
 def filling(log, *arguments):
     original(log, *arguments)
@@ -317,7 +319,7 @@ def test_a_last_save_without_permission_waits_for_it(dataset, tmp_path, monkeypa
         return save(state, path)
 
     monkeypatch.setattr(checkpoint, "save", refused)
-    monkeypatch.setattr(train, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     code, _, err = script(train.main, *flags(dataset, tmp_path))
     assert code == 0 and tries == ["ckpt-00000004.pt", "ckpt-00000008.pt", "ckpt-00000008.pt"]
     assert err[0].startswith(

@@ -280,11 +280,12 @@ def test_a_mistyped_folder_to_resume_is_told_from_the_runs_beside_it(dataset, tm
 
 
 def test_a_run_of_many_epochs_is_warned_of_once_and_a_usual_one_never(dataset, tmp_path, capsys):
-    run_here(dataset, tmp_path / "few", max_iters=40, eval_interval=40)  # 3.3 epochs
+    options = dict(batch_size=16, eval_interval=100)  # 512 tokens an iteration
+    run_here(dataset, tmp_path / "few", max_iters=10, **options)  # 3.3 epochs
     assert "epochs: " not in capsys.readouterr().err
-    run_here(dataset, tmp_path / "many", max_iters=84, eval_interval=84)  # 7.0 of 1,537 tokens
+    run_here(dataset, tmp_path / "many", max_iters=21, **options)  # 7.0 of 1,537 tokens
     assert capsys.readouterr().err.count("7.0 epochs: more than about 6 teach little") == 1
-    run_here(dataset, tmp_path / "meant", max_iters=84, eval_interval=84, dropout=0.1)
+    run_here(dataset, tmp_path / "meant", max_iters=21, dropout=0.1, **options)
     assert "epochs: " not in capsys.readouterr().err
 
 
