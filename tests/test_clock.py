@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from datetime import datetime
 from itertools import pairwise
@@ -15,6 +14,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import ROOT, TINY, flags, load, records, run_here, start_process
+from test_ranks import patched, run_ranks
 
 import bench
 import train
@@ -630,33 +630,20 @@ def test_a_save_that_failed_is_no_measure_of_the_next(run, world, tmp_path):
 # Real time
 
 TWO_CLOCKS = """
-import os
-import time
-import train
-from common.console import run_main
-seconds, rank, step = [0.0], int(os.environ["RANK"]), train.train_step
+seconds, step = [0.0], train.train_step
 def slow_step(*arguments):
-    seconds[0] += (10, 7)[rank]
+    seconds[0] += (10, 7)[int(RANK)]
     return step(*arguments)
 time.perf_counter = lambda: seconds[0]
 train.train_step = slow_step
-run_main(train.main)
 """
 
 
 def test_two_ranks_follow_the_clock_of_the_first(dataset, tmp_path):
     """On its own the second would go on when the first has left, and meanwhile at other rates."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
-    environment |= dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
     options = LINEAR | dict(learning_rate=0.01, hours=0.1, max_iters=10**6, eval_interval=10)
-    arguments = ["-c", TWO_CLOCKS, *flags(dataset, tmp_path, **options)]
-    ranks = [
-        start_process(*arguments, **environment, RANK=str(n), LOCAL_RANK=str(n)) for n in range(2)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    codes, _, err = run_ranks(2, *patched(TWO_CLOCKS), *flags(dataset, tmp_path, **options))
+    assert codes == [0, 0], err
     assert len(rates(tmp_path)) in (35, 36) and rates(tmp_path)[-1] == 0.0
 
 

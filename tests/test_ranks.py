@@ -6,6 +6,7 @@ Most tests start the ranks themselves, with the environment that torchrun would 
 part, starting, stopping and restarting, is tested with the real one.
 """
 
+import contextlib
 import datetime
 import math
 import os
@@ -70,11 +71,18 @@ def torchrun(n: int, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def free_port() -> int:
+    """Of none that the system gives to outgoing connections, which could take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start_ranks(n: int, *arguments: str) -> list:
     """n ranks without torchrun, as processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [
         start_process(
             *arguments,
@@ -150,7 +158,7 @@ def test_two_ranks_under_torchrun_train_as_one(stopped_torchrun, dataset, tmp_pa
 
 
 def test_two_ranks_train_the_fast_recipe_as_one(dataset, tmp_path):
-    options = OPTIONS | RECIPES["fast"]
+    options = OPTIONS | RECIPES["fast"] | dict(max_iters=20, eval_interval=10)
     run_here(dataset, tmp_path / "1", **options)
     codes, _, err = run_ranks(2, "train.py", *flags(dataset, tmp_path / "2", **options))
     assert codes == [0, 0], err
@@ -290,7 +298,7 @@ def start_machines(machines, out_dirs, dataset, log: Path) -> list[subprocess.Po
     """A rank on each machine, started in a folder of its own."""
     prefixes, address, interface = machines
     options = OPTIONS | dict(max_iters=20, eval_interval=10)
-    port = random.randrange(20000, 30000)
+    port = free_port()
     nodes = []
     for rank, (prefix, out_dir) in enumerate(zip(prefixes, out_dirs, strict=True)):
         folder = log.parent / str(rank)
@@ -775,13 +783,15 @@ def evaluate(*arguments):
 train.evaluate = evaluate
 """,
     "while another one waits for data": """
+import threading
 from data.loader import ShuffledWindows
-read = ShuffledWindows.read
+read, close, closed = ShuffledWindows.read, train.TrainBatches.close, threading.Event()
 def reading(windows, first, count):
     if first >= 40 * count and RANK == "0":
-        time.sleep(60)
+        closed.wait(60)
     return read(windows, first, count)
 ShuffledWindows.read = reading
+train.TrainBatches.close = lambda batches: (closed.set(), close(batches))
 original, calls = train.wait_for_data, iter(range(10**9))
 def wait(*arguments):
     if RANK == "1" and next(calls) == 10:
@@ -844,7 +854,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(dataset, tmp_path):
     assert codes == [2, 2] and len(error_lines(err)) == 1, err
 
 
-# A disk that is full for `tries` saves, and ranks that wait two seconds for each other at most
+# A disk that is full for `tries` saves; ranks wait `seconds` for each other in the last one
 FULL = """
 import datetime
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -857,17 +867,19 @@ def full(state, path):
         raise OSError(28, "No space left on device")
     return save(state, path)
 checkpoint.save, train.RETRY_SECONDS = full, 1
-original = train.Signals.wait
-def wait(signals, seconds):
-    _set_pg_timeout(datetime.timedelta(seconds=2))
-    return original(signals, seconds)
-train.Signals.wait = wait
+original = train.save_checkpoint
+def last_save(*arguments, **named):
+    _set_pg_timeout(datetime.timedelta(seconds={seconds}))
+    saved = original(*arguments, **named)
+    _set_pg_timeout(ranks.TIMEOUT)  # a busy machine may take longer for the rest
+    return saved
+train.save_checkpoint = last_save
 """
 
 
 def test_ranks_wait_together_for_room_longer_than_for_each_other(dataset, tmp_path):
     arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=8))
-    codes, _, err = run_ranks(2, *patched(FULL.format(tries=3)), *arguments)
+    codes, _, err = run_ranks(2, *patched(FULL.format(tries=3, seconds=2)), *arguments)
     assert codes == [0, 0] and not error_lines(err)
     assert err.count("checkpoint 8 is not saved: No space left on device") == 3
     assert load(tmp_path / "run", 8)["progress"]["iter_num"] == 8
@@ -875,7 +887,7 @@ def test_ranks_wait_together_for_room_longer_than_for_each_other(dataset, tmp_pa
 
 def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_path):
     arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=8))
-    processes = start_ranks(2, *patched(FULL.format(tries=10**6)), *arguments)
+    processes = start_ranks(2, *patched(FULL.format(tries=10**6, seconds=60)), *arguments)
     for line in processes[0].stderr:
         if "checkpoint 8 is not saved" in line:
             break
@@ -895,7 +907,7 @@ original = train.train_step
 def step(*arguments):
     if RANK == "1":
         time.sleep(600)
-    _set_pg_timeout(datetime.timedelta(seconds=2))  # not before: a busy machine starts slowly
+    _set_pg_timeout(datetime.timedelta(seconds=1))  # not before: a busy machine starts slowly
     return original(*arguments)
 train.train_step = step
 """
