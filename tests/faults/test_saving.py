@@ -8,9 +8,11 @@ import os
 import pickle
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from helpers import (
@@ -225,6 +227,8 @@ def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
     while first.stdout.readline()[:7] != "iter 9:":
         assert first.poll() is None
     first.send_signal(signal.SIGSTOP)  # it stays there, and writes nothing meanwhile
+    while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
     for changes in (dict(init_from="auto"), dict(init_from="scratch")):
         with pytest.raises(UserError, match="another run is writing to"):
