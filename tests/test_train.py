@@ -414,11 +414,6 @@ def test_eval_only_evaluates_once_and_writes_nothing(dataset, tmp_path, capsys):
     assert f"eval_only: {tmp_path / 'new'} holds no checkpoint; this model is untrained" in err
 
 
-def test_max_minutes_saves_and_ends_well(dataset, tmp_path):
-    assert run_here(dataset, tmp_path, max_minutes=1e-6, max_iters=10**6) == 0
-    assert records(tmp_path, "end")[0]["reason"] == "max_minutes"
-
-
 def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(dataset, tmp_path):
     """
     nanoGPT #644. Equal chunks are equal to the last bit; other chunks differ by the order of

@@ -32,8 +32,6 @@ def send_at(monkeypatch, owner, name, call_number, number=signal.SIGTERM):
 # of evaluate's calls the first one compiles
 MOMENTS = {
     "in the first evaluation": (train, "evaluate", 1),
-    "in the evaluation at iteration 4": (train, "evaluate", 4),
-    "in the last evaluation": (train, "evaluate", 6),
     "in an iteration": (train, "train_step", 2),
     "while waiting for data": (TrainBatches, "ready", 9),
     "while saving": (checkpoint, "save", 0),
@@ -116,7 +114,7 @@ def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
     assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] >= 3
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGXCPU"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_real_signal_ends_with_128_and_its_number_after_saving(name, dataset, tmp_path):
     """SLURM warns with SIGUSR1 before it takes the machine away."""
     number = getattr(signal, name)
@@ -124,7 +122,7 @@ def test_a_real_signal_ends_with_128_and_its_number_after_saving(name, dataset, 
     wait_for(process, "iter 3")
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number == dict(SIGTERM=143, SIGUSR1=138, SIGXCPU=152)[name]
+    assert process.returncode == 128 + number == dict(SIGTERM=143, SIGUSR1=138)[name]
     assert "stopping after this iteration, about " in err and "Traceback" not in err
     assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] >= 3
 

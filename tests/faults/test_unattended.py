@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from helpers import ROOT, flags, run_here
+from helpers import ROOT, flags, records, run_here
 from test_stopping import send_at
 
 import train
@@ -47,6 +47,7 @@ def test_a_complete_run_ends_with_0_also_when_it_is_started_again(dataset, tmp_p
     for _ in range(2):
         assert run_here(dataset, tmp_path, init_from="auto", max_iters=2) == 0
     assert run_here(dataset, tmp_path / "minutes", max_iters=10**6, max_minutes=1e-4) == 0
+    assert records(tmp_path / "minutes", "end")[0]["reason"] == "max_minutes"
 
 
 def test_a_failure_while_running_ends_with_1_and_a_mistake_with_2(
