@@ -2,7 +2,8 @@
 What only a CUDA device can show: the kernels of a real model, no waiting inside an iteration,
 bit-exact resumes, every dtype.
 
-The first two tests also run on a CPU, on a tiny model, so that they cannot rot.
+The first two tests also run on a CPU, on a tiny model, so that they cannot rot: the fast one, which
+has all that GPT-2 has; among the slow tests GPT-2 too.
 """
 
 import dataclasses
@@ -31,7 +32,9 @@ FAST_124M = GPTConfig(
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=128)
 TINY_TABLES = dict(value_tables=1, bigram_rows=64)
 MODELS = [
-    pytest.param("cpu", 2, dataclasses.replace(GPT2_124M, **TINY), id="cpu-gpt2"),
+    pytest.param(
+        *("cpu", 2, dataclasses.replace(GPT2_124M, **TINY)), id="cpu-gpt2", marks=pytest.mark.slow
+    ),
     pytest.param("cpu", 2, dataclasses.replace(FAST_124M, **TINY, **TINY_TABLES), id="cpu-fast"),
     pytest.param("cuda", 8, GPT2_124M, id="cuda-gpt2", marks=gpu),
     pytest.param("cuda", 8, FAST_124M, id="cuda-fast", marks=gpu),
