@@ -138,7 +138,7 @@ def test_a_cpu_limit_ends_with_152_after_a_save_that_takes_long(dataset, tmp_pat
         "    while time.process_time() < end:\n        pass\n"
         "    original(*arguments)\n"
         "checkpoint.check_space = slow\n"
-        "limit = int(time.process_time() + 1.5)\n"
+        "limit = int(time.process_time() + 2.5)\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))\n"
         "console.run_main(train.main)"
     )
