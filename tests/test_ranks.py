@@ -101,7 +101,11 @@ def start_ranks(n: int, *arguments: str) -> list:
 def run_ranks(n: int, *arguments: str) -> tuple[list[int], str, str]:
     """n ranks without torchrun: (exit codes, stdout, stderr), each text from all ranks."""
     processes = start_ranks(n, *arguments)
-    outputs = [process.communicate(timeout=120) for process in processes]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:  # none is left behind that waits for another one
+        for process in processes:
+            process.kill()
     out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
     return [process.returncode for process in processes], out, err
 

@@ -293,7 +293,8 @@ def test_a_limit_that_stays_is_said_and_a_signal_ends_the_wait(dataset, tmp_path
     run_here(dataset, tmp_path, max_iters=4, keep_checkpoints=9, eval_interval=2)
     limited = (
         "import resource, time, train; from common import console\n"
-        "sleep = time.sleep\ntime.sleep = lambda seconds: sleep(seconds / 10)\n"
+        "sleep, train.RETRY_SECONDS = time.sleep, 600\n"
+        "time.sleep = lambda seconds: sleep(seconds / 10)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
         "console.run_main(train.main)"
     )
