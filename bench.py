@@ -28,10 +28,12 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import os
 import platform
 import re
 import statistics
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -57,8 +59,7 @@ from common.console import (
 )
 from configurator import Config, divisors, load_config, print_config
 from data.loader import Batch, TrainBatches, to_batch
-from data.shards import Dataset, HeldTokens, check_dataset, open_dataset, vocab_where_missing
-from data.stream import set_up_worker
+from data.shards import Dataset, check_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from reports.plan import plan
 from train import train_step
@@ -141,6 +142,21 @@ class Trainee:
         return None if peak is None else peak - self.memory_before
 
 
+class RandomTokens:
+    """Random tokens in memory, read like a dataset's."""
+
+    def __init__(self, vocab: int, seed: int):
+        random = np.random.default_rng(seed)
+        self.tokens = random.integers(0, vocab, RANDOM_TOKENS, dtype=np.uint16)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read_windows(self, positions: list[int], length: int) -> np.ndarray:
+        windows = [self.tokens[position : position + length] for position in positions]
+        return np.stack(windows).astype(np.int64)
+
+
 def real_or_random_data(config: Config) -> Dataset:
     """
     The config's dataset, or random tokens where there is none. Raises UserError if the dataset does
@@ -150,8 +166,7 @@ def real_or_random_data(config: Config) -> Dataset:
     if vocab is None:
         raise_if_any(check_dataset(config))
         return open_dataset(config.dataset)
-    random = np.random.default_rng(config.seed)
-    tokens = HeldTokens(random.integers(0, vocab, RANDOM_TOKENS, dtype=np.uint16))
+    tokens = RandomTokens(vocab, config.seed)
     return Dataset("random tokens", tokens, tokens, vocab, dict(kind="unknown"), "random")
 
 
@@ -220,12 +235,22 @@ def build_and_measure(config: Config, trials: int, **how) -> dict:
         return measure(Trainee(config, **how), trials)
 
 
+def end_with_parent() -> None:
+    """Have this process end when its parent does, even if that is killed."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def new_process() -> ProcessPoolExecutor:
     """
     One process, which ends when this one does, in whatever way. Spawned rather than forked: CUDA
     does not survive a fork.
     """
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_up_worker, (0,))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
 
 
 @contextlib.contextmanager

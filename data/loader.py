@@ -9,7 +9,7 @@ From tokens to the model: the order of the windows, and micro-batches on the dev
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-With --stream=True, stream.py goes from documents to windows while training, without shards.
+With --stream=True, training begins while the shards are still being made: stream.py.
 
 The order of the windows is a pure function of (seed, number of sequences consumed). So that number
 is all a resumed run needs, and batch size, accumulation and the number of processes only cut the
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config
-from data.shards import Dataset, HeldTokens, ShardTokens
+from data.shards import Dataset, ShardTokens
 
 READ_AHEAD = 4  # micro-batches, beside those of the next iteration
 MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at again
@@ -161,8 +161,8 @@ class TrainBatches:
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        self.reader.join(timeout=1)  # longer only where no data comes
         self.windows.close()
+        self.reader.join(timeout=1)  # longer only where a disk does not answer
 
 
 def to_batch(block: Tensor, device: torch.device) -> Batch:
@@ -178,7 +178,7 @@ def to_batch(block: Tensor, device: torch.device) -> Batch:
 
 
 def eval_batches(
-    split: ShardTokens | HeldTokens,
+    split: ShardTokens,
     tokens: int,
     config: Config,
     device: torch.device,

@@ -4,7 +4,6 @@ through the same code.
 
     python data/prepare_fineweb.py --tokens=1B                sample-10BT -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/fineweb_10B
-    python data/prepare_fineweb.py --check data/fineweb_edu
 
 Stopped in any way, the same command continues after the last finished shard, and the files come out
 the same.
@@ -13,6 +12,7 @@ the same.
 import argparse
 import os
 import sys
+from argparse import SUPPRESS
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -21,8 +21,10 @@ if __name__ == "__main__":
 
 from common.console import Parser, UserError, parse_count, run_main
 from data import sources
+from data.shards import read_manifest
+from data.stream import Follower
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_tokenizer
-from data.writer import Plan, check_folder, prepare, read_preparation
+from data.writer import Plan, prepare, say_what_it_holds
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -38,36 +40,41 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, default=out, help="the folder to fill (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
-    add("--check", metavar="DIR", help="verify a data folder, and print what it holds")
+    add("--follow", action="store_true", help=SUPPRESS)  # for a stream: see stream.py
     return parser.parse_args(argv)
 
 
-def main(argv: list[str]) -> int | None:
+def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    if arguments.check:
-        return check_folder(arguments.check)
-    name = arguments.tokenizer
-    tokenizer = pick_tokenizer(name, arguments.out)
-    title, revision, source = open_source(arguments)
+    follower = Follower() if arguments.follow else None
+    name, out = arguments.tokenizer, arguments.out
+    tokenizer = pick_tokenizer(name, out)
+    title, revision, files, source = open_source(arguments)
     if next(source(0, 0), None) is None:  # also finds a broken source before anything is written
         raise UserError(f"{title}: holds no documents")
     # it is not trained on validation's text: at most 6 bytes for each of its tokens
     tokenizer = tokenizer or train_tokenizer(name, source(0, 0), 6 * arguments.val_tokens)
-    plan = Plan(arguments.out, title, revision, tokenizer, arguments.tokens + arguments.val_tokens)
+    plan = Plan(out, title, files, tokenizer, arguments.tokens + arguments.val_tokens, {}, revision)
     plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
     plan.shard_tokens = arguments.shard_tokens
-    return prepare(plan, source, arguments.workers)
+    if follower:
+        plan.train_tokens, plan.expected_tokens = None, 0
+        plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
+    manifest = prepare(plan, source, arguments.workers, follower)
+    say_what_it_holds(out, manifest)
 
 
-def open_source(arguments: argparse.Namespace) -> tuple[str, str, sources.Source]:
-    """The source's title and revision for the manifest, and the source. Raises UserError."""
+def open_source(
+    arguments: argparse.Namespace,
+) -> tuple[str, str | None, list[str], sources.Source]:
+    """The source's title and revision for the manifest, its files, and itself. Raises UserError."""
     if arguments.source:
         files = sources.local_files([arguments.source], sources.ROW_FILES, flag="--source=")
-        return arguments.source, sources.describe_files(files), sources.files_source(files)
+        return arguments.source, None, files, sources.files_source(files)
     title = f"{arguments.dataset} {arguments.name}"
     begun = begun_revision(arguments.out, title)
     files, revision = sources.hub_files(arguments.dataset, arguments.name, begun, flag="--source")
-    return title, revision, sources.files_source(files, sources.BACKOFF_SECONDS)
+    return title, revision, files, sources.files_source(files, sources.BACKOFF_SECONDS)
 
 
 def begun_revision(folder: Path, title: str) -> str | None:
@@ -76,7 +83,7 @@ def begun_revision(folder: Path, title: str) -> str | None:
     """
     if not (folder / "manifest.json").exists():
         return None
-    begun = read_preparation(folder)
+    begun = read_manifest(folder)
     return begun["revision"] if begun["source"] == title else None
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +136,6 @@ class ShardTokens:
         return block.astype(np.int64)
 
 
-class HeldTokens:
-    """Tokens in memory, read like ShardTokens: what a run with stream=True evaluates on."""
-
-    def __init__(self, tokens: np.ndarray):
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read_windows(self, positions: list[int], length: int) -> np.ndarray:
-        windows = [self.tokens[position : position + length] for position in positions]
-        return np.stack(windows).astype(np.int64)
-
-
 # -----------------------------------------------------------------------------
 # Datasets
 
@@ -157,13 +143,22 @@ class HeldTokens:
 @dataclass
 class Dataset:
     source: str  # the folder, or what is streamed
-    train: ShardTokens | HeldTokens  # with stream=True only as many as an evaluation reads
-    val: ShardTokens | HeldTokens
+    train: ShardTokens  # of a stream only the first ones, which evaluations read
+    val: ShardTokens
     vocab: int  # before padding
     tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
-    fingerprint: str  # changes when the tokens do
+    fingerprint: str = ""  # changes when the tokens do
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
-    bytes_per_token: float | None = None  # of the validation text; None where nobody has counted
+    listed: dict[str, dict] = field(default_factory=dict)  # what manifest.json says of the shards
+    complete: bool = True  # whether its preparation has ended
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of the validation text per token of it; None where nobody has counted."""
+        val = [shard for name, shard in self.listed.items() if split_of(name) == "val"]
+        if not val or not all("bytes" in shard for shard in val):
+            return None
+        return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
 
 
 def dataset_folder(name: str) -> Path:
@@ -181,12 +176,15 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     folder = dataset_folder(name)
     if not folder.is_dir():
         raise UserError(missing_dataset(name, tokens))
-    listed, vocab, tokenizer = read_description(folder)
-    shards = open_shards(folder, listed)
-    train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
-    fingerprint = check_tokens(listed, [train, val])
-    size = bytes_per_token(listed)
-    return Dataset(str(folder), train, val, vocab, tokenizer, fingerprint, bytes_per_token=size)
+    data = read_folder(folder)
+    if not data.complete:
+        raise UserError(f"{folder}: unfinished; run the command that began it again")
+    for split, tokens in (("train", data.train), ("val", data.val)):
+        if not len(tokens):
+            files = f"{split}_000001.bin or NAME_{split}_000001.bin"
+            raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
+    data.fingerprint = check_tokens(data.listed, [data.train, data.val])
+    return data
 
 
 def missing_dataset(name: str, tokens: int) -> str:
@@ -205,56 +203,34 @@ def missing_dataset(name: str, tokens: int) -> str:
     return f"{problem}{did_you_mean(name, made)}; {make}"
 
 
-def read_description(folder: Path) -> tuple[dict[str, dict], int, dict]:
+def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     """
-    What manifest.json says, or else meta.pkl, or nothing: the shards by name, the vocabulary and
-    the tokenizer's spec. Of kind unknown, that lets a run train, but print no samples. Raises
-    UserError.
+    What a folder holds, by its manifest.json, or else meta.pkl, or nothing; its preparation may
+    still be on the way. Checks the header of every shard but the `known` ones. A tokenizer of kind
+    unknown lets a run train, but print no samples. Raises UserError.
     """
+    listed, complete, vocab, tokenizer = {}, True, GPT2_VOCAB, dict(kind="gpt2")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
-        if manifest.get("complete") is False:
-            raise UserError(f"{folder}: unfinished; run the command that began it again")
         listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
+        complete = manifest.get("complete", True)
+        vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe":
             tokenizer = read_bpe(folder / "tokenizer.json", manifest)
-        return listed, manifest.get("vocab", GPT2_VOCAB), tokenizer
-    if (folder / "meta.pkl").exists():
-        return {}, *read_meta(folder / "meta.pkl")
-    return {}, GPT2_VOCAB, dict(kind="gpt2")
+    elif (folder / "meta.pkl").exists():
+        vocab, tokenizer = read_meta(folder / "meta.pkl")
+    shards: dict[str, list[Shard]] = {"train": [], "val": []}
+    for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
+        if split := split_of(name):
+            shards[split].append((known or {}).get(name) or open_shard(folder / name))
+    train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
+    return Dataset(str(folder), train, val, vocab, tokenizer, listed=listed, complete=complete)
 
 
 def read_manifest(folder: Path) -> dict:
     """manifest.json. Raises UserError."""
     return read_json(folder / "manifest.json", "prepare the dataset again")
-
-
-def bytes_per_token(listed: dict[str, dict]) -> float | None:
-    """
-    UTF-8 bytes of the validation text per token of it, as manifest.json has counted them; None
-    where it has not.
-    """
-    val = [shard for name, shard in listed.items() if split_of(name) == "val"]
-    if not val or not all("bytes" in shard for shard in val):
-        return None
-    return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
-
-
-def open_shards(folder: Path, listed: dict[str, dict]) -> dict[str, list[Shard]]:
-    """
-    The shards of each split by name: those that manifest.json lists, or else all in the folder.
-    Raises UserError.
-    """
-    shards: dict[str, list[Shard]] = {"train": [], "val": []}
-    for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
-        if split := split_of(name):
-            shards[split].append(open_shard(folder / name))
-    for split in shards:
-        if not any(shard.tokens for shard in shards[split]):
-            files = f"{split}_000001.bin or NAME_{split}_000001.bin"
-            raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
-    return shards
 
 
 def check_tokens(listed: dict[str, dict], splits: list[ShardTokens]) -> str:

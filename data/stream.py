@@ -1,266 +1,234 @@
 """
-Training straight from text: parquet or jsonl files, here or on the hub, tokenised on the way by
-worker processes.
+Training on text that is prepared meanwhile: train.py starts prepare_fineweb.py beside it, which
+writes small shards to data/streamed/NAME. Training reads that folder in order, and waits for what
+is still to come.
 
-The stream is the documents of the source in their order, an end-of-text token before each, over and
-over. Its first whole documents, as many as an evaluation reads, are held out for validation, as
-preparation does it. Sequence n is the window of block_size + 1 tokens that begins n * block_size
-tokens behind them. So the number of workers, processes or sequences in a batch does not change what
-is trained on. A document and a number of tokens are all that a resumed run needs.
+Sequence n is the window of block_size + 1 tokens that begins at token n * block_size of training's
+shards; after the last one they begin again. So the number of sequences is all that a resumed run
+needs, and neither threads, processes nor batch size change what is trained on.
 
-    open_stream    finds the files, reads what evaluations need
-    Pieces         in each worker: text -> tokens, every n-th piece of the source
-    Workers        starts them, takes their pieces in order, ends them
-    Stream         pieces -> windows, and the position for a checkpoint
+    open_stream    starts the preparation, waits for what evaluations read
+    Stream         waits for shards, reads windows
+    Follower       in the preparation: no further ahead than training wants, and ends with it
 """
 
 import bisect
+import contextlib
 import glob
-import hashlib
-import json
-import os
 import re
-import signal
+import subprocess
+import sys
 import threading
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing import active_children, parent_process, resource_tracker
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from common.console import RunError, UserError
+from common.child import end_with_parent, start_child
+from common.console import RunError, UserError, complain, say, warn
+from common.files import lack_of_space
 from configurator import Config
-from data import sources
-from data.shards import Dataset, HeldTokens
-from data.tokenizer import Tokenizer, encode_rows, named_spec
+from data.shards import Dataset, ShardTokens, check_tokens, read_folder, read_manifest
+from data.writer import CONTINUE
 
-ANCHOR_TOKENS = 1_000_000  # a resumed run tokenises at most about so many tokens again
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
-CONTINUE = "--init_from=resume continues the run"
-NO_TOKENS = np.empty(0, dtype="<u2")
-
-# -----------------------------------------------------------------------------
-# In a worker process
-
-
-@dataclass(eq=False)
-class Pieces(IterableDataset):
-    """
-    The source from the document `first` on, for ever, in pieces of a few hundred documents: file,
-    row of the piece's first document, and the tokens of them all, uint16. Each of n workers makes
-    every n-th piece; DataLoader takes one from each in turn, which restores their order.
-    """
-
-    files: list[str]
-    backoff: tuple[float, ...]
-    tokenizer: dict
-    first: tuple[int, int]  # file, row
-    again_from: tuple[int, int]  # what comes after the last document: the first not held out
-
-    def __iter__(self) -> Iterator[tuple[int, int, np.ndarray] | UserError]:
-        worker = get_worker_info()
-        turn = (worker.id, worker.num_workers) if worker else (0, 1)
-        source = sources.files_source(self.files, self.backoff, turn, self.again_from)
-        try:
-            tokenizer = Tokenizer(self.tokenizer)
-            for file, first, rows in source(*self.first):
-                documents = [tokens for _, tokens, _ in encode_rows(first, rows, tokenizer)]
-                yield file, first, np.concatenate([NO_TOKENS, *documents])
-        except UserError as error:  # raised here, DataLoader would add the worker's traceback
-            yield error
-
-
-def set_up_worker(number: int) -> None:
-    """
-    Called in each worker as it starts. The worker ends when its parent does, even if that is killed
-    at this moment, which torch's own check would miss.
-    """
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent() -> None:
-    parent_process().join()
-    os._exit(1)
-
+SCRIPT = Path(__file__).with_name("prepare_fineweb.py")
+SHARD_TOKENS = 2**22  # one to three seconds of work for a thread
+TOKENS_AHEAD = 2**25  # that are prepared before they are needed
+CHECKED = "checked"  # a line of the preparation
+MOMENT = 0.1  # seconds between two looks at the folder
+PATIENCE = 30  # seconds of waiting after which a line says so
 
 # -----------------------------------------------------------------------------
 # In the training process
 
 
-class Workers:
-    """
-    The worker processes, as an iterator over their pieces in order. With a count of 0 the thread
-    that asks for a piece makes it.
-
-    A run that ends, in whatever way, kills them: a worker that ends by itself while Arrow's threads
-    read ahead is aborted by them with a message on stderr.
-    """
-
-    def __init__(self, pieces: Pieces, count: int):
-        self.pieces, self.count = pieces, count
-        self.iterator: Iterator | None = None  # the workers start with the first piece
-        self.processes = []
-
-    def next_piece(self) -> tuple[int, int, np.ndarray]:
-        """File, row, tokens. Raises RunError where the source fails or a worker has died."""
-        if self.iterator is None:
-            self.start()
-        try:
-            piece = next(self.iterator)
-        # RuntimeError: DataLoader has found a worker dead. The others: it died while it was sending
-        except (RuntimeError, OSError, EOFError) as error:
-            raise RunError(f"a data worker failed ({error}); {CONTINUE}") from error
-        if isinstance(piece, UserError):
-            raise RunError(*(f"{line}; once that is mended, {CONTINUE}" for line in piece.problems))
-        file, row, tokens = piece
-        return file, row, tokens.numpy()
-
-    def start(self) -> None:
-        """
-        Start the workers, from the thread that reads: DataLoader raises in the thread that started
-        it when a worker dies, and the main thread may be in the middle of anything.
-        """
-        if self.count and hasattr(signal, "pthread_sigmask"):  # Windows has none
-            # Ctrl-C in a terminal goes to all processes there, as SLURM's warning does. What this
-            # thread starts from here on ignores both: the training process saves a checkpoint
-            # first, and then kills the workers.
-            resource_tracker.ensure_running()  # started later, it would undo the next line
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
-        loader = DataLoader(
-            self.pieces,
-            batch_size=None,
-            num_workers=self.count,
-            # a fork of a process with running threads can hang
-            multiprocessing_context="spawn" if self.count else None,
-            worker_init_fn=set_up_worker,
-            # A generator of its own: drawing from torch's would change what dropout draws
-            generator=torch.Generator(),
-        )
-        self.iterator = iter(loader)
-        if self.count:
-            self.processes = active_children()  # a training process has no others
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-
-
 class Stream:
-    """
-    The windows of a source in its order, from a checkpoint's `position` on, or from the beginning.
-    `identity` is what the position must say besides: the source's revision, and how many tokens
-    are held out.
-    """
+    """The training sequences of a folder that still grows."""
 
-    def __init__(self, workers: Workers, block_size: int, identity: dict, position: dict):
-        self.workers, self.block_size, self.identity = workers, block_size, identity
-        sequence, token = position.get("sequence", 0), position.get("token", 0)
-        self.buffer = NO_TOKENS
-        self.begins = sequence * block_size - token  # number of the buffer's first token
-        # Where in the stream some documents begin: (token number, file, row), in order
-        self.anchors = [(self.begins, *workers.pieces.first)]
-        self.next_piece = workers.next_piece
-        self.tokens_of_later_ranks = 0
+    def __init__(self, folder: Path, block_size: int):
+        self.folder, self.block_size = folder, block_size
+        self.preparing: subprocess.Popen | None = None  # of rank 0: the process that fills it
+        self.data: Dataset | None = None  # as far as it has been seen
+        self.closed = False
+        self.checked = True  # whether what is there is of this source
+        self.problems: list[str] = []  # error lines of the preparation
 
-    def join_ranks(self, from_main: Callable, rank: int, world_size: int, batch_size: int) -> None:
+    def start(self, config: Config, held_out: int) -> None:
         """
-        Be one of several processes that read the same stream. Rank 0's workers tokenise, and
-        from_main(function) gives all what the function returns there, or raises.
-
-        Process `rank` reads every world_size-th batch. All read as far as the last of them needs,
-        so that what fails, fails for all of them in the same micro-step.
+        Start the preparation, with `held_out` tokens for validation, or as many as an earlier run
+        has held out. It ends when this process does, in whatever way.
         """
-        self.next_piece = partial(from_main, self.workers.next_piece)
-        self.tokens_of_later_ranks = (world_size - 1 - rank) * batch_size * self.block_size
+        if (self.folder / "manifest.json").exists():
+            held_out = read_manifest(self.folder)["val_tokens"]
+        flags = dict(source=config.dataset)
+        if re.fullmatch(HUB_NAME, config.dataset) and not glob.glob(config.dataset):
+            flags["dataset"], _, flags["name"] = flags.pop("source").partition(":")
+        flags |= dict(tokenizer=config.tokenizer, val_tokens=held_out, shard_tokens=SHARD_TOKENS)
+        flags |= dict(out=self.folder, workers=config.data_workers)
+        flags = [f"--{name}={value}" for name, value in flags.items()]
+        self.checked = False
+        self.preparing = start_child(SCRIPT, "--follow", *flags, stderr=subprocess.PIPE)
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener.start()
 
-    def position(self, n: int) -> dict:
-        """Where sequence n begins, for a checkpoint: tokens after a document's beginning."""
-        begins_at = n * self.block_size
-        number = bisect.bisect_right(self.anchors, begins_at, key=lambda anchor: anchor[0]) - 1
-        begins, file, row = self.anchors[number]
-        return dict(self.identity, sequence=n, file=file, row=row, token=begins_at - begins)
+    def listen(self) -> None:
+        """Pass on the warnings of the preparation, and keep its errors."""
+        for line in self.preparing.stderr:
+            text = line.decode(errors="replace").rstrip()
+            if text == CHECKED:
+                self.checked = True
+            elif text.startswith("error: "):
+                self.problems.append(text.removeprefix("error: "))
+            else:
+                complain(text)
+
+    def look(self, wanted: int) -> bool:
+        """
+        Look at the folder. Whether it has as many tokens for training as are `wanted`, or all that
+        the source has. Raises RunError where they will never be there.
+        """
+        has_ended = self.preparing and self.preparing.poll() is not None
+        self.ask(wanted)
+        manifest = self.folder / "manifest.json"
+        if manifest.exists():
+            seen = [*self.data.train.shards, *self.data.val.shards] if self.data else []
+            try:
+                self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
+            except (FileNotFoundError, UserError):
+                if manifest.exists():  # else the preparation has found too little text
+                    raise
+        ready = self.checked and self.holds(wanted)
+        if has_ended and not ready:
+            self.listener.join(timeout=1)
+            code = self.preparing.returncode
+            lines = self.problems or [
+                f"the preparation of {self.folder} ended ({code}); {CONTINUE}"
+            ]
+            resume = "--init_from=resume continues the run"
+            raise RunError(*(line.replace(CONTINUE, resume) for line in lines))
+        return ready
+
+    def holds(self, tokens: int) -> bool:
+        """Whether so many tokens for training have been seen, or all that there are."""
+        return self.data is not None and (self.data.complete or len(self.data.train) >= tokens)
+
+    def ask(self, tokens: int) -> None:
+        """Have so many tokens for training prepared, and some more."""
+        if self.preparing:
+            with contextlib.suppress(OSError):  # it has ended; look() says why
+                self.preparing.stdin.write(f"{tokens + TOKENS_AHEAD}\n".encode())
 
     def read(self, first: int, count: int) -> np.ndarray:
         """
-        The windows of sequences `first` to first + count, (count, block_size + 1) int64; never
-        earlier ones than before. Raises RunError.
+        The windows of sequences `first` to first + count, (count, block_size + 1) int64. Waits for
+        them. Raises RunError where they will never be there.
         """
-        begin, end = first * self.block_size, (first + count) * self.block_size + 1
-        while self.begins + len(self.buffer) < end + self.tokens_of_later_ranks:
-            file, row, tokens = self.next_piece()
-            position = self.begins + len(self.buffer)
-            if position - self.anchors[-1][0] >= ANCHOR_TOKENS:
-                self.anchors.append((position, file, row))
-            used = min(max(begin - self.begins, 0), len(self.buffer))
-            self.buffer = np.concatenate([self.buffer[used:], tokens])
-            self.begins += used
-        tokens = self.buffer[begin - self.begins : end - self.begins]
-        every = np.lib.stride_tricks.sliding_window_view(tokens, self.block_size + 1)
-        return every[:: self.block_size].astype(np.int64)
+        wanted, began = (first + count) * self.block_size + 1, time.monotonic()
+        self.ask(wanted)
+        while not (self.holds(wanted) or self.look(wanted)):
+            if self.closed:
+                raise RunError()  # nobody waits for it any more
+            if time.monotonic() - began > PATIENCE:
+                began = time.monotonic()
+                prepared = len(self.data.train)
+                say(f"data: {prepared:,} tokens are prepared, waiting for {wanted:,}")
+            time.sleep(MOMENT)
+        windows = (len(self.data.train) - 1) // self.block_size
+        begins = [n % windows * self.block_size for n in range(first, first + count)]
+        return self.data.train.read_windows(begins, self.block_size + 1)
 
     def close(self) -> None:
-        self.workers.kill()
+        self.closed = True
+        if self.preparing:
+            self.preparing.kill()
+
+
+def open_stream(config: Config, ranks) -> Dataset:
+    """
+    Have the source that config.dataset names prepared (files, a folder, a pattern, or
+    ORG/NAME[:CONFIG] on the hub), and wait for what evaluations read: the first documents for
+    validation, and the first shards for training. All ranks take part. Raises UserError.
+    """
+    held_out = max(config.eval_size, config.block_size + 1)
+    stream = Stream(streamed_folder(config), config.block_size)
+    ranks.from_main(stream.start, config, held_out)
+    ready = False
+    while not ready:
+        try:
+            ready = ranks.from_main(stream.look, held_out)
+        except RunError as error:
+            raise UserError(*error.args) from None
+        time.sleep(MOMENT)
+    seen = (stream.folder / "manifest.json").exists()
+    ranks.check_same(str(stream.folder), seen, "several machines need one shared folder for it")
+    while not stream.look(held_out):  # a network's folder may show rank 0's files a little later
+        time.sleep(MOMENT)
+    if ranks.is_main:
+        check_room(config, stream)
+    return describe(config.dataset, stream, held_out)
+
+
+def streamed_folder(config: Config) -> Path:
+    """Where the shards of a stream are."""
+    name = re.sub(r"\W+", "_", f"{config.dataset} {config.tokenizer}")
+    return Path("data", "streamed", name[-100:])
+
+
+def check_room(config: Config, stream: Stream) -> None:
+    """Say what the stream will take on the disk; a warning where there is no room for it."""
+    needed = ""
+    if not config.by_clock:
+        tokens = config.iter_tokens * config.max_iters
+        needed = f", at most {2 * tokens / 1e9:.3g} GB in this run"
+        if lacks := lack_of_space(stream.folder, 2 * (tokens - len(stream.data.train))):
+            warn(f"{lacks}; the run will end there with a checkpoint, and can be resumed")
+    say(f"stream: {stream.folder} takes 2 bytes a token{needed}")
+
+
+def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
+    """
+    The dataset of a stream: validation, and of training the first shards that hold as many tokens
+    as are `evaluated`. Raises UserError.
+    """
+    data = replace(stream.data, source=source, stream=stream)
+    last = bisect.bisect_left(data.train.ends, evaluated)
+    data.train = ShardTokens(data.train.shards[: last + 1], data.vocab)
+    if len(data.train) <= stream.block_size:
+        held = f"{len(data.val):,} tokens for validation and {len(data.train):,} for training"
+        hint = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
+        raise UserError(f"dataset: {source} holds {held}; {hint}")
+    # the rest of the text follows from the source, which the manifest holds
+    names = [shard.path.name for shard in data.val.shards]
+    data.fingerprint = check_tokens({name: data.listed[name] for name in names}, [data.val])
+    return data
 
 
 # -----------------------------------------------------------------------------
-# Opening a source
+# In the preparation
 
 
-def open_stream(config: Config, position: dict | None = None) -> Dataset:
+class Follower:
     """
-    Open the source that config.dataset names (files, a folder, a pattern, or ORG/NAME[:CONFIG] on
-    the hub), at a checkpoint's `position` where there is one, and read what evaluations need of it.
-    Raises UserError.
+    Keeps this process no further ahead of the training than that asks for, a line on stdin each
+    time, and ends it with the other end of stdin.
     """
-    position, name = position or {}, config.dataset
-    if re.fullmatch(HUB_NAME, name) and not glob.glob(name):
-        dataset, _, builder = name.partition(":")
-        begun = position.get("revision")
-        files, revision = sources.hub_files(dataset, builder or None, begun, flag="--dataset")
-        backoff = sources.BACKOFF_SECONDS
-    else:
-        files = sources.local_files([name], sources.ROW_FILES, flag="--dataset=")
-        backoff, revision = (), sources.describe_files(files)
-    tokenizer = Tokenizer(named_spec(config.tokenizer), config.tokenizer)
-    held_out = position.get("held_out") or max(config.eval_size, config.block_size + 1)
-    source = sources.files_source(files, backoff)
-    val, train, begin, val_bytes = read_first(source, tokenizer, held_out)
-    if len(train) <= config.block_size:
-        held = f"{len(val):,} tokens for validation and {len(train):,} for training"
-        mend = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
-        raise UserError(f"dataset: {name} holds {held}; {mend}")
 
-    identity = dict(revision=revision, held_out=held_out)
-    described = json.dumps([identity, tokenizer.spec, [os.path.basename(file) for file in files]])
-    fingerprint = hashlib.sha256(described.encode() + val.tobytes()).hexdigest()
-    first = (position["file"], position["row"]) if position else begin
-    workers = Workers(Pieces(files, backoff, tokenizer.spec, first, begin), config.data_workers)
-    stream = Stream(workers, config.block_size, identity, position)
-    held, size = (HeldTokens(train), HeldTokens(val)), val_bytes / len(val)
-    return Dataset(name, *held, tokenizer.vocab, tokenizer.spec, fingerprint, stream, size)
+    def __init__(self):
+        self.wanted, self.changed = 0, threading.Condition()
+        end_with_parent(self.receive)
 
+    def receive(self, line: str) -> None:
+        with self.changed:
+            self.wanted = int(line)
+            self.changed.notify()
 
-def read_first(
-    source: sources.Source, tokenizer: Tokenizer, wanted: int
-) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """
-    The first whole documents that hold `wanted` tokens, the next `wanted` tokens, the file and row
-    where these begin, and the bytes of the former's text. Fewer where the source ends.
-    """
-    val, train, begin, val_bytes = array("H"), array("H"), (0, 0), 0
-    for file, first, rows in source(0, 0):
-        for row, tokens, size in encode_rows(first, rows, tokenizer):
-            if len(val) < wanted:
-                val.frombytes(tokens.tobytes())
-                val_bytes += size
-            else:
-                if not train:
-                    begin = (file, row)
-                train.frombytes(tokens.tobytes())
-        if len(train) >= wanted:
-            break
-    return np.array(val), np.array(train[:wanted]), begin, val_bytes
+    def checked(self) -> None:
+        """Say that the shards that are there are those of this source."""
+        print(CHECKED, file=sys.stderr, flush=True)
+
+    def wait(self, tokens: int) -> None:
+        """Wait until more than so many tokens for training are wanted."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.wanted > tokens)

@@ -249,12 +249,13 @@ def ranges_by_clock(p: dict, hours: float, most_iters: int) -> dict:
 
 def disk_figures(config: Config, p: dict) -> dict:
     """
-    In GB: the shards and all checkpoints that stay. Without a dataset the shards are those of all
-    tokens that the run may read, by the clock at the range's upper end, or of FineWeb's sample.
+    In GB: the shards and all checkpoints that stay. Of a stream, and without a dataset, the shards
+    are those of all tokens that the run may read, by the clock at the range's upper end, or of
+    FineWeb's sample.
     """
     most = max(p.get("tokens_range", [p["total_tokens"]]))
     tokens = p["dataset_tokens"] or min(most, MOST_TOKENS)
-    shards = 0 if config.stream else 2 * tokens / 1e9
+    shards = 2 * tokens / 1e9
     kept = checkpoint_files(config)
     disk = shards + kept * p["checkpoint_gb"]
     return dict(disk_tokens=tokens, shards_gb=shards, checkpoints_kept=kept, disk_gb=disk)

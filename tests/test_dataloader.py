@@ -333,6 +333,11 @@ def test_the_fingerprint_follows_the_tokens(tmp_path):
     a = open_dataset(str(write_dataset(tmp_path / "a", [500]))).fingerprint
     assert open_dataset(str(write_dataset(tmp_path / "b", [500]))).fingerprint == a
     assert open_dataset(str(write_dataset(tmp_path / "c", [501]))).fingerprint != a
+    # as of a folder of nanoGPT's, whose names and sizes stay
+    (tmp_path / "c" / "manifest.json").unlink()
+    before = open_dataset(str(tmp_path / "c")).fingerprint
+    write_shard(tmp_path / "c" / "train_000001.bin", np.arange(501) % 64)
+    assert open_dataset(str(tmp_path / "c")).fingerprint != before
 
 
 def test_a_shard_cut_or_deleted_under_the_run_is_named_in_one_line(tmp_path):
@@ -519,8 +524,8 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
         "import sys, torch, train; from common import console; from data import loader\n"
         "load = loader.TrainBatches.load\n"
         "def slow(self, first):\n"
-        "    for _ in range(4):\n"
-        "        torch.randn(1500, 1500) @ torch.randn(1500, 1500)\n"
+        "    for _ in range(2):\n"
+        "        torch.randn(1000, 1000) @ torch.randn(1000, 1000)\n"
         "    return load(self, first)\n"
         "loader.TrainBatches.load = slow\n"
         "def fail(*_):\n"

@@ -478,14 +478,6 @@ def test_what_a_further_gpu_brings_is_the_roofline_that_the_page_describes(
     check("several_gpus.md", start, [seconds, *ratios])
 
 
-def test_the_speed_of_a_stream_is_what_was_measured():
-    rounds = result("cpu/loader")["stream"]["rounds"]
-    speeds = [r["per_cpu_second"] / 1e6 for r in rounds if r["route"] == "stream"]
-    text = (ROOT / "docs" / "several_gpus.md").read_text(encoding="utf-8")
-    shown = re.search(r"a stream made ([\d.]+)M to ([\d.]+)M tokens", text).groups()
-    assert rounds_to(min(speeds), shown[0]) and rounds_to(max(speeds), shown[1])
-
-
 def prose_lines(page: Path) -> list[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     return [line for line in text.splitlines() if not line.startswith("|")]

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -408,10 +407,11 @@ def test_ranks_of_a_stream_killed_at_ten_random_moments_go_on_by_themselves(parq
     options = STREAM | dict(
         max_iters=600, eval_interval=300, checkpoint_interval=2, log_interval=10, batch_size=4
     )
-    options |= dict(gradient_accumulation_steps=2, data_workers=1)
-    script = tmp_path / "train_on_bytes.py"
+    options |= dict(gradient_accumulation_steps=2)
+    script = tmp_path / "train_here.py"
     main = "if __name__ == '__main__':\n    console.run_main(train.main, train.explain)"
-    script.write_text(f"import train\nfrom common import console\n{main}\n")
+    here = f"import os, train\nfrom common import console\nos.chdir({str(tmp_path)!r})\n"
+    script.write_text(f"{here}{main}\n")
     straight = flags(parquet, tmp_path / "straight", **options | dict(checkpoint_interval=0))
     assert run_process(str(script), *straight, PYTHONPATH=str(ROOT), cold=True)[0] == 0
     arguments = flags(parquet, tmp_path / "broken", init_from="auto", **options)
@@ -456,17 +456,14 @@ ranks.Ranks.data_parallel = counted
     assert sum(exchanged) == 2 * 4 * 4 * parameters
 
 
-STREAM = dict(OPTIONS, stream=True, data_workers=0, batch_size=16, block_size=128)
-STREAM["tokenizer"] = "byte"
-# each batch of rows that is tokenised is told
-COUNTED = """
-from data import stream
-encode_rows = stream.encode_rows
-def counted(first, rows, tokenizer):
-    print("tokenised", first, file=sys.stderr)
-    return encode_rows(first, rows, tokenizer)
-stream.encode_rows = counted
-"""
+STREAM = dict(OPTIONS, stream=True, tokenizer="byte", batch_size=16, block_size=128)
+
+
+def streaming(work: Path, other_work: Path | None = None) -> list[str]:
+    """As `patched`, in that folder, with small shards; all ranks but the first may be elsewhere."""
+    places = [str(work), str(other_work or work)]
+    shards = "from data import stream; stream.SHARD_TOKENS, stream.TOKENS_AHEAD = 9000, 50_000"
+    return patched(f"os.chdir({places}[RANK != '0'])\n{shards}")
 
 
 @pytest.fixture(scope="module")
@@ -475,27 +472,27 @@ def parquet(tmp_path_factory) -> Path:
     return write_parquet(tmp_path_factory.mktemp("source") / "a.parquet", documents(1000))
 
 
-def tokenised(err: str) -> Counter:
-    """How often each batch of rows was."""
-    return Counter(line for line in err.splitlines() if line.startswith("tokenised"))
-
-
-def test_two_ranks_train_on_a_stream_as_one_and_tokenise_it_once(parquet, tmp_path):
+def test_two_ranks_train_on_a_stream_as_one(parquet, tmp_path):
     """And one process goes on where they stopped."""
     options = STREAM | dict(gradient_accumulation_steps=2, max_iters=16, eval_interval=8)
     run = flags(parquet, tmp_path / "1", **options)
-    code, _, err = run_process(*patched(COUNTED), *run, RANK="0")
-    alone = tokenised(err)
-    assert code == 0 and alone.total() > 6
+    code, _, err = run_process(*streaming(tmp_path), *run, RANK="0")
+    assert code == 0, err
     half = flags(parquet, tmp_path / "2", **options | dict(max_iters=8, lr_decay_iters=16))
-    codes, _, err = run_ranks(2, *patched(COUNTED), *half)
-    assert codes == [0, 0] and tokenised(err) <= alone
+    codes, _, err = run_ranks(2, *streaming(tmp_path), *half)
+    assert codes == [0, 0], err
     rest = flags(parquet, tmp_path / "2", init_from="resume", **options)
-    code, _, err = run_process(*patched(""), *rest, RANK="0")
+    code, _, err = run_process(*streaming(tmp_path), *rest, RANK="0")
     assert code == 0, err
     assert_same_run(tmp_path / "1", tmp_path / "2")
-    one, two = (load(tmp_path / n, 16)["stream"] for n in "12")
-    assert one == two
+
+
+def test_machines_that_share_no_folder_for_a_stream_are_refused(parquet, tmp_path):
+    (tmp_path / "other").mkdir()
+    run = flags(parquet, tmp_path / "run", **STREAM)
+    codes, _, err = run_ranks(2, *streaming(tmp_path, tmp_path / "other"), *run)
+    (line,) = error_lines(err)
+    assert codes == [2, 2] and "False on rank 1, True on rank 0; several machines need" in line
 
 
 @pytest.mark.parametrize("batch_size", [15, pytest.param(16, marks=pytest.mark.slow)])
@@ -508,28 +505,27 @@ def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoin
     (source / "b.parquet").write_bytes(b"PAR1 damaged")
     options = STREAM | dict(batch_size=batch_size, max_iters=10**6, eval_interval=10**6)
     run = flags(source, tmp_path / "run", **options)
-    codes, _, err = run_ranks(2, *patched(""), *run)
+    codes, _, err = run_ranks(2, *streaming(tmp_path), *run)
     (line,) = error_lines(err)
-    assert codes == [1, 1] and "b.parquet" in line and line.endswith("resume continues the run")
+    assert codes == [1, 1] and "b.parquet" in line and "resume continues the run" in line
     assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 2
 
 
-def start_streaming(parquet, out_dir, **changes) -> list:
-    """Two ranks that train on and on."""
-    options = STREAM | dict(data_workers=1, max_iters=10**6, eval_interval=10**6, log_interval=20)
-    # DataLoader looks for dead workers every 5 seconds
-    hasty = "\nfrom torch.utils.data import dataloader\n"
-    hasty += "dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)"
-    arguments = flags(parquet, out_dir, **options | changes)
-    processes = start_ranks(2, *patched(hasty), *arguments)
-    metrics = out_dir / "metrics.jsonl"
+def start_streaming(source, work, **changes) -> list:
+    """Two ranks that train on and on, on a source that is never all prepared."""
+    for number in range(60):
+        os.link(source, work / f"{number}.parquet")
+    options = STREAM | dict(max_iters=10**6, eval_interval=10**6, log_interval=20)
+    arguments = flags(work, work / "run", **options | changes)
+    processes = start_ranks(2, *streaming(work), *arguments)
+    metrics = work / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and '"iter": 20,' in metrics.read_text(), processes[0])
     return processes
 
 
-def data_workers(process) -> list:
+def preparations(process) -> list:
     children = psutil.Process(process.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return [child for child in children if "--follow" in child.cmdline()]
 
 
 def end_of(processes: list) -> tuple[list[int], str]:
@@ -538,43 +534,43 @@ def end_of(processes: list) -> tuple[list[int], str]:
 
 
 @pytest.mark.slow
-def test_a_dead_worker_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tmp_path):
+def test_a_killed_preparation_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tmp_path):
     processes = start_streaming(parquet, tmp_path)
-    (worker,) = data_workers(processes[0])
-    assert not data_workers(processes[1])  # it is handed the first one's tokens
-    worker.kill()
+    (preparation,) = preparations(processes[0])
+    assert not preparations(processes[1])  # it reads what the first one prepares
+    preparation.kill()
     codes, err = end_of(processes)
     (line,) = error_lines(err)
-    assert codes == [1, 1] and "a data worker failed" in line
-    assert load_newest(tmp_path)["progress"]["iter_num"] > 20
+    assert codes == [1, 1] and "the preparation of data/streamed/" in line
+    assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_a_stream_with_one_line(killed, parquet, tmp_path):
     processes = start_streaming(parquet, tmp_path)
-    workers = data_workers(processes[0])
+    children = preparations(processes[0])
     processes[killed].kill()
     codes, err = end_of(processes)
     (line,) = error_lines(err)
     assert codes[1 - killed] == 1 and "lost another rank" in line
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.slow
 def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_path):
     processes = start_streaming(parquet, tmp_path)
-    (worker,) = data_workers(processes[0])
-    worker.suspend()  # no more data comes
+    (preparation,) = preparations(processes[0])
+    preparation.suspend()  # no more data comes
     steps = 0
-    while steps != (steps := len(records(tmp_path, "step"))):
+    while steps != (steps := len(records(tmp_path / "run", "step"))):
         time.sleep(0.5)
     began = time.monotonic()
     processes[1].send_signal(signal.SIGTERM)
     codes, err = end_of(processes)
     assert codes == [143, 143] and time.monotonic() - began < 10, err
-    assert load_newest(tmp_path)["progress"]["iter_num"] > 20
+    assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 20
 
 
 # what each rank holds of the model and of the optimizer after its last update

@@ -1,22 +1,30 @@
 """
-Training straight from text: the same windows whoever tokenises them, exact resume, and one line for
-whatever goes wrong.
+Training on text that is prepared meanwhile: the same windows however it is run, exact resume, no
+process left behind, and one line for whatever goes wrong.
 """
 
-import multiprocessing
+import contextlib
+import json
 import os
 import re
 import signal
 import time
-from itertools import count
 from pathlib import Path
+from unittest import mock
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from documents import REVISION, documents, serve_hub, write_jsonl, write_parquet, write_source
+from documents import (
+    REVISION,
+    documents,
+    serve_hub,
+    write_jsonl,
+    write_parquet,
+    write_source,
+)
 from helpers import (
+    ROOT,
     assert_same_state,
     flags,
     load,
@@ -28,54 +36,38 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import train
-from common.console import UserError
+from common.console import RunError, UserError
 from configurator import Config
-from data import sources, stream
+from data import stream
 from data.loader import TrainBatches
+from data.tokenizer import Tokenizer
+from data.writer import Plan, prepare
+from training.ranks import Ranks
 
 STOPPING = r"stopping after this iteration, about \d+ s; again: at once, back to .*\n"
 CPU = torch.device("cpu")
+BYTE = Tokenizer({"kind": "byte"})
 # with nulls and empty ones
 TEXTS = [text for part in range(3) for text in documents(160, seed=part, words=40)]
-# bytes for tokens need no vocabulary
-BYTES = "from data import stream\nstream.named_spec = lambda name: {'kind': 'byte'}\n"
-TRAIN = (
-    BYTES + "import train; from common import console\nconsole.run_main(train.main, train.explain)"
-)
+# train.py, with shards so small that a preparation is long on its way
+SMALL_SHARDS = """
+from common.console import run_main
+from data import stream
+import train
+stream.SHARD_TOKENS, stream.TOKENS_AHEAD = 5000, 20_000
+run_main(train.main, train.explain)
+"""
+STREAM = dict(stream=True, tokenizer="byte")  # bytes for tokens need no vocabulary
 
 
 @pytest.fixture(autouse=True)
-def byte_tokens(monkeypatch):
-    monkeypatch.setattr(stream, "named_spec", lambda name: {"kind": "byte"})
-
-
-@pytest.fixture
-def warm_workers(monkeypatch):
-    """
-    Workers that fork from a process that has imported torch already. As users have them, each a
-    new Python, they are in the tests that run train.py in a process of its own.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench", "data.stream"])
-
-    def loader(pieces, **options):
-        if options["num_workers"]:
-            options["multiprocessing_context"] = context
-        return DataLoader(pieces, **options)
-
-    monkeypatch.setattr(stream, "DataLoader", loader)
-
-
-@pytest.fixture(scope="module")
-def parquet(tmp_path_factory) -> Path:
-    """TEXTS in two parquet files, which a new process opens faster than jsonl."""
-    folder = tmp_path_factory.mktemp("parquet")
-    write_parquet(folder / "a.parquet", TEXTS[:250])
-    write_parquet(folder / "b.parquet", TEXTS[250:])
-    return folder
+def work(tmp_path, monkeypatch) -> Path:
+    """The current folder, where data/streamed is made; with shards so small that there are many."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stream, "SHARD_TOKENS", 5000)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -100,44 +92,35 @@ def split_by_hand(texts: list, held_out: int) -> tuple[list[int], list[int]]:
 
 
 def windows_by_hand(tokens: list[int], block_size: int, first: int, count: int) -> list[list[int]]:
-    endless = np.resize(np.array(tokens), (first + count) * block_size + 1)
-    starts = [n * block_size for n in range(first, first + count)]
-    return [endless[start : start + block_size + 1].tolist() for start in starts]
+    windows = (len(tokens) - 1) // block_size
+    starts = [n % windows * block_size for n in range(first, first + count)]
+    return [tokens[start : start + block_size + 1] for start in starts]
 
 
 def config_for(dataset, **changes) -> Config:
-    options = dict(block_size=32, batch_size=3, eval_tokens=500, data_workers=0)
-    return Config(stream=True, dataset=str(dataset), **(options | changes))
+    options = dict(block_size=32, batch_size=3, eval_tokens=500)
+    return Config(**STREAM, dataset=str(dataset), **(options | changes))
 
 
-def take(
-    config: Config, count: int, position: dict | None = None, rank: int = 0, world_size: int = 1
-) -> tuple[list, dict]:
-    """
-    The first `count` micro-batches as rows of T + 1 tokens, and the position behind them (all
-    ranks').
-    """
-    data = stream.open_stream(config, position)
-    consumed = position["sequence"] if position else 0
+def take(data, config: Config, count: int, consumed=0, rank=0, world_size=1) -> list[list[int]]:
+    """`count` micro-batches as rows of T + 1 tokens."""
     batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
     rows = []
     for x, y in batches.take(count):
         rows += torch.cat([x, y[:, -1:]], dim=1).tolist()
-    end = data.stream.position(consumed + count * world_size * config.batch_size)
     batches.close()
-    return rows, end
+    return rows
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_any_number_of_workers_reads_the_windows_counted_by_hand(
-    folder, parquet, workers, warm_workers
-):
-    config = config_for(parquet if workers else folder, data_workers=workers)
-    data = stream.open_stream(config)
+def test_the_windows_are_those_counted_by_hand_and_validation_is_held_out(folder):
+    config = config_for(folder, data_workers=2)
+    data = stream.open_stream(config, Ranks())
     val, tokens = split_by_hand(TEXTS, 500)
-    assert data.val.tokens.tolist() == val and data.train.tokens.tolist() == tokens[:500]
+    assert data.val.read_windows([0], len(val))[0].tolist() == val
+    assert len(data.val) == len(val) and 500 <= len(data.train) < len(tokens)
+    assert data.bytes_per_token == pytest.approx((len(val) - val.count(0)) / len(val))
     batches = 2 * len(tokens) // 96  # well into the third time through the source
-    assert take(config, batches)[0] == windows_by_hand(tokens, 32, 0, 3 * batches)
+    assert take(data, config, batches) == windows_by_hand(tokens, 32, 0, 3 * batches)
 
 
 @settings(max_examples=40, deadline=None)
@@ -149,62 +132,76 @@ def test_the_windows_do_not_depend_on_batches_processes_or_resumes(tmp_path_fact
     texts += ["the last ones leave something for training"] * 2
     T, held_out = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 30))
     batch_size, world_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    path = tmp_path_factory.mktemp("source") / "a.parquet"
-    prepared = write_parquet(path, texts)
-    config = config_for(prepared, block_size=T, eval_tokens=held_out, batch_size=batch_size)
-    val, tokens = split_by_hand(texts, max(held_out, T + 1))
-    position, n = None, 0
+    folder = tmp_path_factory.mktemp("prepared")
+    plan = Plan(folder, "texts", [], BYTE, 0, {}, val_tokens=held_out)
+    plan.shard_tokens = data.draw(st.integers(1, 90))
+    with mock.patch("os.fsync"):
+        prepare(plan, lambda file, row: iter([(0, row, texts[row:])]), workers=2)
+    config = config_for(folder, block_size=T, batch_size=batch_size)
+    _, tokens = split_by_hand(texts, held_out)
+    n = 0
     # a run and two resumes, perhaps with another number of processes, each anywhere
     for _ in range(3):
-        steps = data.draw(st.integers(0, 20))
-        ranks = [take(config, steps, position, rank, world_size) for rank in range(world_size)]
-        rows = [
-            [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for rows, _ in ranks
-        ]
-        in_turn = [row for batches in zip(*rows, strict=True) for batch in batches for row in batch]
+        steps, all_rows = data.draw(st.integers(0, 20)), []
+        for rank in range(world_size):
+            source = mock.Mock(stream=stream.Stream(folder, T))
+            rows = take(source, config, steps, n, rank, world_size)
+            all_rows.append([rows[i : i + batch_size] for i in range(0, len(rows), batch_size)])
+        in_turn = [row for batches in zip(*all_rows, strict=True) for b in batches for row in b]
         assert in_turn == windows_by_hand(tokens, T, n, steps * world_size * batch_size)
-        position, n = ranks[0][1], n + steps * world_size * batch_size
-        assert position["sequence"] == n
-        assert all(type(value) in (int, str) for value in position.values())
+        n += steps * world_size * batch_size
         world_size = data.draw(st.integers(1, 3))
 
 
-def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path, monkeypatch, warm_workers):
+def test_half_and_half_equals_the_whole_bit_for_bit(folder, tmp_path):
     """
-    With dropout and accumulation, across the source's end, and another number of workers in the
-    second half.
+    With dropout and accumulation, across the source's end; the second half with another number of
+    threads, and after the shards were deleted.
     """
-    monkeypatch.setattr(stream, "ANCHOR_TOKENS", 2000)
-    options = dict(stream=True, dropout=0.1, gradient_accumulation_steps=3, block_size=128)
+    options = dict(STREAM, dropout=0.1, gradient_accumulation_steps=3, block_size=128)
     options |= dict(batch_size=16, eval_tokens=1000, lr_decay_iters=8)
     tokens = len(split_by_hand(TEXTS, 1000)[1])
     assert 4 * 3 * 16 * 128 < tokens < 8 * 3 * 16 * 128
-    run_here(folder, tmp_path / "halves", **options, data_workers=1, max_iters=4)
-    options |= dict(data_workers=0, max_iters=8)
+    run_here(folder, tmp_path / "halves", **options, max_iters=4)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    options |= dict(data_workers=2, max_iters=8)
     run_here(folder, tmp_path / "halves", **options, init_from="resume")
     run_here(folder, tmp_path / "whole", **options)
-    halves, whole = load(tmp_path / "halves", 8), load(tmp_path / "whole", 8)
-    assert_same_state(halves, whole)
-    # counted from a document on the way
-    assert load(tmp_path / "halves", 4)["stream"]["token"] < 4 * 3 * 16 * 128
+    assert_same_state(load(tmp_path / "halves", 8), load(tmp_path / "whole", 8))
     halves, whole = records(tmp_path / "halves", "step"), records(tmp_path / "whole", "step")
     assert [step["loss"] for step in halves] == [step["loss"] for step in whole]
 
 
 def test_the_held_out_documents_stay_when_a_resumed_run_evaluates_on_more(folder, tmp_path):
-    options = dict(stream=True, data_workers=0)
-    run_here(folder, tmp_path, **options, max_iters=2)
-    run_here(folder, tmp_path, **options, max_iters=4, init_from="resume", eval_tokens=3000)
-    assert [load(tmp_path, i)["stream"]["held_out"] for i in (2, 4)] == [256, 256]
+    run_here(folder, tmp_path / "out", **STREAM, max_iters=2)
+    more = dict(init_from="resume", eval_tokens=3000)
+    assert run_here(folder, tmp_path / "out", **STREAM, max_iters=4, **more) == 0
+    (manifest,) = tmp_path.glob("data/streamed/*/manifest.json")
+    assert json.loads(manifest.read_text())["val_tokens"] == 256
 
 
-def test_the_bytes_of_the_held_out_documents_are_counted_without_end_of_text(folder):
-    val, _ = split_by_hand(TEXTS, 500)
-    data = stream.open_stream(config_for(folder))
-    assert data.bytes_per_token == pytest.approx((len(val) - val.count(0)) / len(val))
+def shards_in(work: Path) -> int:
+    return len(list(work.glob("data/streamed/*/train_*.bin")))
 
 
-def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeypatch):
+def test_the_preparation_runs_no_further_ahead_than_wanted(folder, work, monkeypatch):
+    monkeypatch.setattr(stream, "TOKENS_AHEAD", 10_000)
+    data = stream.open_stream(config_for(folder), Ranks())
+    assert len(split_by_hand(TEXTS, 500)[1]) > 35_000
+    time.sleep(1)
+    # what the start wanted, what lies ahead, and the shard that reaches it
+    assert 1 <= shards_in(work) <= 3
+    data.stream.ask(12_000)
+    while shards_in(work) < 4:
+        time.sleep(0.05)
+    time.sleep(1)
+    assert shards_in(work) <= 5
+    data.stream.close()
+
+
+def test_waiting_for_the_stream_is_said_and_booked_as_data_wait(
+    folder, tmp_path, monkeypatch, capsys
+):
     read = stream.Stream.read
 
     def slow(*arguments):
@@ -212,21 +209,29 @@ def test_waiting_for_the_stream_is_booked_as_data_wait(folder, tmp_path, monkeyp
         return read(*arguments)
 
     monkeypatch.setattr(stream.Stream, "read", slow)
-    run_here(folder, tmp_path, stream=True, data_workers=0, eval_interval=100)
+    run_here(folder, tmp_path, **STREAM, eval_interval=100)
     for step in records(tmp_path, "step")[4:]:  # the first are on what was read ahead meanwhile
         # two micro-batches of 100 ms, less what the reading overlaps
         assert step["step_ms"] > step["data_wait_ms"] > 50
+    source = stream.open_stream(config_for(folder), Ranks()).stream
+    monkeypatch.setattr(stream, "PATIENCE", 0.05)
+    monkeypatch.setattr(source, "look", lambda wanted, looks=[]: looks.append(1) or len(looks) > 3)
+    source.data.complete = False
+    read(source, 10**6, 1)
+    assert re.search(r"data: [\d,]+ tokens are prepared, waiting for 32", capsys.readouterr().out)
+    source.close()
 
 
 # -----------------------------------------------------------------------------
 # Processes
 
 
-def start_training(dataset, out_dir, code=TRAIN, **changes):
+def start_training(dataset, out_dir, work, code="", **changes):
     # lines so rare that nobody needs to read them for the run to go on
-    options = dict(stream=True, data_workers=1, max_iters=10**6, eval_interval=10**6)
+    options = dict(STREAM, max_iters=10**6, eval_interval=10**6)
     options |= dict(log_interval=20, batch_size=16)
-    return start_process("-c", code, *flags(dataset, out_dir, **(options | changes)))
+    arguments = flags(dataset, out_dir, **(options | changes))
+    return start_process("-c", code + SMALL_SHARDS, *arguments, cwd=work, PYTHONPATH=str(ROOT))
 
 
 def wait_for(process, text) -> None:
@@ -234,100 +239,92 @@ def wait_for(process, text) -> None:
         assert line, process.stderr.read()
 
 
-def workers_of(process) -> list[int]:
-    children = psutil.Process(process.pid).children()
-    return sorted(child.pid for child in children if "spawn_main" in " ".join(child.cmdline()))
+def preparation_of(process) -> psutil.Process | None:
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):  # another one, which has ended
+            if "--follow" in child.cmdline():
+                return child
+    return None
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(process: psutil.Process) -> bool:
     for _ in range(300):
-        try:
-            # in a container nobody may bury it
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
+        # in a container nobody may bury it
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             return True
         time.sleep(0.1)
     return False
 
 
-def test_a_killed_worker_ends_the_run_with_one_line_and_a_checkpoint(parquet, tmp_path):
-    # DataLoader looks for dead workers every 5 seconds
-    hasty = "from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Iterator\n"
-    hasty += "Iterator._try_get_data.__defaults__ = (0.2,)\n"
-    process = start_training(parquet, tmp_path, code=hasty + TRAIN, data_workers=2)
+@pytest.fixture
+def endless(tmp_path) -> Path:
+    """A source whose preparation is not done before its training stops."""
+    text = write_parquet(tmp_path / "endless" / "a.parquet", documents(6000)).parent
+    for name in "bcdefgh":
+        os.link(text / "a.parquet", text / f"{name}.parquet")
+    return text
+
+
+def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(endless, work, tmp_path):
+    # it would be done with what training wants before the test can kill it
+    out = tmp_path / "out"
+    process = start_training(endless, out, work, block_size=128)
     wait_for(process, "iter 20")
-    workers = workers_of(process)
-    assert len(workers) == 2
-    os.kill(workers[1], signal.SIGKILL)
+    preparation = preparation_of(process)
+    preparation.suspend()
+    preparation.kill()
     _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert stderr.startswith("error: a data worker failed (") and stderr.count("\n") == 1
-    assert stderr.endswith("--init_from=resume continues the run\n")
-    saved = load_newest(tmp_path)
-    assert saved["progress"]["iter_num"] > 20
-    assert saved["stream"]["sequence"] == saved["progress"]["sequences"]
-    assert all(map(is_gone, workers))
+    assert process.returncode == 1, stderr
+    assert re.fullmatch(r"error: the preparation of .* ended \(-9\); --init_from=.*\n", stderr)
+    assert load_newest(out)["progress"]["iter_num"] > 20
 
 
-def test_sigterm_while_waiting_for_data_saves_and_ends(parquet, tmp_path):
-    process = start_training(parquet, tmp_path)
+def test_sigterm_while_waiting_for_data_saves_and_ends(endless, work, tmp_path):
+    out = tmp_path / "out"
+    process = start_training(endless, out, work, block_size=128)
     wait_for(process, "iter 20")
-    (worker,) = workers_of(process)
-    os.kill(worker, signal.SIGSTOP)  # so that no more data comes
+    preparation = preparation_of(process)
+    preparation.suspend()  # so that no more data comes
     steps = 0
-    while steps != (steps := len(records(tmp_path, "step"))):
+    while steps != (steps := len(records(out, "step"))):
         time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
     assert re.fullmatch(STOPPING, stderr)
-    assert load_newest(tmp_path)["progress"]["iter_num"] > 20
-    assert is_gone(worker)
+    assert load_newest(out)["progress"]["iter_num"] > 20
+    assert is_gone(preparation)
 
 
-def test_ctrl_c_in_a_terminal_is_the_main_process_s_to_handle(parquet, tmp_path):
-    process = start_training(parquet, tmp_path, code="import os; os.setsid()\n" + TRAIN)
+def test_ctrl_c_in_a_terminal_is_the_training_s_to_handle(endless, work, tmp_path):
+    process = start_training(endless, tmp_path / "out", work, code="import os; os.setsid()\n")
     wait_for(process, "iter 20")
-    workers = workers_of(process)
+    preparation = preparation_of(process)
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert re.fullmatch(STOPPING, stderr)
-    assert load_newest(tmp_path)["progress"]["iter_num"] > 20
-    assert workers and all(map(is_gone, workers))
+    assert is_gone(preparation)
 
 
-def test_ctrl_c_while_the_workers_start_ends_without_a_traceback(parquet, tmp_path):
-    """Before the loop begins there is nothing to save, and nothing is said."""
-    process = start_training(parquet, tmp_path, code="import os; os.setsid()\n" + TRAIN)
-    wait_for(process, "tokens per iteration")
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert re.fullmatch(f"({STOPPING})?", stderr)
-
-
-@pytest.mark.parametrize(
-    "moment",
-    ["tokens per iteration", pytest.param("iter 20", marks=pytest.mark.slow)],
-    ids=["while they start", "later"],
-)
-def test_workers_end_with_a_killed_run(moment, parquet, tmp_path):
-    process = start_training(parquet, tmp_path)
-    wait_for(process, moment)
-    while not (workers := workers_of(process)):
-        time.sleep(0.01)
+def test_the_preparation_ends_with_a_killed_run(endless, work, tmp_path):
+    process = start_training(endless, tmp_path / "out", work)
+    wait_for(process, "iter 20")
+    preparation = preparation_of(process)  # it waits until more is wanted
     process.kill()
     process.communicate()
-    assert all(map(is_gone, workers))
+    assert is_gone(preparation)
 
 
-def test_a_run_ends_without_a_word_to_stderr(folder, tmp_path):
-    """Its workers read both forms: parquet with Arrow's threads, jsonl with tqdm's bars."""
-    options = flags(folder, tmp_path, stream=True, data_workers=2, batch_size=32)
-    code, _, stderr = run_process("-c", TRAIN, *options, WHOLE_END="1")
-    assert (code, stderr) == (0, "")
+def test_a_second_run_reads_along_and_goes_on_where_the_first_ends(endless, work, tmp_path):
+    """Its preparation waits for the first one's. Neither says a word to stderr."""
+    first = start_training(endless, tmp_path / "1", work, max_iters=30)
+    options = dict(max_iters=90, eval_interval=90)
+    second = start_training(endless, tmp_path / "2", work, **options)
+    assert first.communicate(timeout=120)[1] == "" and first.returncode == 0
+    assert second.communicate(timeout=120)[1] == "" and second.returncode == 0
+    run_here(endless, tmp_path / "3", **STREAM, batch_size=16, **options)
+    assert_same_state(load(tmp_path / "2", 90), load(tmp_path / "3", 90))
 
 
 def test_the_hub_and_local_files_give_the_same_stream(tmp_path):
@@ -337,30 +334,32 @@ import sys, hashlib, torch
 from configurator import Config
 from data import stream
 from data.loader import TrainBatches
+from data.shards import read_manifest
+from training.ranks import Ranks
 for name in sys.argv[1:]:
-    config = Config(stream=True, tokenizer="byte", dataset=name, data_workers=0)
-    config.block_size, config.batch_size, config.eval_tokens = 64, 64, 9000
-    data = stream.open_stream(config)
+    config = Config(stream=True, tokenizer="byte", dataset=name)
+    config.block_size, config.batch_size, config.eval_tokens, config.max_iters = 64, 64, 9000, 9
+    data = stream.open_stream(config, Ranks())
     batches = TrainBatches(data, config, torch.device("cpu"))
-    sha256 = hashlib.sha256(data.val.tokens)
+    sha256 = hashlib.sha256(data.val.read_windows([0], len(data.val)))
     for _ in range(50):
         sha256.update(batches.take(1)[0][1].numpy())
-    revision, place = data.stream.identity["revision"], data.stream.workers.pieces.files[0]
-    print(revision, sha256.hexdigest(), place, sep="|")
+    print(read_manifest(data.stream.folder)["revision"], sha256.hexdigest(), sep="|")
     batches.close()
 """
     source = write_source(tmp_path / "source")
     with serve_hub(source) as address:
-        hub = dict(HF_ENDPOINT=address, HF_HOME=str(tmp_path))
-        code, stdout, stderr = run_process("-c", code, "org/name:small", str(source), **hub)
+        hub = dict(HF_ENDPOINT=address, HF_HOME=str(tmp_path), PYTHONPATH=str(ROOT))
+        arguments = ["org/name:small", str(source)]
+        code, stdout, stderr = run_process("-c", code, *arguments, cwd=tmp_path, **hub)
     assert (code, stderr) == (0, "")
-    from_hub, local = (line.split("|") for line in stdout.splitlines())
-    assert from_hub[0] == REVISION and "hf://datasets/org/name@" in from_hub[2]
-    assert from_hub[1] == local[1]
+    lines = [line.split("|") for line in stdout.splitlines() if "|" in line]
+    assert [revision for revision, _ in lines] == [REVISION, "None"]
+    assert lines[0][1] == lines[1][1]
 
 
 # -----------------------------------------------------------------------------
-# Bad input
+# What goes wrong
 
 
 def broken_source(folder: Path, name: str) -> Path:
@@ -371,8 +370,6 @@ def broken_source(folder: Path, name: str) -> Path:
         write_jsonl(path, [None, "", None])
     elif name == "small.parquet":
         write_parquet(path, ["a few words"] * 20)
-    elif name == "broken.jsonl":
-        path.write_text('{"text": "a"}\n{"text": "b\n')
     elif name == "empty":
         path.mkdir()
     return path
@@ -382,70 +379,100 @@ def broken_source(folder: Path, name: str) -> Path:
     "name, message",
     [
         ("other.parquet", "has no column text; its columns: id, body"),
-        ("nothing.jsonl", "0 for training; choose a larger --dataset"),
-        ("small.parquet", "for training; choose a larger --dataset, or smaller --eval_tokens"),
-        ("broken.jsonl", "JSON parse error"),
+        ("nothing.jsonl", "0 for training, each needs at least 1; choose a larger --dataset"),
+        ("small.parquet", "choose a larger --dataset, or smaller --eval_tokens"),
         ("nowhere*.parquet", "no such file"),
         ("empty", "holds no .parquet, .jsonl, .json, .jsonl.gz, "),
     ],
 )
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):
     broken = broken_source(tmp_path, name)
-    options = flags(broken, tmp_path / "out", stream=True, data_workers=0)
-    code, _, lines = script(train.main, *options)
+    code, _, lines = script(train.main, *flags(broken, tmp_path / "out", **STREAM))
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
     assert message in lines[0] and name in lines[0] and not (tmp_path / "out").exists()
 
 
-def test_without_a_network_one_line_names_the_way_out(tmp_path):
+def test_without_a_network_one_line_names_the_way_out(work, tmp_path):
     nowhere = dict(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
-    options = flags("org/name:small", tmp_path / "out", stream=True)
-    code, _, stderr = run_process("-c", TRAIN, *options, **nowhere)
+    options = flags("org/name:small", tmp_path / "out", **STREAM)
+    code, _, stderr = run_process(str(ROOT / "train.py"), *options, cwd=work, **nowhere)
     assert code == 2 and stderr.count("\n") == 1, stderr
-    assert "give local files with --dataset" in stderr and not (tmp_path / "out").exists()
+    assert "give local files with --source" in stderr and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(
-    tmp_path, script, workers, warm_workers
-):
-    write_parquet(tmp_path / "a.parquet", documents(400))
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 damaged")
-    options = dict(stream=True, data_workers=workers, batch_size=16)
+def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script):
+    """And once it is mended the run goes on as if nothing had been."""
+    source = tmp_path / "source"
+    write_parquet(source / "a.parquet", documents(400))
+    (source / "b.parquet").write_bytes(b"PAR1 damaged")
+    options = STREAM | dict(batch_size=16)
     options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
-    code, _, lines = script(train.main, *flags(tmp_path, tmp_path / "out", **options))
+    code, _, lines = script(train.main, *flags(source, tmp_path / "out", **options))
     assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0]
+    assert "--init_from=resume continues the run" in lines[0]
+    stopped = load_newest(tmp_path / "out")["progress"]["iter_num"]
+    # all that was in finished shards was trained on
+    assert stopped > 2
+    write_parquet(source / "b.parquet", documents(400, seed=9))
+    options |= dict(max_iters=stopped + 4, lr_schedule="constant")
+    run = flags(source, tmp_path / "out", **options, init_from="resume")
+    code, _, lines = script(train.main, *run)
+    assert code == 0 and any("b.parquet: has changed since" in line for line in lines)
+
+
+def test_a_disk_that_refuses_ends_in_one_line_and_a_checkpoint(endless, tmp_path, script):
+    (place,) = [stream.streamed_folder(Config(dataset=str(endless), tokenizer="byte"))]
+    prepared = []
+
+    def refuse(self, wanted, look=stream.Stream.look):
+        if not prepared and (place / "manifest.json").exists():
+            # what a full disk is for the preparation: an OSError from writing
+            prepared.extend((place / f"train_{n:06}.bin").mkdir() or n for n in range(6, 400))
+        return look(self, wanted)
+
+    options = STREAM | dict(batch_size=16)
+    options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
+    with mock.patch.object(stream.Stream, "look", refuse):
+        with mock.patch.object(stream, "TOKENS_AHEAD", 1000):
+            code, _, lines = script(train.main, *flags(endless, tmp_path / "out", **options))
+    assert code == 1 and len(lines) == 1 and ".bin: is a folder" in lines[0], lines
     assert lines[0].endswith("--init_from=resume continues the run")
-    saved = load_newest(tmp_path / "out")
-    iterations = len(split_by_hand(documents(400), 256)[1]) // (16 * 2 * 16)
-    # all that was there was trained on
-    assert iterations - 2 <= saved["progress"]["iter_num"] <= iterations
+    assert load_newest(tmp_path / "out")["progress"]["iter_num"] > 2
 
 
-def test_a_changed_source_and_a_changed_mind_are_refused_on_resume(tmp_path):
+def test_what_a_stream_takes_on_the_disk_is_said_with_a_warning_where_it_lacks(
+    folder, tmp_path, monkeypatch, capsys
+):
+    run_here(folder, tmp_path / "1", **STREAM, max_iters=2)
+    output = capsys.readouterr()
+    assert "takes 2 bytes a token" in output.out and output.err == ""
+    free = mock.Mock(return_value=mock.Mock(free=10**8))
+    monkeypatch.setattr("shutil.disk_usage", free)
+    assert run_here(folder, tmp_path / "2", **STREAM, max_iters=10**6, hours="0.0001") == 0
+    assert "GB of disk" not in capsys.readouterr().err  # by the clock nobody knows
+    with mock.patch.object(train, "wait_for_data", lambda *_: "data"), pytest.raises(RunError):
+        run_here(folder, tmp_path / "3", **STREAM, max_iters=10**6)
+    assert "needs 0.26 GB of disk, has 0.10 GB free; the run" in capsys.readouterr().err
+
+
+def test_what_cannot_be_continued_is_refused_in_one_line(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", documents(100))
-    run_here(path, tmp_path / "out", stream=True, data_workers=0, max_iters=2)
+    run_here(path, tmp_path / "out", **STREAM, max_iters=2)
+    resume = dict(init_from="resume", max_iters=4)
     with pytest.raises(UserError, match=r"stream True \(asked for: False\)"):
-        run_here(path, tmp_path / "out", stream=False, init_from="resume")
+        run_here(path, tmp_path / "out", stream=False, **resume)
     write_parquet(path, documents(101))
+    with pytest.raises(UserError, match=r"a.parquet has changed\); .* delete that folder"):
+        run_here(path, tmp_path / "out", **STREAM, **resume)
+    other = write_parquet(tmp_path / "b.parquet", documents(99, seed=5))
     with pytest.raises(UserError, match="is not what the checkpoint was trained on"):
-        run_here(path, tmp_path / "out", stream=True, data_workers=0, init_from="resume")
+        run_here(other, tmp_path / "out", **STREAM, **resume)
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_a_failure_on_the_way_does_not_confuse_whose_turn_it_is(tmp_path, monkeypatch, form):
-    texts = [str(i) for i in range(700)]
-    path = (write_parquet if form == "parquet" else write_jsonl)(tmp_path / f"a.{form}", texts)
-    whole = list(sources.files_source([str(path)])(0, 37))
-    read_rows, good_reads = sources.read_rows, count()
-
-    def failing(*arguments):
-        for piece in read_rows(*arguments):
-            if next(good_reads) % 3 == 1:
-                raise ConnectionError("reset by peer")
-            yield piece
-
-    monkeypatch.setattr(sources, "read_rows", failing)
-    for number in range(3):
-        shared = list(sources.files_source([str(path)], (0, 0), (number, 3))(0, 37))
-        assert shared == whole[number::3]
+def test_a_run_that_streamed_without_shards_is_refused(folder, tmp_path):
+    """As earlier versions did: the checkpoint holds a place in the source."""
+    run_here(folder, tmp_path / "out", **STREAM, max_iters=2)
+    state = load(tmp_path / "out", 2) | dict(stream=dict(sequence=16, file=0, row=3, token=0))
+    torch.save(state, tmp_path / "out" / "ckpt-00000002.pt")
+    with pytest.raises(UserError, match="an earlier version, which kept no shards; its ckpt-"):
+        run_here(folder, tmp_path / "out", **STREAM, max_iters=4, init_from="resume")

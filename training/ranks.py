@@ -29,8 +29,6 @@ from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
-# Of one wait for a piece of a stream: rank 0 may ask a silent hub again for longer than TIMEOUT.
-STREAM_TIMEOUT = timedelta(hours=1)
 
 
 class Ranks:
@@ -90,7 +88,7 @@ class Ranks:
         """Each value's maximum over all ranks."""
         return self.reduce(*values, op=dist.ReduceOp.MAX)
 
-    def from_main(self, function: Callable[..., Any], *args, group=None) -> Any:
+    def from_main(self, function: Callable[..., Any], *args) -> Any:
         """
         Call function(*args) on rank 0; every rank gets its result. Where it raises UserError,
         OSError or SystemExit (--help), every rank ends, and rank 0 alone says why.
@@ -102,22 +100,12 @@ class Ranks:
             except (UserError, OSError, SystemExit) as error:
                 box = [error]
         if self.world_size > 1:
-            dist.broadcast_object_list(box, group=group)
+            dist.broadcast_object_list(box)
         if isinstance(box[0], SystemExit) or (isinstance(box[0], Exception) and self.is_main):
             raise box[0]
         if isinstance(box[0], Exception):
             raise RunError() if isinstance(box[0], RunError) else UserError()
         return box[0]
-
-    def make_stream_from_main(self) -> Callable[..., Any]:
-        """
-        A from_main for the stream's reading thread. It has a process group of its own, so that the
-        main thread can use the other one meanwhile. All ranks must call this together.
-        """
-        if self.world_size == 1:
-            return self.from_main
-        group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
-        return lambda function, *args: self.from_main(function, *args, group=group)
 
     def gather(self, value: Any) -> list:
         """Every rank's value, in order, on every rank."""

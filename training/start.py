@@ -23,6 +23,7 @@ from configurator import (
     translate,
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
+from data.stream import open_stream
 from model import HOW_COMPUTED, GPTConfig
 from training import checkpoint
 from training.checkpoint import find_newest, holds_run, in_the_way, list_checkpoints
@@ -247,19 +248,15 @@ def prepare_on_demand(config: Config) -> None:
 
 def open_data(config: Config, start: dict, ranks: Ranks) -> Dataset:
     """
-    The configured dataset: a folder, or a stream from where the checkpoint's left off, which
-    rank 0 reads for all. Raises UserError where it is not the one that the checkpoint or the
-    weights were trained on.
+    The configured dataset: a folder, or a stream, which rank 0 has prepared for all. Raises
+    UserError where it is not the one that the checkpoint or the weights were trained on.
     """
     ranks.from_main(prepare_on_demand, config)
-    if config.stream:
-        from data.stream import open_stream
-
-        from_main = ranks.make_stream_from_main()
-        data = from_main(open_stream, config, start.get("stream"))
-        data.stream.join_ranks(from_main, ranks.rank, ranks.world_size, config.batch_size)
-    else:
-        data = open_dataset(config.dataset)
+    if start.get("stream"):
+        problem = f"stream: {config.out_dir} streamed with an earlier version, which kept no shards"
+        hint = "its ckpt-*.pt as --init_from, with another --out_dir, gives a new run its weights"
+        raise UserError(f"{problem}; {hint}")
+    data = open_stream(config, ranks) if config.stream else open_dataset(config.dataset)
     ranks.from_main(check_data, config, start, data)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     return data

@@ -34,7 +34,6 @@ def checkpoint_state(
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
-        stream=data.stream and data.stream.position(progress.sequences),
         config=config_values(log.config),
         val_loss=progress.val_loss if progress.evaluated_at == progress.iter_num else None,
     )
