@@ -16,7 +16,7 @@ learning_rate = 6e-3  # small models tolerate a high rate; 3e-3 and 1e-2 were bo
 min_lr = 1e-4
 beta2 = 0.99  # with few tokens per iteration, average the squared gradient over more of them
 warmup_iters = 100
-max_iters = 1500  # 3.1M bytes, 0.72 epochs
+max_iters = 1500  # 3.1M bytes, 0.7 epochs
 
 eval_interval = 500
 eval_tokens = 32768

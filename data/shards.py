@@ -217,7 +217,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe":
-            tokenizer = read_bpe(folder / "tokenizer.json", manifest)
+            tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare anew")
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
     shards: dict[str, list[Shard]] = {"train": [], "val": []}

@@ -1,34 +1,56 @@
 """
-Where text comes from: the rows of parquet and jsonl files, here or on the hub, and text files.
+Where text comes from: documents out of parquet, jsonl and text files, here or on the hub.
 
-A source is a function of a place, (file number, row in that file). It yields the documents from
-there on in batches: file number, row of the batch's first document, and the documents' texts.
+A source is a function of a place, (file number, row in that file). It yields what comes from there
+on in batches: file number, row of the batch's first document, and a text for each row, or None
+where there is none.
+
+    READERS        which function reads which kind of file: another kind, such as CSV, goes there
+    local_files    which files, in which order
+    hub_files      the same for a dataset on the hub
+    FilesSource    many files as one source
+
+Documents keep the order of the files and of their rows; training shuffles windows of their tokens
+(loader.py). To shuffle whole documents, shuffle the lines of the files, or the list of files that
+local_files() and hub_files() return, the same way at each start.
 """
 
+import codecs
 import glob
+import io
+import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from common.console import UserError, raise_if_any, warn
+from common.console import UserError, raise_if_any, say, warn
 
-Rows = list[str | None]  # None: a null in the file
+Rows = list[str | tuple[str, str] | None]  # a tuple: (for training, for validation)
 Batch = tuple[int, int, Rows]
 Source = Callable[[int, int], Iterator[Batch]]
 
-COLUMN = "text"
-ROW_FILES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+FIELD = "text"
 ROWS_PER_READ = 64  # few, as each may be a book
+FIRST_ROWS = 1000  # after which it is judged whether the field is the right one
+MOST_WITHOUT = 0.01  # of the rows may lack it without a warning
+MOST_NAMES = 20  # in a message
 # Seconds to wait while the hub fails, on top of the attempts of the library itself
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
 
-# By default tqdm's lock is one between processes, and Python warns at its end of those that killed
-# data workers have left behind. The datasets library uses tqdm even where it shows no bars.
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+TEXT_COLUMN = re.compile("(large_|dictionary<values=(large_)?)?(string|binary)|null")
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
+MOST_CONTROLS = 0.001  # of the characters of a text
+
+# By default tqdm's lock is one between processes, which a preparation that is killed leaves behind:
+# some systems print a warning of that.
 tqdm.set_lock(threading.RLock())
 
 # -----------------------------------------------------------------------------
@@ -61,11 +83,6 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
     return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
-def describe_files(files: list[str]) -> str:
-    """Stands for the revision of local files: changes when their number or size does."""
-    return f"{len(files)} files, {sum(os.path.getsize(file) for file in files)} bytes"
-
-
 def hub_files(
     dataset: str, name: str | None, revision: str | None, flag: str
 ) -> tuple[list[str], str]:
@@ -74,10 +91,13 @@ def hub_files(
     given, or else the newest. Raises UserError, which offers `flag` for local files.
     """
     try:
+        import datasets
         from huggingface_hub import HfApi
 
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what matters it raises
         revision = revision or HfApi().dataset_info(dataset).sha
-        builder = quiet_datasets().load_dataset_builder(dataset, name, revision=revision)
+        builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
         raise UserError(f"{dataset}: {reason(error)}; or give local files with {flag}") from None
@@ -86,40 +106,19 @@ def hub_files(
     return files, revision
 
 
-def quiet_datasets():
-    """
-    The datasets library, silent but for lost connections. Its errors reach us as exceptions.
-    """
-    import datasets
-
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it calls a server, for local files too
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.logging.get_logger("datasets.utils.file_utils").setLevel(datasets.logging.WARNING)
-    return datasets
-
-
 # -----------------------------------------------------------------------------
 # Reading a file
+#
+# A reader is a function of a path or an hf:// address, a row, the field that holds the text, and
+# the encoding of text files. From that row on it yields lists of rows, each list with the number of
+# its first row. A row is its text; None where it is no document; all of it, a dict, where it has no
+# text in that field; or a ValueError where it cannot be read.
 
 
-def read_rows(name: str, row: int) -> Iterator[tuple[int, Any]]:
+def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[int, list]]:
     """
-    The texts of a file, a path or an hf:// address, from `row` on in pieces that begin and end
-    where they do for any `row`: the piece's first row, and an Arrow column of texts. Raises
-    UserError where there is no text, and whatever reading throws.
-    """
-    read = read_parquet if name.lower().endswith(".parquet") else read_jsonl
-    for begin, column in read(name, row):
-        before = max(row - begin, 0)
-        if before < len(column):
-            yield begin + before, column[before:]
-
-
-def read_parquet(name: str, row: int):
-    """
-    Pieces of a parquet file, with pyarrow alone: the datasets library reads some 300 MB ahead of a
-    slower consumer and, when it begins in the middle of a file, downloads what it skips.
+    With pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer and, when
+    it begins in the middle of a file, downloads what it skips.
     """
     import fsspec
     import pyarrow.parquet
@@ -127,85 +126,210 @@ def read_parquet(name: str, row: int):
     with fsspec.open(name) as file:
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-        check_column(name, parquet.schema_arrow)
+        columns = {column.name: str(column.type) for column in parquet.schema_arrow}
         end = 0
         for group in range(parquet.num_row_groups):
             begin, end = end, end + parquet.metadata.row_group(group).num_rows
             if end <= row:
                 continue  # is not downloaded
-            for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[COLUMN]):
-                yield begin, batch.column(0)
+            if not TEXT_COLUMN.match(columns.get(field, "")):
+                raise UserError(f"{name}: {no_text(field, columns)}")
+            for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[field]):
+                skipped = min(max(row - begin, 0), len(batch))
+                texts = batch.column(0)[skipped:].cast(pyarrow.large_binary()).to_pylist()
+                if texts:
+                    # invalid UTF-8 becomes U+FFFD
+                    yield begin + skipped, [(t or b"").decode(errors="replace") for t in texts]
                 begin += len(batch)
 
 
-def read_jsonl(name: str, row: int):
-    """Pieces of a jsonl file from its beginning, with the datasets library."""
-    files = [name if "://" in name else glob.escape(name)]
-    # spelt "utf-8", the library would not look at encoding_errors
-    encoding = dict(encoding="UTF-8", encoding_errors="replace")
-    load = quiet_datasets().load_dataset
-    rows = load("json", data_files=files, split="train", streaming=True, **encoding)
-    begin = 0
-    for table in rows.with_format("arrow").iter(batch_size=ROWS_PER_READ):
-        check_column(name, table.schema)
-        yield begin, table.column(COLUMN)
-        begin += len(table)
+def read_jsonl(name: str, row: int, field: str, _encoding) -> Iterator[tuple[int, list]]:
+    """A row is a line, an object of JSON; a blank line is no document."""
+    import fsspec
+
+    if name.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
+        raise UserError(f"{name}: pip install zstandard, to read .zst files")
+    with fsspec.open(name, compression="infer") as file:
+        # the hub's files would copy megabytes for each line
+        lines = islice(io.BufferedReader(file, 2**20), row, None)
+        while found := [parse(line, field) for line in islice(lines, ROWS_PER_READ)]:
+            yield row, found
+            row += len(found)
 
 
-def check_column(name: str, schema) -> None:
-    if COLUMN not in schema.names:
-        raise UserError(f"{name}: has no column {COLUMN}; its columns: {', '.join(schema.names)}")
+def parse(line: bytes, field: str) -> str | None | dict | ValueError:
+    """A line of jsonl as a row of a reader."""
+    if line.isspace():
+        return None
+    if line.startswith(b"["):
+        return ValueError("a list; jq -c '.[]' FILE > NEW makes lines of it")
+    try:
+        # invalid UTF-8 becomes U+FFFD; a file of Windows may begin with a mark
+        values = json.loads(line.decode(errors="replace").removeprefix("\ufeff").rstrip())
+    except json.JSONDecodeError as error:
+        return ValueError(f"{error.msg}: column {error.colno}")
+    except (ValueError, RecursionError) as error:  # a number too long, lists in lists in lists
+        return ValueError(str(error))
+    if not isinstance(values, dict):
+        return ValueError(type(values).__name__)
+    text = values.get(field, 0)
+    return text or "" if isinstance(text, str | None) else values
 
 
-def to_texts(column) -> Rows:
-    """The texts of an Arrow column. Invalid UTF-8 becomes U+FFFD."""
-    import pyarrow
+def read_text(name: str, row: int, _field, encoding: str | None) -> Iterator[tuple[int, list]]:
+    """A text file is one row."""
+    if row == 0:
+        yield 0, [decode(name, encoding)[0]]
 
-    texts = column.cast(pyarrow.large_binary()).to_pylist()
-    return [text if text is None else text.decode(errors="replace") for text in texts]
 
+def decode(name: str, given: str | None) -> tuple[str, str]:
+    """
+    The text of a file and its encoding: UTF-16 where it begins with a byte-order mark, UTF-8 where
+    it is that, or else the one given. Raises UserError.
+    """
+    content = Path(name).read_bytes()
+    own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    text, problem = decode_as(own, content)
+    if not problem:
+        return text, own
+    replaced = content.decode(own, errors="replace")
+    broken = replaced.count("\ufffd")
+    hint = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW"
+    # most letters are UTF-8: another encoding might read the file, and get all of them wrong
+    if broken and sum(char > "\x7f" for char in replaced) > 2 * broken:
+        hint = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
+    elif given:
+        text, wrong = decode_as(given, content)
+        if not wrong:
+            return text, given
+        hint = f"{wrong}; {hint}"
+    else:
+        hint += " (or --encoding=NAME for all such files)"
+    raise UserError(f"{name}: {problem}; {hint}")
+
+
+def decode_as(encoding: str, content: bytes) -> tuple[str, str]:
+    """A file's text, and what is wrong with it in this encoding, or else nothing."""
+    try:
+        text = content.decode(encoding)
+    except UnicodeError as error:
+        at = getattr(error, "start", 0)  # some multi-byte codecs do not say
+        line = 1 + content[:at].count(b"\n")
+        return "", f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
+    controls = len(CONTROLS.findall(text))
+    if controls > 5 + MOST_CONTROLS * len(text):
+        return "", f"{controls:,} NULs and control characters: binary, or not {encoding}"
+    # so that every system makes the same tokens
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), ""
+
+
+# What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
+# csv.DictReader, and name it here; data/prepare_text.py lists which kinds it takes from a folder.
+READERS = {
+    ".parquet": read_parquet,
+    ".jsonl": read_jsonl,
+    ".json": read_jsonl,
+    ".jsonl.gz": read_jsonl,
+    ".json.gz": read_jsonl,
+    ".jsonl.zst": read_jsonl,
+    ".json.zst": read_jsonl,
+    ".txt": read_text,
+    ".md": read_text,
+    ".py": read_text,
+}
+ROW_FILES = tuple(ending for ending in READERS if READERS[ending] is not read_text)
 
 # -----------------------------------------------------------------------------
 # Reading many files
 
 
-def files_source(
-    files: list[str],
-    backoff: tuple[float, ...] = (),
-    turn: tuple[int, int] = (0, 1),
-    again_from: tuple[int, int] | None = None,
-) -> Source:
-    """
-    Files as a source of the pieces whose `turn` it is: (i, n) is the i-th of n workers, which has
-    every n-th piece. A file that fails is opened again at the same row after each wait of
-    `backoff`, in seconds. The source ends with the last file, or, given a place `again_from`,
-    continues there for ever.
-    """
+@dataclass
+class FilesSource:
+    """Files as a source. It counts what it leaves out, anew at each call."""
 
-    def source(file: int, row: int) -> Iterator[Batch]:
-        piece, failures = 0, 0
-        while file < len(files):
+    files: list[str]
+    field: str = FIELD  # what holds the text in a row of parquet or jsonl
+    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
+    skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
+    backoff: tuple[float, ...] = ()  # seconds before a file that fails is opened again at its row
+
+    rows = without = broken = 0  # rows that there are, and of them without text in the field
+    first_without = first_broken = ""
+    has_warned = False
+
+    def __post_init__(self):
+        self.fields = {}  # of rows without text, and what they hold
+
+    def __call__(self, file: int, row: int) -> Iterator[Batch]:
+        """From a place on. Raises UserError where there is no text, or the files fail."""
+        self.rows = self.without = self.broken = failures = 0
+        unjudged = (file, row) == (0, 0)
+        while file < len(self.files):
+            name = self.files[file]
+            read = next(READERS[ending] for ending in READERS if name.lower().endswith(ending))
             try:
-                for begin, column in read_rows(files[file], row):
-                    if piece % turn[1] == turn[0]:
-                        yield file, begin, to_texts(column)
-                    row = begin + len(column)
-                    piece += 1
+                for first, found in read(name, row, self.field, self.encoding):
+                    texts = [self.to_text(name, number, x) for number, x in enumerate(found, first)]
+                    if unjudged and self.rows >= FIRST_ROWS:
+                        unjudged = False
+                        self.judge_field()
+                    yield file, first, texts
+                    row = first + len(found)
                     failures = 0
             except UserError:
                 raise
             except Exception as error:  # whatever a network or a damaged file throws
-                if failures == len(backoff):
-                    raise UserError(f"{files[file]}: {reason(error)}") from None
-                warn(f"{files[file]}: {reason(error)}; again in {backoff[failures]} s")
-                time.sleep(backoff[failures])
+                if failures == len(self.backoff):
+                    raise UserError(f"{name}: {reason(error)}") from None
+                warn(f"{name}: {reason(error)}; again in {self.backoff[failures]} s")
+                time.sleep(self.backoff[failures])
                 failures += 1
                 continue
             file, row = file + 1, 0
-            if file == len(files) and again_from is not None:
-                file, row = again_from
+        if unjudged:
+            self.judge_field()
 
-    return source
+    def to_text(self, name: str, row: int, found: str | None | dict | ValueError) -> str | None:
+        """The text of what a reader has found in a row. Counts what is none. Raises UserError."""
+        if isinstance(found, ValueError):
+            where = f"{name}: line {row + 1:,} is no JSON object ({found})"
+            if not self.skip_broken:
+                raise UserError(f"{where}; mend it, or prepare with --skip_broken")
+            self.first_broken = self.first_broken or where
+            self.broken += 1
+            return None
+        self.rows += found is not None
+        if isinstance(found, dict):
+            self.first_without = self.first_without or f"{name}: from row {row + 1:,}"
+            if len(self.fields) < MOST_NAMES:
+                self.fields |= {key: type(x).__name__ for key, x in found.items()}
+            self.without += 1
+            return None
+        return found
+
+    def judge_field(self) -> None:
+        """Raises UserError where most rows have no text in the field."""
+        if 2 * self.without > self.rows:
+            raise UserError(self.describe_rows())
+
+    def report(self) -> None:
+        """Say, once, that more than a few rows have no text in the field."""
+        if self.without > MOST_WITHOUT * self.rows and not self.has_warned:
+            self.has_warned = True
+            warn(f"{self.describe_rows()}; these rows are left out")
+
+    def describe_rows(self) -> str:
+        share = f"{self.without:,} of {self.rows:,} rows ({self.without / self.rows:.1%})"
+        return f"{self.first_without} on {share} have {no_text(self.field, self.fields)}"
+
+    def say_skipped(self) -> None:
+        if self.broken:
+            say(f"skipped: {self.broken:,} broken lines; the first: {self.first_broken}")
+
+
+def no_text(field: str, fields: dict[str, str]) -> str:
+    held = ", ".join(f"{name} ({kind})" for name, kind in fields.items())
+    return f"no string in the field {field}; fields: {held}; prepare with --text_field=NAME"
 
 
 def reason(error: Exception) -> str:

@@ -6,13 +6,12 @@ char or unknown. A bpe spec also has `json`, the text of a tokenizer.json of the
 `tokenizers`; a char spec has the table `itos`, a list of the characters by id.
 """
 
-import hashlib
 import os
 import pickle
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -66,7 +65,10 @@ class Tokenizer:
         if self.kind == "char":
             return [self.stoi[char] for char in text if char in self.stoi]
         if self.kind == "gpt2":
-            return self.bpe.encode_to_numpy(text, disallowed_special=())
+            try:
+                return self.bpe.encode_to_numpy(text, disallowed_special=())
+            except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold
+                return self.encode(text.encode(errors="replace").decode())
         return encode_bpe(self.bpe, text)
 
     def decode(self, ids) -> str:
@@ -84,20 +86,6 @@ class Tokenizer:
         if self.eot is not None:
             return [self.eot]
         return list(self.encode("\n")) or [0]
-
-
-def encode_rows(first_row: int, rows: list[str | None], tokenizer: Tokenizer) -> list[tuple]:
-    """
-    Row, tokens (uint16, end-of-text first) and bytes of text of each document, the first of which
-    is in `first_row`. Those without text are left out.
-    """
-    documents = []
-    for row, text in enumerate(rows, first_row):
-        ids = tokenizer.encode(text) if text else ()
-        if len(ids):
-            tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
-            documents.append((row, tokens, len(text.encode(errors="replace"))))
-    return documents
 
 
 def gpt2_bpe():
@@ -130,29 +118,17 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     return None
 
 
-def train_tokenizer(name: str, batches: Iterator, skip: int, total: int = 0) -> Tokenizer:
-    """The tokenizer bpe:N, trained on a sample of the text: see sample_text. Raises UserError."""
-    say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
-    return Tokenizer(train_bpe(sample_text(batches, skip, total), int(name.partition(":")[2])))
-
-
 def named_spec(name: str) -> dict:
     """The spec of gpt2, of byte, or of a tokenizer.json by its path. Raises UserError."""
     return dict(kind=name) if name in ("gpt2", "byte") else read_bpe(Path(name))
 
 
-def read_bpe(path: Path, manifest: dict | None = None) -> dict:
-    """
-    The spec of a tokenizer.json: any, or the one of a data folder's `manifest`. Raises UserError.
-    """
-    mend = "restore it, or prepare anew" if manifest else f"give one of {TOKENIZERS}"
+def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
+    """The spec of a tokenizer.json. Raises UserError, which ends in `hint`."""
     try:
-        content = path.read_bytes()
+        return dict(kind="bpe", json=path.read_bytes().decode(errors="replace"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {mend}") from None
-    if manifest and manifest.get("tokenizer_sha256") != hashlib.sha256(content).hexdigest():
-        raise UserError(f"{path}: has changed since the preparation; {mend}")
-    return dict(kind="bpe", json=content.decode(errors="replace"))
+        raise UserError(f"{path}: {error.strerror}; {hint}") from None
 
 
 def load_bpe(json: str, path: str | Path):
@@ -195,41 +171,41 @@ def cut(text: str) -> list[str]:
     return PIECE.findall(text.encode(errors="replace").decode())
 
 
-def sample_text(batches: Iterator, skip: int, total: int) -> list[str]:
+def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int = 0) -> Tokenizer:
     """
-    The text of a data.sources.Batch each after the first `skip` bytes, which are validation's. Of
-    more than SAMPLE_MB, pieces spread evenly over it, or the first SAMPLE_MB where the `total`
-    bytes are not known.
-    """
-    sample, read, taken, every = [], 0, 0, 1 + total // (SAMPLE_MB * 1_000_000)
-    for text in (text for _, _, rows in batches for text in rows if text):
-        for piece in cut(text):
-            size = len(piece.encode())
-            read += size
-            if read > skip and taken * every < read - skip:
-                sample.append(piece)
-                taken += size
-            if read > skip + every * SAMPLE_MB * 1_000_000:
-                return sample
-    return sample
-
-
-def train_bpe(texts: list[str], vocab: int) -> dict:
-    """
-    The spec of a byte-level BPE of `vocab` ids, as GPT-2's (Radford et al. 2019) but made from
-    these texts. Raises UserError where they repeat too little for so many.
+    The tokenizer bpe:N: a byte-level BPE as GPT-2's (Radford et al. 2019), made from a sample of
+    these texts (see sample_text). Raises UserError where they repeat too little for N ids.
     """
     from tokenizers import ByteLevelBPETokenizer
 
-    bpe, bars = ByteLevelBPETokenizer(), sys.stderr.isatty()
+    say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
+    bpe, vocab, bars = ByteLevelBPETokenizer(), int(name.partition(":")[2]), sys.stderr.isatty()
+    sample = list(sample_text(texts, skip, total))
     # until it is done, the library lets no Python handler run: Ctrl-C ends the process at once
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    bpe.train_from_iterator(texts, vocab, show_progress=bars, special_tokens=[ENDS[0]])
+    bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
-        mend = "a smaller N, less validation, or more text"
-        raise UserError(f"bpe:{vocab}: training has text for {ids} ids; {mend}")
-    return dict(kind="bpe", json=bpe.to_str())
+        hint = "a smaller N, less validation, or more text"
+        raise UserError(f"{name}: training has text for {ids} ids; {hint}")
+    return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
+
+
+def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[str]:
+    """
+    The texts after the first `skip` bytes, which are validation's. Of more than SAMPLE_MB, pieces
+    spread evenly over it, or the first SAMPLE_MB where the `total` bytes are not known.
+    """
+    most = SAMPLE_MB * 1_000_000
+    read, taken, every = -skip, 0, 1 + total // most
+    for piece in (piece for text in texts if text for piece in cut(text)):
+        size = len(piece.encode())
+        read += size
+        if read > 0 and taken * every < read:
+            yield piece
+            taken += size
+        if read > every * most:
+            return
 
 
 # -----------------------------------------------------------------------------

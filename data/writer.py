@@ -128,9 +128,12 @@ def check_folder(plan: Plan) -> list[str]:
 
 def check_agrees(plan: Plan, found: dict) -> list[str]:
     """The same, where `found` is the folder's manifest."""
-    asked, then, now = plan.must_agree(), found.get("files", {}), stamps(plan.files)
-    # earlier versions have some of it in settings, and no files
+    asked, now = plan.must_agree(), stamps(plan.files)
+    # earlier versions have some of it in settings, and a revision of local files in place of stamps
     found = found.get("settings", {}) | found
+    if "files" not in found and plan.revision is None:
+        found["revision"] = None
+    then = found.get("files", now)
     differs = [key for key in asked if found.get(key) != asked[key]]
     if [*then] != [*now]:
         differs += [f"{name} is new or missing" for name in sorted({*then} ^ {*now})[:1]]

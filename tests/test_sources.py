@@ -1,0 +1,267 @@
+"""
+jsonl as it is in the world, and parquet: rows without the field, broken lines, and what continues
+after one has been mended.
+"""
+
+import gzip
+import hashlib
+import json
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from documents import documents, write_parquet
+from helpers import start_process
+
+from common.console import RunError, UserError
+from data import prepare_fineweb, prepare_text, sources
+from data.shards import read_manifest
+from data.sources import FilesSource
+from data.tokenizer import Tokenizer
+from data.writer import Plan, prepare
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    """A jsonl file; a str is a line as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def texts_of(files: list[Path], **flags) -> list[str]:
+    rows = FilesSource([str(file) for file in files], **flags)(0, 0)
+    return [text for _, _, texts in rows for text in texts if text]
+
+
+def stored(folder: Path) -> list[str]:
+    """The documents of a byte dataset, those for validation first, read without any of our code."""
+    files = sorted(folder.glob("*.bin"), key=lambda file: (file.name[0] == "t", file.name))
+    ids = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
+    return bytes(ids.tolist()).decode().split("\0")[1:]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.bin")}
+
+
+def both_commands(source: Path, out: Path, *flags: str):
+    """Each preparation of a source, with bytes for tokens: main and its arguments."""
+    flags = [*flags, "--tokenizer=byte"]
+    rows = [f"--source={source}", "--val_tokens=100", f"--out={out / 'rows'}"]
+    yield prepare_fineweb.main, [*rows, *flags]
+    yield prepare_text.main, [str(source), f"--out={out / 'text'}", *flags]
+
+
+# -----------------------------------------------------------------------------
+# Rows without the field
+
+
+def test_most_rows_without_the_field_end_the_command_before_anything_is_written(tmp_path, script):
+    rows = [{"text": "words"}] * 3 + [{"id": i, "body": "w", "tags": []} for i in range(1997)]
+    source = write_rows(tmp_path / "posts.jsonl", rows)
+    for main, flags in both_commands(source, tmp_path / "out"):
+        code, _, (line,) = script(main, *flags)
+        assert code == 2
+        # after the first thousand rows: the end of a list of 64
+        assert line == (
+            f"error: {source}: from row 4 on 1,021 of 1,024 rows (99.7%) have no string in the "
+            "field text; fields: id (int), body (str), tags (list); prepare with --text_field=NAME"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("without", [0, 26, 27])
+def test_rows_without_the_field_are_counted_apart_from_empty_ones(tmp_path, script, without):
+    """More than one in a hundred of all is a warning; the first ones are all as they should be."""
+    rows = [{"text": f"row {i} "} for i in range(2000)]
+    rows += [{"text": ""}, {"text": None}, "", {"text": "w"}] * 200  # a blank line is no row
+    rows += [{"text": 5}] * min(without, 1) + [{"text": ["c"]}] * max(without - 1, 0)
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    warning = f"warning: {source}: from row 2,801 on 27 of 2,627 rows (1.0%) have no string in the "
+    warning += "field text; fields: text (list); prepare with --text_field=NAME; these rows are "
+    warning += "left out"
+    for main, flags in both_commands(source, tmp_path / "out"):
+        code, _, err = script(main, *flags)
+        assert code == 0 and err == ([warning] if without == 27 else [])
+
+
+def test_another_field_is_read_of_jsonl_and_parquet(tmp_path, script):
+    texts = [text for text in documents(300) if text]
+    jsonl = write_rows(tmp_path / "a.jsonl", [{"body": text, "text": 1} for text in texts])
+    parquet = write_parquet(tmp_path / "a.parquet", texts, column="body")
+    for source in (jsonl, parquet):
+        out = tmp_path / source.suffix
+        for main, flags in both_commands(source, out):
+            code, _, err = script(main, *flags, "--text_field=body")
+            assert (code, err) == (0, [])
+            code, _, (line,) = script(main, *flags)
+            assert code == 2 and "no string in the field text; fields: " in line
+        assert stored(out / "rows") == [text.replace("\0", "") for text in texts]
+        assert read_manifest(out / "rows")["text_field"] == "body"
+
+
+def test_a_field_is_no_reason_to_prepare_old_data_again(tmp_path):
+    """The usual field is not in the manifest, as it was before there was a flag."""
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "words " * 50}] * 9)
+    for main, flags in both_commands(source, tmp_path / "out"):
+        main(flags)
+    for name in ("rows", "text"):
+        assert not {"text_field", "encoding", "val_fraction"} & {
+            *read_manifest(tmp_path / "out" / name)
+        }
+
+
+# -----------------------------------------------------------------------------
+# Lines
+
+
+def test_what_is_a_row_of_jsonl(tmp_path):
+    lines = ['\ufeff{"text": "marked"}', "", '{"text": "\\ud83d alone"}', "  ", '{"text": null}']
+    source = write_rows(tmp_path / "a.jsonl", [*lines, '{"text": "caf\\u00e9"}\r'])
+    ((file, row, texts),) = FilesSource([str(source)])(0, 0)
+    assert (file, row) == (0, 0)
+    assert texts == ["marked", None, "\ud83d alone", None, "", "caf\u00e9"]
+    # from any line on
+    assert next(FilesSource([str(source)])(0, 2)) == (0, 2, texts[2:])
+
+
+BROKEN = {
+    '{"text": "cut': "Unterminated string starting at: column 10",
+    '{"text": "a"} {"text": "b"}': "Extra data: column 15",
+    '[{"text": "a"}]': "a list; jq -c '.[]' FILE > NEW makes lines of it",
+    '"text"': "str",
+    "[" * 100_000: "a list; ",
+    '{"a":' * 100_000: "recursion",
+    '{"n": ' + "1" * 5000 + "}": "digits",
+}
+
+
+@pytest.mark.parametrize("line, reason", BROKEN.items(), ids=range(len(BROKEN)))
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
+def test_a_broken_line_is_named_or_skipped(tmp_path, script, line, reason, ending):
+    rows = [{"text": f"row {i} " * 5} for i in range(150)]
+    # the blank one is a line too
+    source = write_rows(tmp_path / f"a{ending}", [*rows[:100], "", line, *rows[100:], line])
+    for main, flags in both_commands(source, tmp_path / "out"):
+        code, _, (error,) = script(main, *flags)
+        assert code == 2 and error.startswith(f"error: {source}: line 102 is no JSON object (")
+        assert reason in error and error.endswith("; mend it, or prepare with --skip_broken")
+        code, out, err = script(main, *flags, "--skip_broken")
+        assert (code, err) == (0, [])
+        said = f"\nskipped: 2 broken lines; the first: {source}: line 102 is no JSON object ("
+        assert said in f"\n{out}"
+    assert stored(tmp_path / "out/rows") == [row["text"] for row in rows]
+
+
+def test_a_file_that_needs_another_library_or_was_cut_is_one_line(tmp_path):
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    with pytest.raises(UserError, match=r"cut.jsonl.gz: EOFError: Compressed file ended before"):
+        texts_of([cut])
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        packed = tmp_path / "a.jsonl.zst"
+        packed.write_bytes(b"\x28\xb5\x2f\xfd")
+        with pytest.raises(UserError, match="pip install zstandard, to read .zst files"):
+            texts_of([packed])
+
+
+# -----------------------------------------------------------------------------
+# The same command continues
+
+LINES = [{"text": f"document {i} " * 3} for i in range(16_000)]
+FLAGS = ["--val_tokens=10k", "--shard_tokens=100k", "--tokenizer=byte"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """The data folder of a source that was whole from the start."""
+    folder = tmp_path_factory.mktemp("straight")
+    source = write_rows(folder / "a.jsonl", LINES)
+    prepare_fineweb.main([f"--source={source}", f"--out={folder / 'out'}", *FLAGS])
+    return folder / "out"
+
+
+def test_after_a_line_has_been_mended_the_same_command_continues(tmp_path, straight, capsys):
+    broken = [*LINES[:15_000], '{"text": "document 15000', *LINES[15_001:]]
+    source, out = write_rows(tmp_path / "a.jsonl", broken), tmp_path / "out"
+    command = [f"--source={source}", f"--out={out}", *FLAGS]
+    with pytest.raises(RunError) as raised:
+        prepare_fineweb.main(command)
+    (problem,) = raised.value.problems
+    assert f"{source}: line 15,001 is no JSON object (" in problem
+    assert "the same command continues after the last finished shard" in problem
+    finished = digests(out)
+    assert 3 < len(finished) < len(digests(straight))
+    write_rows(source, LINES)
+    prepare_fineweb.main(command)
+    assert f"warning: {source}: has changed since the preparation began" in capsys.readouterr().err
+    assert digests(out) == digests(straight) and finished.items() < digests(out).items()
+
+
+def test_a_kill_between_the_error_and_the_end_changes_nothing(tmp_path, straight):
+    """With as many threads as one likes, too."""
+    source, out = write_rows(tmp_path / "a.jsonl", LINES), tmp_path / "out"
+    slow = "import sys, time; from data import prepare_fineweb, writer\n"
+    slow += "encode = writer.encode_batch\n"
+    slow += "writer.encode_batch = lambda *a: time.sleep(0.01) or encode(*a)\n"
+    slow += "prepare_fineweb.main(sys.argv[1:])"
+    flags = ["-c", slow, f"--source={source}", f"--out={out}", *FLAGS, "--workers=3"]
+    process = start_process(*flags)
+    while len(list(out.glob("*.bin"))) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 2 <= len(digests(out)) < len(digests(straight))
+    prepare_fineweb.main([f"--source={source}", f"--out={out}", *FLAGS, "--workers=1"])
+    assert digests(out) == digests(straight)
+
+
+@pytest.mark.parametrize("failing_row", [300, 700, 999])
+def test_own_text_continues_with_the_same_validation(tmp_path, failing_row):
+    """Rows and files together; what validation is owed is worked out again from the beginning."""
+    book = tmp_path / "book.txt"
+    book.write_text("a line of it\n" * 900)
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"text": f"row {i} " * (i % 9)} for i in range(1000)]
+    )
+    names = [str(book), str(rows), str(write_rows(tmp_path / "more.jsonl", LINES[:500]))]
+
+    def fill(out: Path, fails: bool) -> None:
+        own = prepare_text.OwnText(FilesSource(names), 0.05)
+
+        def source(file, row):
+            for number, first, parts in own(file, row):
+                if fails and (number, first + len(parts)) > (1, failing_row):
+                    raise UserError("gone")
+                yield number, first, parts
+
+        plan = Plan(out, "s", names, Tokenizer({"kind": "byte"}), 0, {}, shard_tokens=3000)
+        prepare(plan, source, workers=2)
+
+    fill(tmp_path / "straight", fails=False)
+    with pytest.raises(RunError, match="gone"):
+        fill(tmp_path / "out", fails=True)
+    begun = digests(tmp_path / "out")
+    assert begun
+    fill(tmp_path / "out", fails=False)
+    assert digests(tmp_path / "out") == digests(tmp_path / "straight") != begun
+    val = [f for f in digests(tmp_path / "straight") if f.startswith("val")]
+    assert len(val) > 3  # beside each shard for training, from the beginning on
+
+
+def test_readers_begin_at_any_row(tmp_path):
+    texts = [f"row {i}" for i in range(333)]
+    for path in (
+        write_parquet(tmp_path / "a.parquet", texts),
+        write_rows(tmp_path / "a.jsonl.gz", [{"text": text} for text in texts]),
+    ):
+        for row in (0, 1, 63, 64, 100, 199, 332, 333):
+            found = list(FilesSource([str(path)])(0, row))
+            assert [text for _, _, rows in found for text in rows] == texts[row:]
+            assert all(rows[0] == f"row {first}" for _, first, rows in found)
+    assert sources.READERS[".jsonl"] is sources.read_jsonl
