@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from documents import documents, write_parquet
-from helpers import start_process
+from documents import documents, serve_hub, write_parquet
+from helpers import run_process, start_process
 
 from common.console import RunError, UserError
 from data import prepare_fineweb, prepare_text, sources
@@ -203,8 +203,7 @@ def test_after_a_line_has_been_mended_the_same_command_continues(tmp_path, strai
     assert digests(out) == digests(straight) and finished.items() < digests(out).items()
 
 
-def test_a_kill_between_the_error_and_the_end_changes_nothing(tmp_path, straight):
-    """With as many threads as one likes, too."""
+def test_a_killed_preparation_of_jsonl_continues_with_any_number_of_threads(tmp_path, straight):
     source, out = write_rows(tmp_path / "a.jsonl", LINES), tmp_path / "out"
     slow = "import sys, time; from data import prepare_fineweb, writer\n"
     slow += "encode = writer.encode_batch\n"
@@ -252,6 +251,21 @@ def test_own_text_continues_with_the_same_validation(tmp_path, failing_row):
     assert digests(tmp_path / "out") == digests(tmp_path / "straight") != begun
     val = [f for f in digests(tmp_path / "straight") if f.startswith("val")]
     assert len(val) > 3  # beside each shard for training, from the beginning on
+
+
+def test_jsonl_on_the_hub_is_read_as_here(tmp_path):
+    """Also packed, and through a file that is read in pieces."""
+    source = tmp_path / "source"
+    source.mkdir()
+    write_rows(source / "a.jsonl", LINES[:9000])
+    write_rows(source / "b.jsonl.gz", LINES[9000:])
+    prepare_fineweb.main([f"--source={source}", f"--out={tmp_path / 'here'}", *FLAGS])
+    command = ["data/prepare_fineweb.py", "--dataset=org/name", "--name=small", *FLAGS]
+    with serve_hub(source) as address:
+        hub = dict(HF_ENDPOINT=address, HF_HOME=str(tmp_path))
+        code, _, err = run_process(*command, f"--out={tmp_path / 'hub'}", **hub)
+    assert (code, err) == (0, "")
+    assert digests(tmp_path / "hub") == digests(tmp_path / "here")
 
 
 def test_readers_begin_at_any_row(tmp_path):
