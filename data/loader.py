@@ -3,7 +3,7 @@ From tokens to the model: the order of the windows, and micro-batches on the dev
 
     documents -> tokens -> shards -> windows -> micro-batches
 
-    documents      sources.py    rows of parquet and jsonl files; prepare_text.py: text files
+    documents      sources.py    rows of parquet and jsonl files, and text files
     tokens         writer.py     with tokenizer.py, an end-of-text before each document
     shards         writer.py     files of tokens and a manifest, read by shards.py
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows

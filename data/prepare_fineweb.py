@@ -6,7 +6,7 @@ through the same code.
     python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/fineweb_10B
 
 Stopped in any way, the same command continues after the last finished shard, and the files come out
-the same.
+the same. Rows are read in sources.py; validation, the first of them, is drawn in writer.py.
 """
 
 import argparse

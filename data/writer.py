@@ -7,6 +7,10 @@ skipped. A shard ends with a document. After each shard manifest.json is written
 where in the source the next one begins: a file and a row. So an interrupted preparation continues
 after the last finished shard, and its files come out the same, byte for byte, however often it was
 interrupted and with any number of threads.
+
+Validation is drawn in write_shards: the first documents that hold Plan.val_tokens tokens. Where
+that is 0, the source has drawn it, as prepare_text.OwnText does. How files are read, and in which
+order: sources.py.
 """
 
 import contextlib
@@ -241,10 +245,8 @@ def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follo
             parts, place = take(documents, room, bar)
             if not place:
                 break
-            for split, part in parts.items():
-                if part.tokens:
-                    shard = write_part(plan, split, len(manifest["shards"]), part)
-                    manifest["shards"].append(shard)
+            for split in [*parts]:  # each gone from memory before the next one is filled
+                write_part(plan, manifest, split, parts.pop(split))
             manifest["next"] = place
             write_manifest(plan.folder, manifest)
             totals = tokens_of(manifest)
@@ -270,12 +272,14 @@ def take(documents: Iterator, room: dict[str, int], bar: tqdm) -> tuple[dict[str
     return parts, place
 
 
-def write_part(plan: Plan, split: str, number: int, part: Part) -> dict:
-    """Write a shard. Returns what the manifest says of it."""
-    name = f"{split}_{number:06d}.bin"
+def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
+    """Write a shard, unless it is empty, and list it."""
+    if not part.tokens:
+        return
+    name = f"{split}_{len(manifest['shards']):06d}.bin"
     sha256 = write_shard(plan.folder / name, np.frombuffer(part.tokens, "<u2"))
     listed = dict(name=name, tokens=len(part.tokens) // 2, sha256=sha256)
-    return listed | dict(documents=part.documents, bytes=part.bytes)
+    manifest["shards"].append(listed | dict(documents=part.documents, bytes=part.bytes))
 
 
 def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:

@@ -88,6 +88,13 @@ def test_rows_without_the_field_are_counted_apart_from_empty_ones(tmp_path, scri
         assert code == 0 and err == ([warning] if without == 27 else [])
 
 
+def test_rows_without_the_field_at_the_beginning_are_one_warning_too(tmp_path, script):
+    source = write_rows(tmp_path / "a.jsonl", [{"body": "w"}] * 30 + [{"text": "words "}] * 1970)
+    for (main, flags), total in zip(both_commands(source, tmp_path), (1024, 2000), strict=True):
+        code, _, (line,) = script(main, *flags)
+        assert code == 0 and f"from row 1 on 30 of {total:,} rows (" in line
+
+
 def test_another_field_is_read_of_jsonl_and_parquet(tmp_path, script):
     texts = [text for text in documents(300) if text]
     jsonl = write_rows(tmp_path / "a.jsonl", [{"body": text, "text": 1} for text in texts])
