@@ -187,40 +187,30 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
     The text of a file and its encoding: UTF-16 where it begins with a byte-order mark, UTF-8 where
     it is that, or else the one given. Raises UserError.
     """
-    content = Path(name).read_bytes()
+    content, problems = Path(name).read_bytes(), []
     own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
-    text, problem = decode_as(own, content)
-    if not problem:
-        return text, own
-    replaced = content.decode(own, errors="replace")
-    broken = replaced.count("\ufffd")
     hint = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW"
-    # most letters are UTF-8: another encoding might read the file, and get all of them wrong
-    if broken and sum(char > "\x7f" for char in replaced) > 2 * broken:
-        hint = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
-    elif given:
-        text, wrong = decode_as(given, content)
-        if not wrong:
-            return text, given
-        hint = f"{wrong}; {hint}"
-    else:
-        hint += " (or --encoding=NAME for all such files)"
-    raise UserError(f"{name}: {problem}; {hint}")
-
-
-def decode_as(encoding: str, content: bytes) -> tuple[str, str]:
-    """A file's text, and what is wrong with it in this encoding, or else nothing."""
-    try:
-        text = content.decode(encoding)
-    except UnicodeError as error:
-        at = getattr(error, "start", 0)  # some multi-byte codecs do not say
-        line = 1 + content[:at].count(b"\n")
-        return "", f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
-    controls = len(CONTROLS.findall(text))
-    if controls > 5 + MOST_CONTROLS * len(text):
-        return "", f"{controls:,} NULs and control characters: binary, or not {encoding}"
-    # so that every system makes the same tokens
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), ""
+    hint += "" if given else " (or --encoding=NAME for all such files)"
+    for encoding in filter(None, (own, given)):
+        try:
+            text = content.decode(encoding)
+        except UnicodeError as error:
+            at = getattr(error, "start", 0)  # some multi-byte codecs do not say
+            line = 1 + content[:at].count(b"\n")
+            problems.append(f"line {line:,} is not {encoding}: {content[at : at + 8]!r}")
+            replaced = content.decode(own, errors="replace")
+            # most letters are UTF-8: another encoding might read the file, and get all wrong
+            letters = sum(char > "\x7f" for char in replaced)
+            if encoding == own and letters > 2 * replaced.count("\ufffd"):
+                hint = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
+                break
+            continue
+        controls = len(CONTROLS.findall(text))
+        if controls <= 5 + MOST_CONTROLS * len(text):
+            # so that every system makes the same tokens
+            return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), encoding
+        problems.append(f"{controls:,} NULs and control characters: binary, or not {encoding}")
+    raise UserError(f"{name}: {'; '.join([*problems, hint])}")
 
 
 # What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
