@@ -11,7 +11,7 @@ Make a dataset from your own text, or, with no argument, from the Python standar
 A text file is one document, and so is a row. Text is UTF-8, UTF-16 with a byte-order mark, or else
 in --encoding. Validation is --val_fraction of the text: ends of long documents and short ones
 whole, from all over it; of a single document its end. bpe:N is a tokenizer made for the text.
-How validation is drawn: OwnText, below. How files are read: sources.py.
+In the code, OwnText draws validation, and sources.py reads the files.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def check_encodings(files: list[str], given: str | None) -> None:
             shown.append(f"{name}: {' '.join(words)[:40]!r}")
     raise_if_any(problems)
     if shown:
-        say(f"read as {given}: {len(shown):,} files, by their first words", *shown[:MOST_NAMES])
+        say(f"files read as {given}, {len(shown):,} in all, such as:", *shown[:MOST_NAMES])
 
 
 # -----------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def find_files(arguments: argparse.Namespace) -> tuple[str, list[str], Path]:
         title, files = " ".join(arguments.files)[:200], local_files(arguments.files, ENDINGS)
         others = set(local_files(arguments.files, ("",))) - set(files)
         if endings := Counter(Path(name).suffix or Path(name).name for name in sorted(others)):
-            say(f"left out: {', '.join(list(endings)[:MOST_NAMES])} ({endings.total():,} files)")
+            say(f"left out, {endings.total():,} in all: {', '.join(list(endings)[:MOST_NAMES])}")
         first = Path(arguments.files[0])
         name = first.resolve().stem if first.exists() else Path(files[0]).stem
     if arguments.write:

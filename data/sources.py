@@ -202,7 +202,7 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
             # most letters are UTF-8: another encoding might read the file, and get all wrong
             letters = sum(char > "\x7f" for char in replaced)
             if encoding == own and letters > 2 * replaced.count("\ufffd"):
-                hint = "the rest is: iconv -c -f utf-8 -t utf-8 FILE > NEW leaves such bytes out"
+                hint = f"the rest is: iconv -c -f {own} -t utf-8 FILE > NEW leaves such bytes out"
                 break
             continue
         controls = len(CONTROLS.findall(text))

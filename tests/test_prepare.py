@@ -242,8 +242,8 @@ def test_an_encoding_is_for_the_files_that_are_not_utf8(tmp_path, capsys, encodi
     validation_of(tmp_path / "out", [GERMAN, GERMAN, text])
     # a wrong --encoding that fits is seen by what it makes of the text
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "left out: .jpg (1 files)"
-    assert said[1] == f"read as {encoding}: 1 files, by their first words"
+    assert said[0] == "left out, 1 in all: .jpg"
+    assert said[1] == f"files read as {encoding}, 1 in all, such as:"
     assert said[2].startswith(f"{tmp_path / 'own.txt'}: '{text[:4]}")
     assert said[3].startswith(f"{tmp_path / 'out'}: ")
     # neither noise nor UTF-8 with a broken byte becomes text by it
