@@ -230,6 +230,13 @@ def test_every_file_that_cannot_be_read_is_named_at_once_and_none_is_guessed(tmp
         assert message in problems[name], problems[name]
 
 
+def test_bytes_are_left_out_of_nothing_but_utf8(tmp_path):
+    """The advice for a text with a broken byte is none for one that is full of NULs."""
+    (tmp_path / "nuls.txt").write_bytes("\u00e4\0".encode() * 99)
+    with pytest.raises(UserError, match="99 NULs and .* is not ascii: .*; leave it out, or conv"):
+        from_text(tmp_path / "nuls.txt", f"--out={tmp_path / 'out'}", "--encoding=ascii")
+
+
 @pytest.mark.parametrize("encoding", ["cp1252", "shift_jis", "utf-16-le", "iso2022_jp"])
 def test_an_encoding_is_for_the_files_that_are_not_utf8(tmp_path, capsys, encoding):
     text = GERMAN if encoding == "cp1252" else MANY
