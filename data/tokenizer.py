@@ -201,7 +201,7 @@ def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[
     for piece in (piece for text in texts if text for piece in cut(text)):
         size = len(piece.encode())
         read += size
-        if read > 0 and taken * every < read:
+        if taken * every < read:
             yield piece
             taken += size
         if read > every * most:

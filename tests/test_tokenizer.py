@@ -410,9 +410,8 @@ def test_too_little_text_leaves_nothing(tmp_path, script):
     out = tmp_path / "out"
     flags = [f"--source={source}", f"--out={out}", "--tokenizer=bpe:257"]
     code, _, err = script(prepare_fineweb.main, *flags, "--val_tokens=1M")
-    assert code == 2 and "0 for training" in err[0] and os.listdir(out) == ["lock"]
-    out.joinpath("lock").unlink()
+    assert code == 2 and "0 for training" in err[0] and not out.exists()
     code, _, err = script(
         prepare_fineweb.main, *flags[:2], "--tokenizer=bpe:999", "--val_tokens=1M"
     )
-    assert code == 2 and "less validation" in err[0] and not any(out.iterdir())
+    assert code == 2 and "less validation" in err[0] and not out.exists()
