@@ -378,7 +378,7 @@ def broken_source(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("other.parquet", "has no column text; its columns: id, body"),
+        ("other.parquet", "no string in the field text; fields: id (int64), body (string)"),
         ("nothing.jsonl", "0 for training, each needs at least 1; choose a larger --dataset"),
         ("small.parquet", "choose a larger --dataset, or smaller --eval_tokens"),
         ("nowhere*.parquet", "no such file"),
@@ -403,7 +403,7 @@ def test_without_a_network_one_line_names_the_way_out(work, tmp_path):
 def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script):
     """And once it is mended the run goes on as if nothing had been."""
     source = tmp_path / "source"
-    write_parquet(source / "a.parquet", documents(400))
+    write_parquet(source / "a.parquet", documents(1100))  # the first 1,000 are looked at before
     (source / "b.parquet").write_bytes(b"PAR1 damaged")
     options = STREAM | dict(batch_size=16)
     options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
