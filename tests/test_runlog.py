@@ -172,6 +172,32 @@ def test_a_line_counts_its_own_iterations_alone(tmp_path, hand):
     assert [r["tokens_per_sec"] for r in lines] == pytest.approx([524288 / s for s in (7, 2, 4)])
 
 
+def test_records_say_the_hours_and_tokens_so_far_of_all_starts(tmp_path, hand):
+    """Start-up and compilation are left out; those of a stop are not known here."""
+    resumed = {"start-up": 500.0, "compile": 60.0, "steps": 36.0, "evaluation": 3.0}
+    progress = dict(iter_num=10, tokens=10 * 524288, evaluated_at=10)
+    (tmp_path / "metrics.jsonl").touch()
+    log = make_log(tmp_path, dict(ledger=resumed, progress=progress))
+    p = Progress(iter_num=10, tokens=10 * 524288)
+    for seconds, category in ((30, "start-up"), (90, "compile")):
+        hand.sleep(seconds)
+        log.lap(category)
+    hand.sleep(7)
+    note(log, p)
+    log.line(p, waited=0.0)
+    hand.sleep(4)
+    p.note_evaluation(3.0)
+    log.evaluation(p, 3.0)
+    hand.sleep(1)
+    log.lap("evaluation")
+    log.end("max_iters", p, 0.0)
+    found = [
+        (r["kind"], r["tokens"] / 524288, round(r["hours"] * 3600, 3)) for r in records(tmp_path)
+    ]
+    # a step's tokens are those before it, as its `iter`
+    assert found == [("step", 10, 46), ("eval", 11, 50), ("end", 11, 51)]
+
+
 def test_eta_counts_this_starts_iterations_and_what_lies_between_them(tmp_path, hand):
     (tmp_path / "metrics.jsonl").touch()
     resumed = dict(ledger=dict(steps=5000.0), progress=dict(iter_num=100, evaluated_at=100))
@@ -227,6 +253,8 @@ def test_an_evaluation_tells_perplexity_and_bits_per_byte(tmp_path, hand, capsys
         seconds=0.0,
         perplexity=8.0,
         bits_per_byte=2.0,
+        tokens=0,
+        hours=0.0,
     )
 
 

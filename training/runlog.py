@@ -101,6 +101,11 @@ class RunLog:
         self.lapped_at, self.processor_at = now, processor
         return seconds
 
+    def hours(self) -> float:
+        """Spent so far by all starts on iterations, evaluations and checkpoints."""
+        booked = sum(self.seconds[name] for name in CATEGORIES[2:])
+        return (booked + time.perf_counter() - self.lapped_at) / 3600
+
     def newest_checkpoint(self) -> Path | None:
         """The newest one that is known to be whole: saved by this start, or resumed from."""
         known = self.saved_iter is not None
@@ -241,6 +246,7 @@ class RunLog:
             mfu=self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size),
             mem_gib=mem or None,
             data_wait_ms=1000 * waited / iterations,
+            hours=self.hours(),
         )
         say(self.format_step(values))
         self.record("step", **values)
@@ -314,8 +320,9 @@ class RunLog:
             end = f", {bits:.4f} bits per byte"
         losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
         say(f"step {p.iter_num}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
+        so_far = dict(iter=p.iter_num, tokens=p.tokens, hours=self.hours())
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
-        self.record("eval", iter=p.iter_num, **values, perplexity=perplexity, bits_per_byte=bits)
+        self.record("eval", **so_far, **values, perplexity=perplexity, bits_per_byte=bits)
         if TURNED * p.best_val_loss < val_loss < math.inf:
             best = f"step {p.best_iter} ({p.best_val_loss:.4f})"
             kept = "best.pt keeps that model" if p.best_iter else "lower learning_rate"
@@ -365,8 +372,8 @@ class RunLog:
         by_clock = reason in ("hours", "until")
         said = "the schedule is complete" if by_clock else reason
         say(f"end: {said} after {p.iter_num:,} iterations, {count(p.tokens)} tokens, {date()}")
-        ledger = dict(self.seconds)
-        self.record("end", reason=reason, iters=p.iter_num, tokens=p.tokens, ledger=ledger)
+        so_far = dict(iters=p.iter_num, tokens=p.tokens, hours=self.hours())
+        self.record("end", reason=reason, **so_far, ledger=dict(self.seconds))
         complete = p.iter_num >= self.config.max_iters or by_clock
         if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
