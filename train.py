@@ -29,7 +29,6 @@ from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from model import Sampling, generate
-from reports.picture import RunPicture
 from training import hardware
 from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
 from training.clock import Clock
@@ -311,7 +310,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
     log = RunLog(c, hw, ranks, clock, start if path else {})
     check_folder(c, path, p.best_iter, log)
-    log.draw_run = RunPicture(c.out_dir).draw
     say_start(c, start, ranks)
     log.start(data, raw_model.config)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)

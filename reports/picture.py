@@ -1,12 +1,17 @@
 """
 Pictures of runs: losses, speed and MFU over tokens, and for several runs the loss over time.
+
+A run has `python -m reports.picture OUT_DIR` draw its own picture beside it.
 """
 
+import os
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 
-from common.console import count, warn
+from common.console import UserError, count
 from common.files import replacing
 from reports.curves import learning_curve
 from reports.records import Records, RunRecords
@@ -18,29 +23,15 @@ COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "os^Dv*XP"
 
 
-class RunPicture:
-    """out_dir/loss.png, the picture of out_dir/metrics.jsonl, while the run trains."""
-
-    def __init__(self, out_dir: str):
-        self.path = Path(out_dir) / "loss.png"
-        self.records = Records(Path(out_dir) / "metrics.jsonl")
-
-    def draw(self) -> None:
-        """Any failure is only a warning."""
-        try:
-            save_picture([self.records.read()], self.path)
-        except ImportError:  # matplotlib is not needed to train
-            pass
-        except Exception as error:  # an odd record or a full disk: the run is worth more
-            warn(f"{self.path}: not drawn ({type(error).__name__}: {error})")
-
-
 def save_picture(runs: list[RunRecords], path: Path) -> None:
     """
-    Write a PNG of one run or of several. Raises OSError, and then leaves the old file as it was.
+    Write a PNG of one run or of several. Raises UserError where matplotlib is missing, and OSError,
+    and leaves the old file as it was.
     """
-    # not pyplot: it keeps every figure and may look for a screen
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure  # not pyplot: it may look for a screen
+    except ImportError as error:
+        raise UserError(f"no picture: {error} (pip install matplotlib)") from None
 
     size = (12, 7) if len(runs) > 1 else (9, 6)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
@@ -162,3 +153,25 @@ def heading(run: RunRecords) -> str:
 def count4(number: float, _position: int = 0) -> str:
     """40560000 -> 40.56M. Has the form that matplotlib wants for the labels of an axis."""
     return count(number, digits=4)
+
+
+# -----------------------------------------------------------------------------
+# Beside a run
+
+
+def end_with_parent() -> None:
+    """stdin is a pipe from the run: it closes when the run ends, however it does."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def draw_beside_run(out_dir: Path) -> None:
+    """Draw out_dir/loss.png. The run goes first where both want the processor."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if hasattr(os, "nice"):  # Windows has priorities too: runlog.py gives it
+        os.nice(10)
+    save_picture([Records(out_dir / "metrics.jsonl").read()], out_dir / "loss.png")
+
+
+if __name__ == "__main__":
+    draw_beside_run(Path(sys.argv[1]))

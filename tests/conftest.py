@@ -4,14 +4,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 import warm
 from helpers import write_dataset
 
-import train
 from common.console import run_main
 
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
@@ -52,18 +50,6 @@ def restored_process_state(request):
         signal.signal(number, handler)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(request):
-    """
-    train.py draws loss.png at every evaluation, which takes longer than the training in most
-    tests. Those that look at the picture are marked `pictures`.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.node.get_closest_marker("pictures"):
-            patch.setattr(train, "RunPicture", Mock())
-        yield
 
 
 @pytest.fixture

@@ -122,8 +122,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def draw(out_dir: Path) -> None:
-    """As a run does while it trains."""
-    picture.RunPicture(out_dir).draw()
+    picture.save_picture([Records(out_dir / "metrics.jsonl").read()], out_dir / "loss.png")
     png_size(out_dir / "loss.png")
 
 
@@ -269,15 +268,13 @@ def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
     assert compare.figures_of(read)["tokens"] == 4000 + 4 * 3000
 
 
-@pytest.mark.pictures
 def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     out_dir = tmp_path / "run"
     assert run_here(dataset, out_dir, max_iters=12, eval_interval=5, log_interval=3) == 0
-    drawn_in_training = png_size(out_dir / "loss.png")
-    (out_dir / "loss.png").unlink()
+    assert not (out_dir / "loss.png").exists()  # of a run so short
     code, _, err = run_process("compare.py", str(out_dir), f"--json={tmp_path / 'table.json'}")
     assert code == 0, err
-    assert png_size(out_dir / "loss.png") == drawn_in_training
+    assert min(png_size(out_dir / "loss.png")) > 400
     figures = json.loads((tmp_path / "table.json").read_text())["runs"]["run"]
     steps = records(out_dir, "step")
     # iterations each record is the mean of
@@ -502,38 +499,6 @@ def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tm
     assert len(val_line.get_xdata()) == 13_000 / 5
 
 
-GROWING = """
-import ctypes, json, sys
-from pathlib import Path
-import psutil
-from reports.picture import RunPicture
-
-folder, process = Path(sys.argv[1]), psutil.Process()
-run = RunPicture(folder)
-with open(folder / "metrics.jsonl", "a") as file:
-    for it in range(200_001):
-        numbers = dict(loss=3 + it % 7, step_ms=5.0, tokens_per_sec=2e5 + it, mfu=0.4, lr=1e-3)
-        print(json.dumps(dict(kind="step", iter=it, tokens=1024 * it) | numbers), file=file)
-        if it % 10_000 == 0:
-            file.flush()
-            # matplotlib itself grows with its first pictures
-            for _ in range(40 if it == 10_000 else 1):
-                run.draw()
-            if it in (10_000, 200_000):
-                ctypes.CDLL(None).malloc_trim(0)  # what it has freed does not count
-                print(process.memory_info().rss)
-"""
-
-
-@pytest.mark.slow
-def test_a_run_grows_by_less_than_200_bytes_a_log_line(tmp_path):
-    """Half a million lines may take 100 MB."""
-    code, out, err = run_process("-c", GROWING, str(tmp_path), cold=True)
-    assert code == 0 and not err, err
-    early, late = map(int, out.split())
-    assert 0 < late - early < 200 * 190_000
-
-
 DAMAGED_LINES = """\
 {"kind": "step", "iter"
 [1]
@@ -585,13 +550,6 @@ def test_no_line_is_drawn_from_iteration_0(tmp_path, count):
     panels = [axes for axes in figure.axes if "loss" in axes.get_ylabel()]
     lines = [line for axes in panels for line in axes.lines if line.get_marker() != "None"]
     assert [line.get_ydata().tolist() for line in lines] == [[4.0, 3.0]] * (1 if count == 1 else 4)
-
-
-def test_a_picture_that_cannot_be_written_is_only_a_warning(tmp_path, capsys):
-    write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
-    (tmp_path / "a" / "loss.png").mkdir()
-    picture.RunPicture(tmp_path / "a").draw()
-    assert "not drawn" in capsys.readouterr().err
 
 
 def write_records(folder: Path, iters: list[int], end: int | None = None) -> Path:

@@ -455,18 +455,6 @@ def test_metrics_emptied_under_the_run_go_on_at_the_beginning(tmp_path):
     assert [r["iter"] for r in records(tmp_path)] == [1]
 
 
-def test_a_run_that_is_evaluated_each_second_seldom_draws(tmp_path, hand, monkeypatch):
-    """Drawing takes half a second: that would be half of the run."""
-    log, drawn = make_log(tmp_path), []
-    monkeypatch.setattr(time, "monotonic", lambda: hand.now)
-    log.draw_run = lambda: drawn.append(hand.now)
-    hand.now = 1000.0
-    for it in range(100):
-        evaluate(log, it, 1.0, 1.0)
-        hand.sleep(1)
-    assert drawn == [1000, 1021, 1042, 1063, 1084]
-
-
 @pytest.mark.parametrize(
     "losses, said",
     [

@@ -38,9 +38,7 @@ from configurator import SCHEDULES, Config, load_config
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import ShardTokens, open_dataset
 from model import GPT
-from reports import picture
 from training.build import build_model, build_optimizer, model_config
-from training.clock import Clock
 from training.hardware import set_up
 from training.ranks import Signals
 
@@ -214,29 +212,6 @@ def test_another_micro_batch_goes_on_with_the_same_data_and_is_said(dataset, tmp
     assert "resume: batch_size = 2 (the checkpoint had 4)" in capsys.readouterr().out
     a, b = ([r["loss"] for r in records(tmp_path / run, "step")] for run in "ab")
     assert a == pytest.approx(b, abs=1e-5)  # the same sequences, summed in another order
-
-
-@pytest.mark.pictures
-@pytest.mark.parametrize("end", ["SIGTERM", "max_minutes"])
-def test_the_picture_is_drawn_at_every_end(end, dataset, tmp_path, monkeypatch):
-    original = train.train_step
-
-    def step(*args):
-        if step.number == 5:
-            (tmp_path / "loss.png").unlink()  # the first one, drawn at iteration 0
-            if end == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                monkeypatch.setattr(Clock, "left_of_start", lambda clock: 0.0)
-        step.number += 1
-        return original(*args)
-
-    step.number, headings = 0, []
-    heading = picture.heading
-    monkeypatch.setattr(picture, "heading", lambda run: headings.append(heading(run)) or "")
-    monkeypatch.setattr(train, "train_step", step)
-    assert run_here(dataset, tmp_path, max_minutes=60.0) == (143 if end == "SIGTERM" else 0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 EVALUATED = dict(batch_size=2, dropout=0.1, eval_tokens=64, keep_checkpoints=9)

@@ -30,7 +30,6 @@ import sys
 import threading
 import types
 from pathlib import Path
-from unittest.mock import Mock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -216,8 +215,6 @@ def import_project() -> None:
     for module in ("bench", "convert", "sample", "train", "matplotlib.figure"):
         importlib.import_module(module)
     sys.modules["matplotlib.figure"].Figure().savefig(io.BytesIO())  # loads fonts, PNG writer
-    # no pictures, as in conftest.py
-    sys.modules["train"].RunPicture = sys.modules["reports.picture"].RunPicture = Mock()
 
 
 def main(project: int, torch: int) -> None:
@@ -229,6 +226,8 @@ def main(project: int, torch: int) -> None:
     os.close(other)
     if mine == project:
         import_project()
+    gc.collect()
+    gc.freeze()  # or each child would go through a million objects as it ends
     if request := serve(socket.socket(fileno=mine)):
         run(**request)
 

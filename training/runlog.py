@@ -12,7 +12,6 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from model import GPTConfig
 from training.build import count_flops, count_parameters, describe_flops, warn_of_epochs
 from training.checkpoint import checkpoint_path, claim_folder, unlock_folder
 from training.clock import Clock, clock_time
+from training.drawing import Drawing
 from training.hardware import Hardware
 from training.memory import checkpoint_bytes, checkpoint_files
 from training.metrics import drop_records, plain
@@ -52,8 +52,7 @@ class RunLog:
     def __init__(self, config: Config, hw: Hardware, ranks: Ranks, clock: Clock, resumed: dict):
         """`resumed`: the checkpoint's state, empty where there is none."""
         self.config, self.hw, self.ranks, self.clock = config, hw, ranks, clock
-        self.draw_run: Callable[[], None] = lambda: None  # draws out_dir/loss.png
-        self.drawn_at = 0.0
+        self.drawing: Drawing | None = None  # of out_dir/loss.png
         self.file = None
         self.unwritten = b""  # records that a full disk has refused
         # Seconds of all starts, and the moment up to which they are booked
@@ -173,6 +172,8 @@ class RunLog:
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
                 warn("torch sees no GPU here, so this trains on the CPU, very slowly")
             self.warn_of_space(model)
+        if self.file:
+            self.drawing = Drawing(Path(c.out_dir))
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.record(
@@ -256,9 +257,8 @@ class RunLog:
             warn_of_epochs(self.config, expected, self.train_tokens)
         self.warn_of_spike(values["iter"], values["loss"])
         self.warn_of_skips(values["iter"])
-        if time.monotonic() - self.drawn_at > 60:
-            self.draw()
-            self.lap("evaluation")
+        if self.drawing:
+            self.drawing.draw_if_due(sum(self.seconds.values()))
 
     def format_step(self, v: dict) -> str:
         """nanoGPT's grammar first, then everything else."""
@@ -328,8 +328,6 @@ class RunLog:
             kept = "best.pt keeps that model" if p.best_iter else "lower learning_rate"
             line = f"validation has not improved since {best}; {kept}"
             self.warn_once("turned", p.iter_num, line)
-        if time.monotonic() - self.drawn_at > 20:  # a small run may be evaluated every second
-            self.draw()
 
     def checkpoint(self, iter_num: int, path: Path, size: int) -> None:
         """After a save, before its lap."""
@@ -342,12 +340,6 @@ class RunLog:
     def sample(self, iter_num: int, text: str) -> None:
         say(f"sample {iter_num}:", *text.split("\n"), "")
         self.record("sample", iter=iter_num, text=text)
-
-    def draw(self) -> None:
-        """Draw loss.png, which takes about half a second."""
-        if self.file:
-            self.draw_run()
-            self.drawn_at = time.monotonic()
 
     def warn(self, iter_num: int, message: str) -> None:
         if self.ranks.is_main:
@@ -362,11 +354,10 @@ class RunLog:
 
     def end(self, reason: str, p: Progress, waited: float) -> None:
         """The last lines: why the run ended, and where its wall time went."""
-        self.draw()
         self.lap("evaluation")
         total, minutes = sum(self.seconds.values()), (time.perf_counter() - self.clock.began) / 60
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.seconds.items()]
-        spent = ", ".join(shares).replace("evaluation", "evaluation with any sample and picture")
+        spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
         say(f"time: {duration(total)} wall (this start {duration(60 * minutes)}) = {spent}")
         say(f"waited for data: {waited:.1f}s of the steps of this start")
         by_clock = reason in ("hours", "until")
@@ -380,6 +371,8 @@ class RunLog:
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to continue: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
+        if self.drawing:
+            self.drawing.draw_end(total)
         keep_transcript(None)
         unlock_folder()
 
