@@ -19,7 +19,7 @@ from configurator import NEVER, Config
 from data.shards import MOST_TOKENS, missing_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
-from reports.records import Records, percentile
+from reports.records import percentile, read_run
 from training import build, hardware
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
@@ -116,12 +116,12 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
     and the card that it ran on. Raises UserError if the log has no iteration or another model.
     """
-    records, rate = Records(run / "metrics.jsonl"), math.nan
-    if records.path.is_file():
-        rate = percentile(records.read().step["tokens_per_sec"], 50)
-    if math.isnan(rate):
-        raise UserError(f"from_run: {records.path} holds no iteration; give the out_dir of a run")
-    start = records.starts[-1]
+    path, start, rate = run / "metrics.jsonl", {}, None
+    if path.is_file():
+        records = read_run(path)
+        start, rate = records.start, percentile(records.step["tokens_per_sec"], 50)
+    if not rate:
+        raise UserError(f"from_run: {path} holds no iteration; give the out_dir of a run")
     theirs, ours = start["flops_per_token"], build.count_flops(model)[0]
     same_flops = None in (theirs, ours) or math.isclose(theirs, ours, rel_tol=FLOPS_TOLERANCE)
     if start["parameters"] != build.count_parameters(model) or not same_flops:

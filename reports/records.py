@@ -1,9 +1,12 @@
 """
-What a run left behind: metrics.jsonl as columns of numbers.
+What a run left behind: its records as columns of numbers, and its learning curve.
+
+A loss is known where a run was evaluated. Between two evaluations it is read off a straight line.
 """
 
 import math
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,91 +16,65 @@ from training.metrics import read_record
 
 # The kinds of records that are columns, and those of their values that are kept
 COLUMNS = {
-    "step": ("iter", "tokens", "loss", "step_ms", "tokens_per_sec", "mfu"),
-    "eval": ("iter", "train_loss", "val_loss", "bits_per_byte", "seconds"),
-    "checkpoint": ("iter", "seconds"),
+    "step": ("iter", "tokens", "hours", "loss", "step_ms", "tokens_per_sec", "mfu"),
+    "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte"),
 }
+# A straight line to a loss may span this share of the way so far. For a loss that falls like
+# 1/sqrt(x) and is 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than
+# the noise.
+NEAR = 0.2
 
 
-class Records:
-    """The records of one run, taken in as they come. One of a step takes 48 bytes."""
-
-    def __init__(self, path: Path):
-        """`path`: a metrics.jsonl for read(), or a file whose records are added one by one."""
-        self.path, self.position = path, 0
-        self.starts: list[dict] = []
-        self.end: dict = {}
-        self.rows = {kind: array("d") for kind in COLUMNS}  # one after the other
-
-    def read(self) -> "RunRecords":
-        """
-        All of the run so far. Each reading begins where the one before has ended. Lines that are
-        no records are left out. Raises OSError.
-        """
-        with open(self.path, "rb") as file:
-            file.seek(self.position)
-            for line in file:
-                self.add(read_record(line))
-            self.position = file.tell()
-        return RunRecords(self.path.resolve().parent.name, self)
-
-    def add(self, record: dict) -> None:
-        kind = record.get("kind")
-        if kind == "start":
-            self.starts.append(record)
-        elif kind == "end":
-            self.end = record
-        elif kind in COLUMNS:
-            self.rows[kind].extend([number(record.get(name)) for name in COLUMNS[kind]])
-
-    def columns(self, kind: str) -> dict[str, np.ndarray]:
-        names = COLUMNS[kind]
-        # no copy: what is freed may stay with the process
-        rows = np.frombuffer(self.rows[kind]).reshape(-1, len(names))
-        return dict(zip(names, rows[np.argsort(rows[:, 0], kind="stable")].T, strict=True))
-
-
-class RunRecords:
+class Run:
     """
-    One run, as far as its records have come. What holds for all of it comes from its last start
-    record. A number is NaN and a text None if it is not known, and `config` holds only the keys
-    that are known.
-
-    Its records are columns, ordered by iteration: one array for each value of a kind of record. A
-    value that is not known is NaN. Added to the values in metrics.jsonl are
-
-    - `step["seconds"]`: the time of the iterations that a record is the mean of
-    - `eval["tokens"]`: tokens trained on before the evaluation
-    - `eval["hours"]`: time spent until the end of the evaluation: iterations, evaluations and
-      checkpoints, without start-up and compilation
-    - `iterations` and `tokens`: made, and trained on, so far
+    One run, as far as its records have come: `start` is its last start record, `end` is empty while
+    it trains and after a kill. `step` and `eval` are columns, ordered by iteration: an array for
+    each value, NaN where one is not known. `config` has only the keys that are known; `iterations`,
+    `tokens` and `hours` (of iterations, evaluations and checkpoints) are None where they are not.
     """
 
-    def __init__(self, name: str, records: Records):
+    def __init__(self, name: str, records: Iterable[dict]):
+        self.name, self.end = name, {}
+        starts, rows = [], {kind: array("d") for kind in COLUMNS}  # one after the other
+        for record in records:
+            kind = record.get("kind")
+            if kind == "start":
+                starts.append(record)
+            elif kind == "end":
+                self.end = record
+            elif kind in COLUMNS:
+                rows[kind].extend([number(record.get(key)) for key in COLUMNS[kind]])
+        self.step, self.eval = (to_columns(rows[kind], COLUMNS[kind]) for kind in COLUMNS)
         # a resume may have changed what the first start said
-        first, last = (records.starts[0], records.starts[-1]) if records.starts else ({}, {})
-        self.name = name
-        before, now = (known_keys(start.get("config") or {}) for start in (first, last))
+        first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
+        before, now = (known_keys(start.get("config") or {}) for start in (first, self.start))
         # what began it, and not the flag or the time of day that a resume was given
         self.config = now | {key: before[key] for key in INITIAL if key in before}
-        self.device: str | None = last.get("device")
-        self.dtype: str | None = last.get("dtype")
-        self.tokenizer: str | None = last.get("tokenizer")
-        self.data_fingerprint: str | None = last.get("data_fingerprint")
-        self.parameters = number(last.get("parameters"))
-        self.tokens_per_iter = number(last.get("tokens_per_iter"))
-        # tok/s are those of all cards together, but MFU is that of one card
-        self.flops_per_token = number(last.get("flops_per_token")) / last.get("world_size", 1)
-        self.step = records.columns("step")
-        self.eval = records.columns("eval")
-        self.checkpoint = records.columns("checkpoint")
-        self.end = records.end  # empty while the run trains, and after a kill
-        self.loss_unit = "nats per token"
         self.warnings: list[str] = []
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
             self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last start")
-        add_totals(self, first.get("iter", 0))
+        # by the last record; a step at N has made N + 1 iterations, and has the tokens before it
+        step, evals = self.step, self.eval
+        tokens = step["tokens"] + number(self.start.get("tokens_per_iter"))
+        self.iterations = highest(step["iter"] + 1, evals["iter"], self.end.get("iters"))
+        self.tokens = highest(tokens, evals["tokens"], self.end.get("tokens"))
+        self.hours = highest(step["hours"], evals["hours"], self.end.get("hours"))
+
+
+def read_run(path: Path) -> Run:
+    """A run from its metrics.jsonl. Lines that are no records are left out. Raises OSError."""
+    with open(path, "rb") as file:
+        run = Run(path.resolve().parent.name, map(read_record, file))
+    if np.isnan(run.eval["hours"]).any():
+        old = "an older version did not record the hours and tokens of its evaluations"
+        run.warnings.append(f"{run.name}: {old}; what needs them is n/a")
+    return run
+
+
+def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    table = np.array(rows).reshape(-1, len(names))
+    return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
 
 
 def known_keys(values: dict) -> dict:
@@ -112,48 +89,48 @@ def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def add_totals(run: RunRecords, first_iter: int = 0) -> None:
-    """
-    Add what follows from other columns: seconds of steps, tokens and hours of evaluations,
-    iterations and tokens of the run.
-    """
-    step, evals = run.step, run.eval
-    usual_ms = percentile(step["step_ms"], 50)
-    known_ms = np.where(np.isfinite(step["step_ms"]), step["step_ms"], usual_ms)
-    # a step record stands for the iterations since the record before it
-    step["seconds"] = np.diff(step["iter"], prepend=first_iter - 1) * known_ms / 1e3
-
-    # from the step records: iter * tokens_per_iter is wrong if a resume changed the batch
-    tokens = total_at(evals["iter"], step["iter"], step["tokens"], run.tokens_per_iter)
-    evals["tokens"] = np.round(tokens)
-    # a step at N has trained on the iteration N; an evaluation at N comes before it
-    iterations, tokens = np.append(step["iter"] + 1, evals["iter"]), evals["tokens"]
-    tokens = np.append(step["tokens"] + run.tokens_per_iter, tokens)
-    # a stop comes between two log lines
-    run.iterations = percentile(np.append(iterations, number(run.end.get("iters"))), 100)
-    run.tokens = percentile(np.append(tokens, number(run.end.get("tokens"))), 100)
-
-    # an evaluation at N ends after the iterations 0 to N-1, after itself and the evaluations
-    # before it, and after the checkpoints before N
-    step_totals, after_step = np.cumsum(step["seconds"]), step["iter"] + 1
-    seconds = total_at(evals["iter"], after_step, step_totals, usual_ms / 1e3)
-    seconds += np.cumsum(np.nan_to_num(evals["seconds"]))
-    checkpoint_totals = np.append(0, np.cumsum(np.nan_to_num(run.checkpoint["seconds"])))
-    seconds += checkpoint_totals[np.searchsorted(run.checkpoint["iter"], evals["iter"])]
-    evals["hours"] = seconds / 3600
-
-
-def total_at(x: np.ndarray, known_x: np.ndarray, totals: np.ndarray, slope: float) -> np.ndarray:
-    """
-    A running total at x, along straight lines from (0, 0) through the known points, and with this
-    slope beyond the last of them.
-    """
-    known_x, totals = np.append(0, known_x), np.append(0, totals)
-    beyond = totals[-1] + (x - known_x[-1]) * slope
-    return np.where(x > known_x[-1], beyond, np.interp(x, known_x, totals))
-
-
-def percentile(values: np.ndarray, q: float) -> float:
-    """A percentile of the finite values (0: the lowest, 100: the highest); NaN for none."""
+def percentile(values: np.ndarray, q: float) -> float | None:
+    """A percentile of the finite values (0: the lowest, 100: the highest); None for none."""
     values = values[np.isfinite(values)]
-    return float(np.percentile(values, q)) if len(values) else math.nan
+    return float(np.percentile(values, q)) if len(values) else None
+
+
+def highest(step: np.ndarray, evals: np.ndarray, end: float | None) -> float | None:
+    return percentile(np.concatenate([step, evals, [number(end)]]), 100)
+
+
+# -----------------------------------------------------------------------------
+# The learning curve
+
+
+def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Where on the axis (iter, tokens or hours) the run was evaluated, and its val losses there. The
+    evaluation at iteration 0 is left out: it says nothing about what was learned.
+    """
+    x, losses = run.eval[axis], run.eval["val_loss"]
+    known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(losses)
+    return x[known], losses[known]
+
+
+def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
+    """The val loss at this x; None where a straight line to it would be too long."""
+    i = int(np.searchsorted(x, at))
+    if i == len(x) or (x[i] > at and (i == 0 or x[i] - x[i - 1] > NEAR * at)):
+        return None
+    return float(np.interp(at, x, losses))
+
+
+def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
+    """
+    Where on x a learning curve first comes down to this loss. None if it never does, or if it did
+    so before its first evaluation.
+    """
+    reached = np.flatnonzero(losses <= target)
+    if not len(reached):
+        return None
+    i = reached[0]
+    if losses[i] == target:
+        return float(x[i])
+    # the loss falls from i - 1 to i, and np.interp wants it to rise
+    return float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]])) if i > 0 else None

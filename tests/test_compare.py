@@ -13,9 +13,8 @@ import pytest
 from helpers import records, run_here, run_process, write_dataset
 
 import compare
-import reports.records
 from reports import picture
-from reports.records import Records
+from reports.records import read_run
 
 NANOGPT_LOG = """\
 Overriding config with config/train_4070.py:
@@ -88,17 +87,22 @@ def write_run(
         tokens_per_iter=tokens_per_iter,
         tokenizer=tokenizer,
     )
-    lines = [start]
+    lines, hours = [start], 0.0
     speed = dict(step_ms=step_ms, tokens_per_sec=tokens_per_iter / step_ms * 1e3, mfu=0.5)
     for it in range(max(val_losses) + 1):
+        so_far = dict(iter=it, tokens=it * tokens_per_iter)
         if it in val_losses:
-            loss = val_losses[it]
-            lines.append(dict(kind="eval", iter=it, train_loss=loss, val_loss=loss, seconds=2.0))
-            lines[-1]["bits_per_byte"] = bits and loss * bits
+            loss, hours = val_losses[it], hours + 2 / 3600
+            losses = dict(train_loss=loss, val_loss=loss, bits_per_byte=bits and loss * bits)
+            lines.append(so_far | dict(kind="eval", hours=hours) | losses)
         if it in val_losses and it > 0:
             lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1.0))
+            hours += 1 / 3600
         if it < max(val_losses):
-            lines.append(dict(kind="step", iter=it, tokens=it * tokens_per_iter, loss=4.0, **speed))
+            hours += step_ms / 3.6e6
+            lines.append(so_far | dict(kind="step", hours=hours, loss=4.0) | speed)
+    lines.append(dict(kind="end", reason="max_iters", iters=it, tokens=it * tokens_per_iter))
+    lines[-1] |= dict(hours=hours, ledger={})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -122,7 +126,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def draw(out_dir: Path) -> None:
-    picture.save_picture([Records(out_dir / "metrics.jsonl").read()], out_dir / "loss.png")
+    picture.save_picture([read_run(out_dir / "metrics.jsonl")], out_dir / "loss.png")
     png_size(out_dir / "loss.png")
 
 
@@ -149,7 +153,7 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
     old, _ = write_notes_logs(tmp_path)
     figures = compare_runs(script, old)["runs"]["old"]
     assert figures["step_ms_p95"] < 3911  # 23,900 and 32,145 are evaluation and compilation
-    assert figures["pause_share"] == pytest.approx(20 / (20 + 801 * 3.9), rel=1e-3)
+    assert figures["hours"] == pytest.approx((20 + 801 * 3.9) / 3600, rel=1e-3)
     assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
 
 
@@ -175,6 +179,63 @@ def test_mfu_of_a_run_on_eight_cards_is_that_of_one(tmp_path, script):
     assert figures["mfu"] == pytest.approx(56_133.6 * 854.8e6 / 312e12 / 8, rel=1e-3)
 
 
+def test_a_config_value_that_is_no_literal_is_n_a_and_said(tmp_path, script):
+    """Here the default would be 12 layers, and an MFU of them."""
+    log = write_notes_logs(tmp_path)[0]
+    text = log.read_text().replace("n_layer = 12", "layers = 6\nn_layer = layers")
+    log.write_text(
+        text.replace("out_dir = ", "wandb_run_name = 'x-' + str(time.time())\nout_dir = ")
+    )
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, n_layer=6, n_head=6)
+    code, out, err = script(compare.main, log, run, "--gpu=4070")
+    assert code == 0
+    said = f"warning: {log}: no plain value in n_layer = layers; it and what needs it are n/a"
+    assert said in err
+    assert "n_layer" not in out  # one value is known, so nothing is known to differ
+    assert row(out, "n_head").split() == ["n_head", "12", "6", "differs"]
+    assert row(out, "MFU").split() == ["MFU", "n/a", "50.0%"]
+    assert row(out, "parameters").split()[:2] == ["parameters", "n/a"]
+    # a flag gives the value
+    log.write_text(f"{log.read_text()}Overriding: n_layer = 12\n")
+    code, out, err = script(compare.main, log, run, "--gpu=4070")
+    assert row(out, "n_layer").split() == ["n_layer", "12", "6", "differs"]
+    assert row(out, "MFU").split()[:2] == ["MFU", "69.2%"] and said not in err
+
+
+@pytest.mark.parametrize(
+    "line", ["device = 'cuda' if torch.cuda.is_available() else 'cpu'", "dtype = best_dtype()"]
+)
+def test_a_card_that_the_log_does_not_tell_has_no_mfu(line, tmp_path, script):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(log.read_text().replace("n_layer = 12", f"{line}\nn_layer = 12"))
+    figures = compare_runs(script, log, "--gpu=4070")["runs"]["old"]
+    assert (figures["dtype"], figures["mfu"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "iterations, ours, flags",
+    [
+        (2000, dict(pad_vocab_multiple=128), "--pad_vocab_multiple=1 --dtype=float32"),
+        (2000, dict(pad_vocab_multiple=1), "--dtype=float32"),
+        (2000, dict(pad_vocab_multiple=1, recorded="float32"), None),
+        (4000, dict(pad_vocab_multiple=128), None),
+    ],
+)
+def test_what_moves_a_short_runs_loss_is_said_with_the_flags_that_make_it_equal(
+    iterations, ours, flags, tmp_path, script
+):
+    log = write_notes_logs(tmp_path)[0]
+    beginning = "Overriding: device = cpu\nfound vocab_size = 65 (inside data/meta.pkl)\n"
+    log.write_text(beginning + log.read_text())
+    dtype, losses = ours.pop("recorded", "bfloat16"), {0: 8.0, iterations: 3.0}
+    run = write_run(tmp_path / "a", 10, losses, dataset="fineweb", **ours)
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"dtype": "bfloat16"', f'"dtype": "{dtype}"'))
+    _, _, err = script(compare.main, log, run)
+    found = [line for line in err if "short run" in line]
+    assert len(found) == bool(flags) and all(f": {flags} trains as" in line for line in found)
+
+
 def test_a_log_of_the_cpu_is_not_given_a_cards_name_and_peak(tmp_path, script):
     log = write_notes_logs(tmp_path)[0]
     log.write_text(f"Overriding: device = cpu\n{log.read_text()}")
@@ -193,7 +254,6 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
     assert (of_a["tokens"], of_b["tokens"]) == (100_000, 190_000)
     # 100 iterations of 36 s, 4 evaluations of 2 s, 3 checkpoints of 1 s
     assert of_a["hours"] == pytest.approx((3600 + 8 + 3) / 3600)
-    assert of_a["pause_share"] == pytest.approx(11 / 3611)
     # no iteration after 0 is evaluated in both: at 95, a is half-way from 3.2 to 3.0
     assert of_a["val_loss_at_equal_iter"] == pytest.approx(3.1)
     assert of_b["val_loss_at_equal_iter"] == 2.5
@@ -236,7 +296,7 @@ def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, script
 
 
 def test_a_loss_is_not_read_off_a_line_from_iteration_0(tmp_path):
-    run = compare.read_run(write_run(tmp_path / "a", 100, {0: 5.4, 500: 1.9, 550: 1.8}), None)
+    run = compare.open_run(write_run(tmp_path / "a", 100, {0: 5.4, 500: 1.9, 550: 1.8}), None)
     curve = compare.learning_curve(run, "iter")
     assert [compare.loss_at(*curve, at) for at in (300, 500, 600)] == [None, 1.9, None]
     assert compare.loss_at(*curve, 525) == pytest.approx(1.85)
@@ -254,20 +314,6 @@ def test_the_table_says_dtype_once_and_minutes(tmp_path, script):
     assert row(out, "time ").split() == ["time", "3m25s", "3m25s", "equal"]
 
 
-def test_a_resume_with_another_batch_keeps_the_tokens(tmp_path):
-    run = write_run(tmp_path / "a", 10, {0: 8.0, 4: 5.0, 8: 4.0})
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "step" and line["iter"] > 4:
-            # from iteration 4 on, 3000 tokens each
-            line["tokens"] = 4000 + (line["iter"] - 4) * 3000
-    again = lines[0] | dict(iter=4, tokens_per_iter=3000)  # what the resume says of itself
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, again])) + "\n")
-    read = compare.read_run(run, None)
-    assert read.eval["tokens"].tolist() == [0, 4000, 4000 + 4 * 3000]
-    assert compare.figures_of(read)["tokens"] == 4000 + 4 * 3000
-
-
 def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     out_dir = tmp_path / "run"
     assert run_here(dataset, out_dir, max_iters=12, eval_interval=5, log_interval=3) == 0
@@ -276,12 +322,12 @@ def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
     assert code == 0, err
     assert min(png_size(out_dir / "loss.png")) > 400
     figures = json.loads((tmp_path / "table.json").read_text())["runs"]["run"]
-    steps = records(out_dir, "step")
-    # iterations each record is the mean of
-    covered = np.diff([record["iter"] for record in steps], prepend=-1)
-    seconds = sum(n * record["step_ms"] / 1e3 for n, record in zip(covered, steps, strict=True))
+    speeds = [record["tokens_per_sec"] for record in records(out_dir, "step")]
     assert figures["iterations"] == 12 and figures["tokens"] == 12 * 128
-    assert figures["tokens_per_sec"] == pytest.approx(12 * 128 / seconds, rel=1e-5)
+    assert figures["tokens_per_sec"] == pytest.approx(np.median(speeds))
+    (end,) = records(out_dir, "end")
+    in_run = sum(end["ledger"][name] for name in ("steps", "evaluation", "checkpoints"))
+    assert figures["hours"] == pytest.approx(in_run / 3600, rel=1e-2)
     losses = [record["val_loss"] for record in records(out_dir, "eval")]
     assert figures["best_val_loss"] == min(losses)
 
@@ -289,27 +335,34 @@ def test_a_real_run_read_back_and_drawn(dataset, tmp_path):
 def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
     b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dataset="other", eval_tokens=8192)
-    _, out, _ = script(compare.main, a, b)
+    _, out, err = script(compare.main, a, b)
     assert row(out, "eval_tokens").split() == ["eval_tokens", "4096", "8192", "differs"]
     assert row(out, "dataset").split() == ["dataset", "d", "other", "differs"]
     for label in ("best val loss", "val loss at", "tokens to val loss"):
-        assert row(out, label).endswith("not comparable: unequal datasets")
+        assert row(out, label).endswith("  not comparable")
+    assert err == ["warning: losses do not compare: unequal datasets"]
 
 
 # settings of two runs, one of which reads 4,096 tokens of each split in an evaluation
 @pytest.mark.parametrize(
-    "other, verdict",
+    "other, verdict, said",
     [
-        (dict(batch_size=4, eval_iters=2), "a 1.0000 lower"),
-        (dict(batch_size=4), "not comparable: unequal tokens evaluated"),
+        (dict(batch_size=4, eval_iters=2), "a 1.0000 lower", []),
+        (
+            dict(batch_size=4),
+            "  not comparable",
+            ["warning: losses do not compare: unequal tokens evaluated"],
+        ),
     ],
 )
-def test_losses_on_unequal_numbers_of_tokens_are_not_compared(tmp_path, script, other, verdict):
+def test_losses_on_unequal_numbers_of_tokens_are_not_compared(
+    tmp_path, script, other, verdict, said
+):
     sizes = dict(eval_tokens=0, eval_iters=1, batch_size=8, block_size=512)
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 2.0}, **sizes)
     b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.0}, **sizes | other)
-    _, out, _ = script(compare.main, a, b)
-    assert row(out, "val loss at iteration").endswith(verdict)
+    _, out, err = script(compare.main, a, b)
+    assert row(out, "val loss at iteration").endswith(verdict) and err == said
 
 
 def test_a_dataset_given_by_its_path_is_the_same_dataset(tmp_path, script):
@@ -352,20 +405,16 @@ def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, scri
     a = write_run(tmp_path / "a", 36_000, {0: 8.0, 5: 4.0, 10: 3.2}, dataset="x", **gpt2)
     b = write_run(tmp_path / "b", 36_000, {0: 6.0, 5: 2.5, 10: 2.0}, dataset="y", **own)
     code, out, err = script(compare.main, a, b, f"--json={tmp_path / 'table.json'}")
-    assert code == 0 and len(err) == 1
-    assert err[0].endswith("(a: gpt2, b: bpe 1a2b1a2b1), so losses are in bits per byte")
+    assert code == 0 and len(err) == 1  # the first reason, once
+    named = "unequal tokenizers (a: gpt2, b: bpe 1a2b1a2b1); bits per byte do, on the same text"
+    assert err[0].endswith(f"losses do not compare: {named}")
     best = row(out, "best bits per byte")
     assert best.split()[4:] == ["0.8000", "1.0000", "a", "0.2000", "lower"]
-    assert row(out, "bits per byte at iteration 10").endswith("a 0.2000 lower")
-    # after 5 iterations of 36 s and 2 evaluations of 2 s; 10, 3 and a checkpoint of 1 s: 367 / 184
-    assert row(out, "time to bits per byte 1.0000").endswith("a 1.99x less")
-    # a token of one is not a token of the other
-    for label in ("bits per byte at 10,000 tokens", "tokens to bits per byte"):
-        assert row(out, label).endswith("not comparable: unequal tokenizers")
-    assert "val loss" not in out
+    for label in ("best val loss", "val loss at iteration 10", "tokens to val", "time to val"):
+        assert row(out, label).endswith("  not comparable")
     table = json.loads((tmp_path / "table.json").read_text())
     assert table["runs"]["a"]["best_bits_per_byte"] == pytest.approx(0.8)
-    assert table["verdicts"]["bits_per_byte_at_equal_iter"] == "a 0.2000 lower"
+    assert table["verdicts"]["best_bits_per_byte"] == "a 0.2000 lower"
 
 
 @pytest.mark.parametrize("known", [0.25, None])
@@ -374,22 +423,24 @@ def test_unequal_tokenizers_without_bits_per_byte_are_not_ranked(known, tmp_path
     b = write_run(tmp_path / "b", 10, {0: 6.0, 5: 1.0}, tokenizer="byte")
     code, out, err = script(compare.main, a, b)
     assert code == 0 and len(err) == 1 and "unequal tokenizers" in err[0]
-    shown = "0.7500" if known else "n/a"
-    assert row(out, "best bits per byte").split() == ["best", "bits", "per", "byte", shown, "n/a"]
+    if known:
+        assert row(out, "best bits per byte").split()[4:] == ["0.7500", "n/a"]
     assert "lower" not in out and "less" not in out
 
 
 @pytest.mark.parametrize(
-    "tokenizer, bits, loss, noise", [("gpt2", 0.25, 4.002, 0.005), ("byte", 1.0016, 1.0, 0.002)]
+    "tokenizer, label, loss, bits, noise",
+    [("gpt2", "best val loss", 4.002, 0.25, 0.005)]
+    + [("byte", "best bits per byte", 1.0, 1.0016, 0.002)],
 )
 def test_a_difference_within_seed_noise_decides_nothing(
-    tokenizer, bits, loss, noise, tmp_path, script
+    tokenizer, label, loss, bits, noise, tmp_path, script
 ):
     """0.005 nats of a token of 4.5 bytes are 0.0016 bits per byte."""
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 4.0}, tokenizer="gpt2", bits=0.25)
     b = write_run(tmp_path / "b", 10, {0: 6.0, 5: loss}, tokenizer=tokenizer, bits=bits)
     _, out, _ = script(compare.main, a, b)
-    assert row(out, "best ").endswith(f"equal within {noise}")
+    assert row(out, label).endswith(f"equal within {noise}")
 
 
 @pytest.mark.parametrize("other", ["gpt2", "unknown", None])
@@ -398,24 +449,32 @@ def test_runs_not_known_to_have_unequal_tokenizers_are_compared_by_val_loss(
 ):
     """Equal tokenizers, and runs that are older than the record of it."""
     a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, tokenizer="gpt2", bits=0.25)
-    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.2}, tokenizer=other)
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 3.2}, tokenizer=other, bits=0.3)
     code, out, err = script(compare.main, a, b)
-    assert (code, err) == (0, []) and "bits per byte" not in out
+    assert (code, err) == (0, [])
     assert row(out, "best val loss").endswith("a 0.2000 lower")
+    # a second verdict, with another threshold, could say otherwise
+    assert row(out, "best bits per byte").split()[4:] == ["0.7500", "0.9600"]
 
 
-def test_a_picture_of_unequal_tokenizers_is_in_bits_per_byte(tmp_path):
-    from matplotlib.figure import Figure
-
-    for name, tokenizer, bits in (("a", "gpt2", 0.25), ("b", "byte", 1.5)):
-        write_run(tmp_path / name, 10, {0: 8.0, 5: 3.0}, tokenizer=tokenizer, bits=bits)
-    figure = Figure()
-    picture.draw(figure, compare.read_runs([tmp_path / "a", tmp_path / "b"], None))
-    losses, time = figure.axes[:2]
-    assert losses.get_ylabel() == "loss, bits per byte"
-    assert time.get_ylabel() == "val loss, bits per byte"
-    drawn = [line.get_ydata()[-1] for line in losses.lines if line.get_marker() == "None"]
-    assert drawn == [4.0 * 0.25, 4.0 * 1.5]  # the training losses too
+def test_runs_without_the_hours_of_their_evaluations_say_so_and_are_n_a_there(tmp_path, script):
+    """As an older version wrote them."""
+    run, other = (write_run(tmp_path / name, 10, {0: 8.0, 5: 4.0, 10: 3.0}) for name in "ab")
+    lines = []
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        line.pop("hours", None)
+        if line["kind"] == "eval":
+            del line["tokens"]
+        lines.append(json.dumps(line))
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    code, out, err = script(compare.main, run, other)
+    assert code == 0 and len(err) == 1 and err[0].startswith("warning: a: an older version did not")
+    assert row(out, "time ").split()[:2] == ["time", "n/a"]
+    assert row(out, "tokens to val loss").split()[5] == "n/a"
+    assert row(out, "iterations").split() == ["iterations", "10", "10", "equal"]
+    assert row(out, "tokens ").split() == ["tokens", "10k", "10k", "equal"]
+    assert row(out, "val loss at iteration 10").endswith("equal within 0.005")
+    assert "val loss after" not in out and "val loss at 10" not in out
 
 
 def test_a_killed_runs_torn_last_line_is_left_out(tmp_path, script):
@@ -463,37 +522,12 @@ def test_a_log_without_its_tokens_per_iteration_says_what_to_add(tmp_path, scrip
     assert row(out, "tok/s").split() == ["tok/s", "n/a"]
 
 
-def columns_of(run) -> dict:
-    """All columns of a run, comparable also where they are NaN."""
-    kinds = dict(step=run.step, eval=run.eval, checkpoint=run.checkpoint)
-    return {(k, n): values.tobytes() for k, found in kinds.items() for n, values in found.items()}
-
-
-def test_each_reading_takes_in_the_new_lines_alone_and_gives_all(tmp_path, monkeypatch):
-    path = write_run(tmp_path / "a", 10, {0: 8.0, 40: 4.0, 80: 3.0}) / "metrics.jsonl"
-    whole, lines = path.read_bytes(), []
-    path.write_bytes(b"")
-    growing = Records(path)
-    read_record = reports.records.read_record
-    for count in (0, 5, 50, 83, 83, 84, 88):
-        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:count]))
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                reports.records, "read_record", lambda line: lines.append(line) or read_record(line)
-            )
-            found = growing.read()
-        assert columns_of(found) == columns_of(Records(path).read())
-        assert b"".join(lines) == path.read_bytes()
-    assert found.step["iter"].tolist() == list(range(80)) and found.config["dataset"] == "d"
-    assert found.eval["val_loss"].tolist() == [8.0, 4.0, 3.0]
-
-
 def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tmp_path):
     from matplotlib.figure import Figure
 
     path = write_run(tmp_path / "a", 10, {it: 3.0 for it in range(0, 13_001, 5)}) / "metrics.jsonl"
     figure = Figure()
-    picture.draw(figure, [Records(path).read()])
+    picture.draw(figure, [read_run(path)])
     train_line, val_line = figure.axes[0].lines
     assert 300 < len(train_line.get_xdata()) <= picture.PICTURE_POINTS
     assert len(val_line.get_xdata()) == 13_000 / 5
@@ -539,29 +573,17 @@ def test_a_run_of_less_than_a_second_is_not_shown_as_none():
     assert shown == ["0.0042s", "0.42s", "4.2s", "42s", "1h10m"]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_no_line_is_drawn_from_iteration_0(tmp_path, count):
-    from matplotlib.figure import Figure
-
-    losses = {0: 8.0, 50: 4.0, 100: 3.0}
-    paths = [write_run(tmp_path / f"run{i}", 10, losses) for i in range(count)]
-    figure = Figure()
-    picture.draw(figure, [compare.read_run(path, None) for path in paths])
-    panels = [axes for axes in figure.axes if "loss" in axes.get_ylabel()]
-    lines = [line for axes in panels for line in axes.lines if line.get_marker() != "None"]
-    assert [line.get_ydata().tolist() for line in lines] == [[4.0, 3.0]] * (1 if count == 1 else 4)
-
-
 def write_records(folder: Path, iters: list[int], end: int | None = None) -> Path:
     """A run of 100 ms an iteration with log lines at these, its loss falling from 10 to 9."""
     folder.mkdir()
     lines = [dict(kind="start", iter=0, config={}, parameters=828_500, tokens_per_iter=1000)]
     for it in iters:
-        speed = dict(step_ms=100.0, tokens_per_sec=10_000)
+        speed = dict(step_ms=100.0, tokens_per_sec=10_000, hours=(it + 1) * 0.1 / 3600)
         loss = 9 + 1 / (1 + it)
         lines.append(dict(kind="step", iter=it, tokens=it * 1000, loss=loss) | speed)
     if end:
         lines.append(dict(kind="end", reason="SIGTERM", iters=end, tokens=end * 1000, ledger={}))
+        lines[-1]["hours"] = end * 0.1 / 3600
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -579,7 +601,7 @@ def test_a_run_resumed_with_other_keys_says_which(tmp_path, script):
     (run / "metrics.jsonl").write_text("\n".join(lines))
     said = compare_runs(script, run)["warnings"]
     assert said == ["a: resumed with other max_iters; shown as of the last start"]
-    assert compare.read_run(run, None).config["init_from"] == "gpt2"
+    assert compare.open_run(run, None).config["init_from"] == "gpt2"
 
 
 def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
@@ -592,7 +614,7 @@ def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
         assert (figures["iterations"], figures["tokens"]) == (iterations, iterations * 1000)
         assert figures["hours"] == pytest.approx(iterations * 0.1 / 3600)
     assert table["verdicts"]["iterations"] == "b 1.07x more"
-    assert "ended after 41 iterations" in picture.heading(compare.read_run(a, None))
+    assert "ended after 41 iterations" in picture.heading(compare.open_run(a, None))
 
 
 def test_padding_that_nanogpts_log_does_not_tell_is_not_made_up(tmp_path, script):
@@ -619,35 +641,3 @@ def test_nanogpts_cpu_is_a_processor_by_any_name(tmp_path, script, name, differs
     (run / "metrics.jsonl").write_text(text)
     _, out, _ = script(compare.main, log, run)
     assert row(out, "device").split()[1:] == ["cpu", *name.split(), *["differs"] * differs]
-
-
-def test_a_short_run_is_drawn_whole_and_a_long_one_without_its_fall(tmp_path):
-    from matplotlib.figure import Figure
-
-    for last, whole in ((40, True), (5000, False)):
-        figure = Figure()
-        runs = [compare.read_run(write_records(tmp_path / str(last), [0, last // 2, last]), None)]
-        picture.draw(figure, runs)
-        assert (figure.axes[0].get_ylim()[1] > 10) == whole
-
-
-@pytest.mark.parametrize("count", [1, 9])
-def test_the_legend_covers_no_panel_and_colours_are_not_all_that_differs(tmp_path, count):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    losses = {0: 8.0, 50: 4.0, 100: 3.0}
-    runs = [write_run(tmp_path / f"run{i}", 10, losses) for i in range(count)]
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    picture.draw(figure, compare.read_runs(runs, None))
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    for axes in figure.axes:
-        assert axes.get_legend() is None
-        assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
-    markers = {line.get_marker() for line in figure.axes[0].lines[1::2]}
-    assert len(markers) == min(count, len(picture.MARKERS))
-    # a marker is an evaluation; speed and MFU have none
-    for axes in figure.axes[-2:]:
-        assert {line.get_marker() for line in axes.lines} == {"None"}

@@ -23,7 +23,7 @@ class Drawing:
         self.out_dir = out_dir
         self.process: subprocess.Popen | None = None
         self.due, self.has_failed = time.monotonic() + DRAW_EVERY, False
-        self.can_draw = importlib.util.find_spec("matplotlib") is not None
+        self.can_draw = importlib.util.find_spec("matplotlib") is not None  # without importing it
         if not self.can_draw:
             warn("no loss.png: matplotlib is missing (pip install matplotlib)")
 
@@ -44,8 +44,6 @@ class Drawing:
     def begin(self) -> None:
         if not self.can_draw:
             return
-        # elsewhere the session and os.nice() do what these do on Windows
-        names = ("CREATE_NEW_PROCESS_GROUP", "BELOW_NORMAL_PRIORITY_CLASS")
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "reports.picture", self.out_dir.resolve()],
@@ -53,8 +51,8 @@ class Drawing:
                 stdin=subprocess.PIPE,  # it closes when the run ends, however that does
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for the run
-                creationflags=sum(getattr(subprocess, name, 0) for name in names),
+                start_new_session=True,  # a terminal's Ctrl-C is for the run alone
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # on Windows
             )
         except OSError:
             self.fail()
