@@ -63,7 +63,8 @@ def draw(figure, runs: list[Run]) -> None:
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
     finish(panels["time"], time_unit, "val loss, nats per token")
     finish(panels["speed"], "tokens", "tokens per second")
-    panels["speed"].set_ylim(bottom=0)  # shows differences in proportion
+    # from 0, which shows differences in proportion
+    panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].yaxis.set_major_formatter(count4)
     # below the panels, where it covers nothing
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(runs) < 4 else 2)

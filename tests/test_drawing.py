@@ -149,11 +149,18 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
-def test_a_picture_ends_with_a_run_that_is_killed_and_hears_no_ctrl_c(tmp_path):
+def test_the_process_is_of_low_priority_hears_no_ctrl_c_and_ends_with_a_killed_run(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")  # reading it takes until somebody writes
     run = start_process("-c", KILLED, str(tmp_path))
     pid = int(run.stdout.readline())
     assert is_there(pid) and os.getpgid(pid) == pid
+    deadline = time.monotonic() + 20
+    while (
+        os.getpriority(os.PRIO_PROCESS, pid) <= os.getpriority(os.PRIO_PROCESS, 0)
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)  # it is still importing
+    assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
     run.kill()
     deadline = time.monotonic() + 20
     while is_there(pid) and time.monotonic() < deadline:
