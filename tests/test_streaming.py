@@ -318,13 +318,22 @@ def test_the_preparation_ends_with_a_killed_run(endless, work, tmp_path):
 
 def test_a_second_run_reads_along_and_goes_on_where_the_first_ends(endless, work, tmp_path):
     """Its preparation waits for the first one's. Neither says a word to stderr."""
-    first = start_training(endless, tmp_path / "1", work, max_iters=30)
-    options = dict(max_iters=90, eval_interval=90)
+    first = start_training(endless, tmp_path / "1", work, max_iters=60)
+    wait_for(first, "iter 0")
+    preparation = preparation_of(first)
+    preparation.suspend()
+    options = dict(max_iters=120, eval_interval=120)
     second = start_training(endless, tmp_path / "2", work, **options)
+    wait_for(second, "iter 0")
+    time.sleep(1)
+    prepared = shards_in(work)
+    time.sleep(1)
+    assert shards_in(work) == prepared and second.poll() is None
+    preparation.resume()
     assert first.communicate(timeout=120)[1] == "" and first.returncode == 0
     assert second.communicate(timeout=120)[1] == "" and second.returncode == 0
     run_here(endless, tmp_path / "3", **STREAM, batch_size=16, **options)
-    assert_same_state(load(tmp_path / "2", 90), load(tmp_path / "3", 90))
+    assert_same_state(load(tmp_path / "2", 120), load(tmp_path / "3", 120))
 
 
 def test_the_hub_and_local_files_give_the_same_stream(tmp_path):

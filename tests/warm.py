@@ -212,9 +212,8 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 
 def import_project() -> None:
-    for module in ("bench", "convert", "sample", "train", "matplotlib.figure"):
+    for module in ("bench", "convert", "sample", "train"):
         importlib.import_module(module)
-    sys.modules["matplotlib.figure"].Figure().savefig(io.BytesIO())  # loads fonts, PNG writer
 
 
 def main(project: int, torch: int) -> None:
@@ -226,8 +225,6 @@ def main(project: int, torch: int) -> None:
     os.close(other)
     if mine == project:
         import_project()
-    gc.collect()
-    gc.freeze()  # or each child would go through a million objects as it ends
     if request := serve(socket.socket(fileno=mine)):
         run(**request)
 
