@@ -132,20 +132,15 @@ def check_folder(plan: Plan) -> list[str]:
 
 def check_agrees(plan: Plan, found: dict) -> list[str]:
     """The same, where `found` is the folder's manifest."""
-    asked, now = plan.must_agree(), stamps(plan.files)
-    # earlier versions have some of it in settings, and a revision of local files in place of stamps
-    found = found.get("settings", {}) | found
-    if "files" not in found and plan.revision is None:
-        found["revision"] = None
-    then = found.get("files", now)
+    asked, then, now = plan.must_agree(), found.get("files", {}), stamps(plan.files)
     differs = [key for key in asked if found.get(key) != asked[key]]
     if [*then] != [*now]:
         differs += [f"{name} is new or missing" for name in sorted({*then} ^ {*now})[:1]]
     changed = [name for name in then if then[name] != now.get(name)]
     if changed and found["complete"]:
         differs.append(f"{changed[0]} has changed")
-    if not found["complete"] and "token" in found["next"]:
-        differs.append("an earlier version has begun it")
+    if "files" not in found:
+        differs = ["an earlier version has made it"]
     if differs:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; choose another --out, or delete that folder")

@@ -68,8 +68,8 @@ def draw(figure, runs: list[Run]) -> None:
     panels["speed"].yaxis.set_major_formatter(count4)
     # below the panels, where it covers nothing
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(runs) < 4 else 2)
-    title = "val loss: lines with markers; train loss: pale lines"
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    how = "val loss: lines with markers; train loss: pale lines"
+    figure.suptitle(how, fontsize=10, x=0.01, ha="left")
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

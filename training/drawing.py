@@ -22,7 +22,7 @@ class Drawing:
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
         self.process: subprocess.Popen | None = None
-        self.due, self.has_failed = time.monotonic() + DRAW_EVERY, False
+        self.due = time.monotonic() + DRAW_EVERY
         self.can_draw = importlib.util.find_spec("matplotlib") is not None  # without importing it
         if not self.can_draw:
             warn("no loss.png: matplotlib is missing (pip install matplotlib)")
@@ -35,9 +35,11 @@ class Drawing:
 
     def draw_end(self, run_seconds: float) -> None:
         """Draw all of the run, after its last record."""
-        if run_seconds >= SHORTEST_RUN and self.wait(PATIENCE):
+        is_over = self.wait(PATIENCE)
+        if is_over and run_seconds >= SHORTEST_RUN:
             self.begin()
-        if not self.wait(PATIENCE):
+            is_over = self.wait(PATIENCE)
+        if not is_over:
             self.process.kill()
             self.fail()
 
@@ -70,6 +72,5 @@ class Drawing:
         return True
 
     def fail(self) -> None:
-        if not self.has_failed:
-            self.has_failed = True
-            warn(f"loss.png was not drawn; python compare.py {self.out_dir} says why")
+        self.can_draw = False
+        warn(f"loss.png is no longer drawn; python compare.py {self.out_dir} draws it, or says why")
