@@ -6,11 +6,11 @@ A run has `python -m reports.picture OUT_DIR` draw its own picture beside it.
 
 import os
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 
+from common.child import end_with_parent
 from common.console import UserError, count
 from common.files import replacing
 from reports.records import Run, learning_curve, read_run
@@ -115,23 +115,9 @@ def count4(number: float, _position: int = 0) -> str:
     return count(number, digits=4)
 
 
-# -----------------------------------------------------------------------------
-# Beside a run
-
-
-def end_with_parent() -> None:
-    """stdin is a pipe from the run: it closes when the run ends, however it does."""
-    os.read(sys.stdin.fileno(), 1)
-    os._exit(1)
-
-
-def draw_beside_run(out_dir: Path) -> None:
-    """Draw out_dir/loss.png. The run goes first where both want the processor."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+if __name__ == "__main__":  # beside a run, which goes first where both want the processor
+    end_with_parent()
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
+    out_dir = Path(sys.argv[1])
     save_picture([read_run(out_dir / "metrics.jsonl")], out_dir / "loss.png")
-
-
-if __name__ == "__main__":
-    draw_beside_run(Path(sys.argv[1]))

@@ -258,7 +258,7 @@ class RunLog:
         self.warn_of_spike(values["iter"], values["loss"])
         self.warn_of_skips(values["iter"])
         if self.drawing:
-            self.drawing.draw_if_due(sum(self.seconds.values()))
+            self.drawing.draw_if_due()
 
     def format_step(self, v: dict) -> str:
         """nanoGPT's grammar first, then everything else."""
