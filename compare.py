@@ -15,7 +15,6 @@ Losses of unequal tokenizers do not compare; their bits per byte do.
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,12 +36,25 @@ LOSS_NOISE = 0.005
 SAME, SAME_TO_LOSS = 0.005, 0.05
 BITS_NOISE = 0.002  # bits per byte: LOSS_NOISE at GPT-2's 4.5 bytes per token
 SHORT_RUN = 3_000  # iterations: nanoGPT's example for a CPU makes 2,000
-CPUS = {"x86_64", "AMD64", "aarch64", "arm64", "arm"}  # names that Python has for them
-LOWEST_IS_BEST = ("shorter", "less")
+LOWEST_IS_BEST = ("lower", "less")
 TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
+UNEQUAL_TOKENIZERS = "unequal tokenizers; bits per byte do, on the same text"
 
 # -----------------------------------------------------------------------------
 # Side by side
+
+
+whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
+decimals = "{:.4f}".format
+
+
+def time_text(hours: float) -> str:
+    seconds = 3600 * hours
+    return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
+
+
+AXES = [("iter", "at iteration {}", whole), ("tokens", "at {} tokens", whole)]
+AXES += [("hours", "after {}", time_text)]
 
 
 @dataclass
@@ -53,40 +65,31 @@ class Row:
     key: str  # its name in the JSON
     values: list  # one per run, None if not known
     format: Callable[..., str]
-    verdict: str
+    word: str = ""  # what the best run is, such as faster; lower: a loss, by its difference
+    same: float = SAME  # values are equal that differ by no more than this share; losses, by this
 
-
-def ranked(names: list[str], values: list[float | None], highest: bool) -> list[tuple]:
-    """The known values with their runs' names, the best first."""
-    known = [(value, name) for value, name in zip(values, names, strict=True) if value is not None]
-    return sorted(known, key=lambda pair: pair[0], reverse=highest)
-
-
-def verdict(names: list[str], values: list[float | None], word: str, same: float = SAME) -> str:
-    """
-    The best value against the next best: their ratio, "a 2.39x faster". Empty where fewer than two
-    are known.
-    """
-    order = ranked(names, values, word not in LOWEST_IS_BEST)
-    if len(order) < 2:
-        return ""
-    low, high = sorted(value for value, _ in order[:2])
-    if high - low <= same * low:
-        return "equal"
-    return f"{order[0][1]} {high / low:.2f}x {word}" if low > 0 else ""
-
-
-def loss_verdict(names: list[str], losses: list[float | None], noise: float = LOSS_NOISE) -> str:
-    """The same of losses: their difference."""
-    order = ranked(names, losses, highest=False)
-    if len(order) < 2:
-        return ""
-    (best, name), (second, _) = order[:2]
-    return f"{name} {second - best:.4f} lower" if second - best > noise else f"equal within {noise}"
+    def verdict(self, names: list[str]) -> str:
+        """
+        The best value against the next best: "a 2.39x faster", "a 0.0134 lower". Empty where fewer
+        than two are known.
+        """
+        pairs = zip(self.values, names, strict=True)
+        known = [(value, name) for value, name in pairs if value is not None]
+        if self.word in ("", "not comparable"):
+            return self.word
+        if self.word == "differs" or len(known) < 2:
+            return self.word if len({value for value, _ in known}) > 1 else ""
+        (best, name), (second, _) = sorted(known, reverse=self.word not in LOWEST_IS_BEST)[:2]
+        if self.word == "lower":
+            lower = second - best
+            return f"{name} {lower:.4f} lower" if lower > self.same else f"equal within {self.same}"
+        low, high = sorted((best, second))
+        if high - low <= self.same * low:
+            return "equal"
+        return f"{name} {high / low:.2f}x {self.word}" if low > 0 else ""
 
 
 def build_table(runs: list[Run], target_loss: float | None) -> list[Row]:
-    whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
     rows = []
     # the keys in which the runs differ, and the device and dtype that were in use
     for key in FIELDS:
@@ -94,43 +97,27 @@ def build_table(runs: list[Run], target_loss: float | None) -> list[Row]:
         values = ["by the clock" if value == NEVER else value for value in values]
         if len(set(values) - {None}) > 1 and key not in TOLD_ELSEWHERE:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
-    for key in ("device", "dtype"):
-        values = [run.start.get(key) for run in runs]
-        # nanoGPT's logs do not say which processor
-        known = {"cpu" if value in CPUS else value for value in values} - {None}
-        rows.append(Row(key, key, values, str, "differs" if len(known) > 1 else ""))
-    names = [run.name for run in runs]
-    equal_batches = len({run.start.get("tokens_per_iter") for run in runs}) == 1
-    for key, label, form, word in (
-        ("parameters", "parameters", millions, "larger"),
-        ("iterations", "iterations", whole, "more"),
-        ("tokens", "tokens", count4, "more"),
-        ("hours", "time", time_text, "longer"),
-        ("tokens_per_sec", "tok/s", whole, "faster"),
-        ("mfu", "MFU", percent, "higher"),
-        ("step_ms_p50", "iteration time p50, ms", tenths, "shorter"),
-        ("step_ms_p95", "iteration time p95, ms", tenths, "shorter"),
-    ):
-        values = [figures_of(run)[key] for run in runs]
-        result = verdict(names, values, word)
-        if key in ("step_ms_p50", "step_ms_p95") and not equal_batches:
-            result = "unequal tokens per iteration"
-        rows.append(Row(label, key, values, form, result))
+    device, dtype, parameters = (
+        [run.start.get(key) for run in runs] for key in ("device", "dtype", "parameters")
+    )
+
+    def of_steps(key: str, q: float) -> list[float | None]:
+        return [percentile(run.step[key], q) for run in runs]
+
+    rows += [
+        Row("device", "device", device, str, "differs"),
+        Row("dtype", "dtype", dtype, str, "differs"),
+        Row("parameters", "parameters", parameters, millions, "larger"),
+        Row("iterations", "iterations", [run.iterations for run in runs], whole, "more"),
+        Row("tokens", "tokens", [run.tokens for run in runs], count4, "more"),
+        Row("time", "hours", [run.hours for run in runs], time_text, "longer"),
+        Row("tok/s", "tokens_per_sec", of_steps("tokens_per_sec", 50), whole, "faster"),
+        Row("MFU", "mfu", of_steps("mfu", 50), percent, "higher"),
+        # no verdict: tok/s have it, whatever an iteration holds
+        Row("iteration time p50, ms", "step_ms_p50", of_steps("step_ms", 50), tenths),
+        Row("iteration time p95, ms", "step_ms_p95", of_steps("step_ms", 95), tenths),
+    ]
     return rows + loss_rows(runs, target_loss)
-
-
-def figures_of(run: Run) -> dict[str, float | None]:
-    """Figures of a run as a whole."""
-    return {
-        "parameters": run.start.get("parameters"),
-        "iterations": run.iterations,
-        "tokens": run.tokens,
-        "hours": run.hours,
-        "tokens_per_sec": percentile(run.step["tokens_per_sec"], 50),
-        "mfu": percentile(run.step["mfu"], 50),
-        "step_ms_p50": percentile(run.step["step_ms"], 50),
-        "step_ms_p95": percentile(run.step["step_ms"], 95),
-    }
 
 
 def loss_rows(runs: list[Run], target_loss: float | None) -> list[Row]:
@@ -138,53 +125,42 @@ def loss_rows(runs: list[Run], target_loss: float | None) -> list[Row]:
     Val loss at equal iterations, tokens and time, and the tokens and time to one loss: by default
     the lowest that all runs reach. And the bits per byte, which compare unequal tokenizers.
     """
-    names, loss, whole = [run.name for run in runs], "{:.4f}".format, "{:,.0f}".format
-    lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [Row("best val loss", "best_val_loss", lowest, loss, loss_verdict(names, lowest))]
-    if len(runs) > 1:
-        for axis, where, form in (
-            ("iter", "at iteration {}", whole),
-            ("tokens", "at {} tokens", whole),
-            ("hours", "after {}", time_text),
-        ):
-            curves = [learning_curve(run, axis) for run in runs]
-            at = common_point(curves)
-            if at is not None:
-                label = f"val loss {where.format(form(at))}"
-                losses = [loss_at(*curve, at) for curve in curves]
-                key, result = f"val_loss_at_equal_{axis}", loss_verdict(names, losses)
-                rows.append(Row(label, key, losses, loss, result))
+    lowest, bits = (
+        [percentile(run.eval[key], 0) for run in runs] for key in ("val_loss", "bits_per_byte")
+    )
+    rows = [Row("best val loss", "best_val_loss", lowest, decimals, "lower", LOSS_NOISE)]
+    for axis, where, form in AXES if len(runs) > 1 else []:
+        curves = [learning_curve(run, axis) for run in runs]
+        at = common_point(curves)
+        if at is not None:
+            label, key = f"val loss {where.format(form(at))}", f"val_loss_at_equal_{axis}"
+            values = [loss_at(*curve, at) for curve in curves]
+            rows.append(Row(label, key, values, decimals, "lower", LOSS_NOISE))
     if target_loss is None and len(runs) > 1:
         target_loss = max([best for best in lowest if best is not None], default=None)
     if target_loss is not None:
         for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
             label = f"{what} to val loss {target_loss:.4f}"
-            reached = [reach(*learning_curve(run, axis), target_loss) for run in runs]
-            result = verdict(names, reached, "less", SAME_TO_LOSS)
-            rows.append(Row(label, f"{axis}_to_loss", reached, form, result))
-    if why_not_comparable(runs):
-        rows = [replace(row, verdict="not comparable") for row in rows]
-    bits = [percentile(run.eval["bits_per_byte"], 0) for run in runs]
+            values = [reach(*learning_curve(run, axis), target_loss) for run in runs]
+            rows.append(Row(label, f"{axis}_to_loss", values, form, "less", SAME_TO_LOSS))
+    problem = why_not_comparable(runs)
+    if problem:
+        rows = [replace(row, word="not comparable") for row in rows]
     # where the losses decide, no second verdict beside theirs
-    result = loss_verdict(names, bits, BITS_NOISE) if unequal_tokenizers(runs) else ""
-    row = Row("best bits per byte", "best_bits_per_byte", bits, loss, result)
-    return [*rows, row] if any(bits) else rows
+    word = "lower" if problem == UNEQUAL_TOKENIZERS else ""
+    row = Row("best bits per byte", "best_bits_per_byte", bits, decimals, word, BITS_NOISE)
+    return [*rows, row]
 
 
 def why_not_comparable(runs: list[Run]) -> str:
     """Why the losses of these runs do not compare; empty where they do."""
-    if unequal_tokenizers(runs):
-        named = ", ".join(f"{run.name}: {run.start.get('tokenizer')!s:.13}" for run in runs)
-        return f"unequal tokenizers ({named}); bits per byte do, on the same text"
+    if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
+        return UNEQUAL_TOKENIZERS
     if len({run.config.get("dataset") for run in runs} - {None}) > 1:
         return "unequal datasets"
     # nanoGPT draws its tokens from the whole split
     fixed = [run.config for run in runs if run.config.get("eval_tokens") is not None]
     return "unequal tokens evaluated" if len({saved_config(c).eval_size for c in fixed}) > 1 else ""
-
-
-def unequal_tokenizers(runs: list[Run]) -> bool:
-    return len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
@@ -195,11 +171,6 @@ def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
     return None
 
 
-def time_text(hours: float) -> str:
-    seconds = 3600 * hours
-    return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
-
-
 def print_table(rows: list[Row], names: list[str]) -> None:
     cells = [["", *names]]
     for row in rows:
@@ -208,9 +179,7 @@ def print_table(rows: list[Row], names: list[str]) -> None:
     header, *lines = table_lines(cells)
     print(header)
     for line, row in zip(lines, rows, strict=True):
-        print(f"{line}  {row.verdict}".rstrip())
-    if any(None in row.values for row in rows if "loss" in row.key):
-        print("a loss is n/a where no evaluation is near enough or recorded: docs/compare.md")
+        print(f"{line}  {row.verdict(names)}".rstrip())
 
 
 # -----------------------------------------------------------------------------
@@ -229,7 +198,7 @@ def open_run(path: Path, gpu: str | None) -> Run:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
-    on_a_card = run.config.get("device") not in (None, "cpu", "mps")
+    on_a_card = run.config.get("device") not in (None, "cpu", "mps") and run.start.get("dtype")
     if gpu and on_a_card and not np.isfinite(run.step["mfu"]).any():
         set_mfu(run, gpu)
     return run
@@ -240,40 +209,30 @@ def set_mfu(run: Run, gpu: str) -> None:
     Set the MFU of each step record, a fraction, for this card. Raises UserError if the card or its
     peak is not known.
     """
-    row, dtype = resolve_gpu(gpu), run.start.get("dtype")
-    peak = row_peak(row, dtype, run.config.get("tf32", True)) if dtype else math.nan
+    dtype = run.start["dtype"]
+    peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
     # tok/s are those of all cards together, MFU is that of one
     flops = number(run.start.get("flops_per_token")) / run.start.get("world_size", 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
-    run.start["device"] = run.start.get("device") or row["name"].partition("|")[0]
 
 
 def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
+    """
+    The runs, each by a name of its own, and the same tokens by one name: nanoGPT's shakespeare_char
+    is ../nanoGPT/data/shakespeare_char here.
+    """
     runs = [open_run(path, gpu) for path in paths]
-    names = [run.name for run in runs]
+    names, datasets = [run.name for run in runs], {}
     for run, path in zip(runs, paths, strict=True):
         if names.count(run.name) > 1:
             run.name = str(path)
-    name_settings(runs)
+        if "dataset" in run.config:
+            name = Path(run.config["dataset"]).name
+            tokens = run.start.get("data_fingerprint") or name
+            run.config["dataset"] = datasets.setdefault(tokens, name)
     return runs
-
-
-def name_settings(runs: list[Run]) -> None:
-    """
-    Call datasets by their folders' names, the same tokens by one name: nanoGPT's shakespeare_char
-    is ../nanoGPT/data/shakespeare_char here. And leave to the clock what it decides.
-    """
-    names: dict[str, str] = {}
-    for run in runs:
-        c = run.config
-        if "dataset" in c:
-            name = Path(c["dataset"]).name
-            c["dataset"] = names.setdefault(run.start.get("data_fingerprint") or name, name)
-        # by the clock a warm-up takes a tenth of the run at most
-        if (c.get("hours") or c.get("until")) and 10 * c["warmup_iters"] > (run.iterations or 0):
-            c["warmup_iters"] = NEVER
 
 
 def collect_warnings(runs: list[Run]) -> list[str]:
@@ -281,24 +240,17 @@ def collect_warnings(runs: list[Run]) -> list[str]:
     warnings = [warning for run in runs for warning in run.warnings]
     if reason := why_not_comparable(runs):
         warnings.append(f"losses do not compare: {reason}")
-    theirs = [run for run in runs if run.start.get("program") == "nanoGPT"]
+    logs = [run for run in runs if run.start.get("program") == "nanoGPT"]
     for run in runs:
-        for other in theirs if run not in theirs and (run.iterations or 0) < SHORT_RUN else []:
-            if flags := flags_to_equal(run, other):
-                moves = "without, a short run's loss is some hundredths off"
-                warnings.append(f"{run.name}: {flags} trains as nanoGPT's {other.name}; {moves}")
-    return warnings
-
-
-def flags_to_equal(run: Run, other: Run) -> str:
-    """The flags that give `run` the padding and the dtype of `other`; empty where it has them."""
-    flags = []
-    for key in ("pad_vocab_multiple", "dtype"):
+        if not logs or run in logs or (run.iterations or 0) >= SHORT_RUN:
+            continue
         # what a start says of itself was in use, whatever the configuration asked for
-        ours, theirs = (r.start.get(key) or r.config.get(key) for r in (run, other))
-        if ours and theirs and ours != theirs:
-            flags.append(f"--{key}={theirs}")
-    return " ".join(flags)
+        ours, theirs = (r.config | r.start for r in (run, logs[0]))
+        keys = [key for key in ("pad_vocab_multiple", "dtype") if theirs.get(key) is not None]
+        if flags := " ".join(f"--{k}={theirs[k]}" for k in keys if ours.get(k) != theirs[k]):
+            moves = "without, a short run's loss is some hundredths off"
+            warnings.append(f"{run.name}: {flags} trains as nanoGPT's {logs[0].name}; {moves}")
+    return warnings
 
 
 def main(argv: list[str]) -> None:
@@ -323,7 +275,7 @@ def main(argv: list[str]) -> None:
     if len(runs) == 1 and png is None:
         png = paths[0] / "loss.png" if paths[0].is_dir() else paths[0].with_suffix(".png")
     values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
-    verdicts = {row.key: row.verdict for row in rows if row.verdict}
+    verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
     table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
     if png:
         save_picture(runs, png)

@@ -268,7 +268,7 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
     assert (of_a["tokens_to_loss"], of_b["tokens_to_loss"]) == (50_000, 80_000)
     assert of_a["hours_to_loss"] == pytest.approx(1804 / 3600)
     assert of_b["hours_to_loss"] == pytest.approx(2884 / 3600)
-    assert verdicts["step_ms_p50"] == "unequal tokens per iteration"
+    assert "step_ms_p50" not in verdicts  # 36 and 72 ms of unequal tokens
     assert verdicts["tokens_to_loss"] == "a 1.60x less"
 
 
@@ -387,18 +387,6 @@ def test_a_copy_of_a_dataset_is_the_same_dataset(dataset, tmp_path, script):
     assert row(out, "dataset").split() == ["dataset", dataset.name, "other", "differs"]
 
 
-def test_a_warm_up_that_the_clock_cuts_is_its(tmp_path, script):
-    """By the clock it is warmup_iters, but at most a tenth of the run."""
-    losses = {0: 8.0, 50: 3.0}
-    runs = [
-        write_run(tmp_path / "a", 10, losses, warmup_iters=20),
-        write_run(tmp_path / "b", 10, losses, warmup_iters=20, hours=8.0),
-        write_run(tmp_path / "c", 10, losses, warmup_iters=5, until="07:00"),
-    ]
-    _, out, _ = script(compare.main, *runs)
-    assert row(out, "warmup_iters").split() == "warmup_iters 20 by the clock 5 differs".split()
-
-
 def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, script):
     """A token of GPT-2's is some four bytes: its loss in nats is always the higher one."""
     gpt2, own = dict(tokenizer="gpt2", bits=0.25), dict(tokenizer=f"bpe {'1a2b' * 16}", bits=0.5)
@@ -406,8 +394,7 @@ def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, scri
     b = write_run(tmp_path / "b", 36_000, {0: 6.0, 5: 2.5, 10: 2.0}, dataset="y", **own)
     code, out, err = script(compare.main, a, b, f"--json={tmp_path / 'table.json'}")
     assert code == 0 and len(err) == 1  # the first reason, once
-    named = "unequal tokenizers (a: gpt2, b: bpe 1a2b1a2b1); bits per byte do, on the same text"
-    assert err[0].endswith(f"losses do not compare: {named}")
+    assert err[0].endswith("not compare: unequal tokenizers; bits per byte do, on the same text")
     best = row(out, "best bits per byte")
     assert best.split()[4:] == ["0.8000", "1.0000", "a", "0.2000", "lower"]
     for label in ("best val loss", "val loss at iteration 10", "tokens to val", "time to val"):
@@ -629,15 +616,3 @@ def test_one_iteration_more_of_200_is_equal(tmp_path, script):
     """nanoGPT makes one more than max_iters."""
     runs = [write_records(tmp_path / str(n), list(range(n))) for n in (200, 201)]
     assert compare_runs(script, *runs)["verdicts"]["iterations"] == "equal"
-
-
-@pytest.mark.parametrize("name, differs", [("x86_64", False), ("NVIDIA H200", True)])
-def test_nanogpts_cpu_is_a_processor_by_any_name(tmp_path, script, name, differs):
-    log = write_notes_logs(tmp_path)[0]
-    log.write_text(f"Overriding: device = cpu\n{log.read_text()}")
-    run = write_records(tmp_path / "a", [0, 25])
-    text = (run / "metrics.jsonl").read_text()
-    text = text.replace('"kind": "start"', f'"kind": "start", "device": "{name}"')
-    (run / "metrics.jsonl").write_text(text)
-    _, out, _ = script(compare.main, log, run)
-    assert row(out, "device").split()[1:] == ["cpu", *name.split(), *["differs"] * differs]
