@@ -194,7 +194,7 @@ def test_a_config_value_that_is_no_literal_is_n_a_and_said(tmp_path, script):
     assert "n_layer" not in out  # one value is known, so nothing is known to differ
     assert row(out, "n_head").split() == ["n_head", "12", "6", "differs"]
     assert row(out, "MFU").split() == ["MFU", "n/a", "50.0%"]
-    assert row(out, "parameters").split()[:2] == ["parameters", "n/a"]
+    assert row(out, "parameters").split()[:2] == ["parameters", "40.95M"]  # as it printed them
     # a flag gives the value
     log.write_text(f"{log.read_text()}Overriding: n_layer = 12\n")
     code, out, err = script(compare.main, log, run, "--gpu=4070")
