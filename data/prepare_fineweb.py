@@ -19,7 +19,7 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, UserError, parse_count, run_main
+from common.console import Parser, parse_count, run_main
 from data import sources
 from data.shards import read_manifest
 from data.stream import Follower
@@ -49,17 +49,25 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     follower = Follower() if arguments.follow else None
-    name, out = arguments.tokenizer, arguments.out
-    tokenizer = pick_tokenizer(name, out)
-    title, revision, files, source = open_source(arguments)
-    check_beginning(title, source)
+    out, field = arguments.out, arguments.text_field
+    tokenizer = pick_tokenizer(arguments.tokenizer, out)
+    revision, backoff = None, ()
+    if arguments.source:
+        title, files = arguments.source, sources.local_files([arguments.source], sources.ROW_FILES)
+    else:
+        title, backoff = f"{arguments.dataset} {arguments.name}", sources.BACKOFF_SECONDS
+        begun = read_manifest(out) if (out / "manifest.json").exists() else {}
+        if begun.get("source") == title:
+            revision = begun["revision"]  # the dataset may have changed on the hub since
+        files, revision = sources.hub_files(arguments.dataset, arguments.name, revision)
+    source = sources.FilesSource(files, field, None, arguments.skip_broken, backoff)
+    source.check_field()
     if not tokenizer:
         # not on validation's text: at most 6 bytes for each of its tokens
         texts = (text for _, _, texts in source(0, 0) for text in texts)
-        tokenizer = train_bpe(name, texts, skip=6 * arguments.val_tokens)
-    settings = {}  # beside those that Plan has; the usual field as earlier versions: without it
-    if arguments.text_field != sources.FIELD:
-        settings["text_field"] = arguments.text_field
+        tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * arguments.val_tokens)
+    # the usual field as earlier versions: without it
+    settings = {} if field == sources.FIELD else dict(text_field=field)
     expected_tokens = arguments.tokens + arguments.val_tokens
     plan = Plan(out, title, files, tokenizer, expected_tokens, settings, revision)
     plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
@@ -69,45 +77,7 @@ def main(argv: list[str]) -> None:
         plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
     manifest = prepare(plan, source, arguments.workers, follower)
     source.report()
-    source.say_skipped()
     say_what_it_holds(out, manifest)
-
-
-def check_beginning(title: str, source: sources.FilesSource) -> None:
-    """
-    Read the first rows, before anything is written. Raises UserError where they hold no text.
-    """
-    for _ in source(0, 0):
-        if source.rows >= sources.FIRST_ROWS:
-            break
-    if not source.rows:
-        raise UserError(f"{title}: holds no documents")
-    source.report()
-
-
-def open_source(
-    arguments: argparse.Namespace,
-) -> tuple[str, str | None, list[str], sources.FilesSource]:
-    """The source's title and revision for the manifest, its files, and itself. Raises UserError."""
-    how = dict(field=arguments.text_field, skip_broken=arguments.skip_broken)
-    if arguments.source:
-        files = sources.local_files([arguments.source], sources.ROW_FILES, flag="--source=")
-        return arguments.source, None, files, sources.FilesSource(files, **how)
-    title = f"{arguments.dataset} {arguments.name}"
-    begun = begun_revision(arguments.out, title)
-    files, revision = sources.hub_files(arguments.dataset, arguments.name, begun, flag="--source")
-    source = sources.FilesSource(files, backoff=sources.BACKOFF_SECONDS, **how)
-    return title, revision, files, source
-
-
-def begun_revision(folder: Path, title: str) -> str | None:
-    """
-    The revision that an earlier start took from the hub: the dataset may have changed there since.
-    """
-    if not (folder / "manifest.json").exists():
-        return None
-    begun = read_manifest(folder)
-    return begun["revision"] if begun["source"] == title else None
 
 
 if __name__ == "__main__":

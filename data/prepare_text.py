@@ -21,7 +21,6 @@ import os
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,8 +38,9 @@ ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
 PIECES = 16  # of long documents make up validation: more than one subject, or language
-VAL_FRACTION = 0.05
-MOST_NAMES = 10  # of files or endings that are printed
+# What changes the dataset; its manifest holds what is not as here
+USUAL = dict(val_fraction=0.05, encoding=None, text_field=FIELD)
+MOST_NAMES = 10  # of files that are printed
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # or of a config that is written
 
@@ -131,19 +131,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="the folder to make (default: data/NAME, as the config or text)")
     add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
-    fraction = "validation's share (default: %(default)s)"
-    add("--val_fraction", type=float, default=VAL_FRACTION, help=fraction)
+    add("--val_fraction", type=float, help="validation's share (default: %(default)s)")
     add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
-    add("--text_field", default=FIELD, help="of rows: what holds the text (default: %(default)s)")
+    add("--text_field", help="of rows: what holds the text (default: %(default)s)")
     add("--skip_broken", action="store_true", help="leave out lines that are no JSON object")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
+    parser.set_defaults(**USUAL)
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
-    try:
-        "x".encode(arguments.encoding or "utf-8")
-    except LookupError as error:
-        parser.error(f"--encoding: {error}")
     if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):
         parser.error(f"--write={arguments.write}: give a .py file that does not exist yet")
     if arguments.write and arguments.tokenizer == "gpt2":
@@ -159,22 +155,11 @@ def find_files(arguments: argparse.Namespace) -> tuple[str, list[str], Path]:
         files, name = local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
     else:
         title, files = " ".join(arguments.files)[:200], local_files(arguments.files, ENDINGS)
-        others = set(local_files(arguments.files, ("",))) - set(files)
-        if endings := Counter(Path(name).suffix or Path(name).name for name in sorted(others)):
-            say(f"left out, {endings.total():,} in all: {', '.join(list(endings)[:MOST_NAMES])}")
         first = Path(arguments.files[0])
         name = first.resolve().stem if first.exists() else Path(files[0]).stem
     if arguments.write:
         name = arguments.write.stem
     return title, files, arguments.out or Path("data", name)
-
-
-def settings_of(arguments: argparse.Namespace) -> dict:
-    """The flags that change what is written, but for those that were not given."""
-    settings = dict(val_fraction=arguments.val_fraction, encoding=arguments.encoding)
-    settings |= dict(text_field=arguments.text_field)
-    usual = dict(val_fraction=VAL_FRACTION, encoding=None, text_field=FIELD)
-    return {key: value for key, value in settings.items() if value != usual[key]}
 
 
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
@@ -201,6 +186,7 @@ def main(argv: list[str]) -> None:
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     check_encodings(files, arguments.encoding)
     rows = FilesSource(files, arguments.text_field, arguments.encoding, arguments.skip_broken)
+    rows.check_field()
     source = OwnText(rows, arguments.val_fraction)
     rows.report()
     if not tokenizer:
@@ -209,12 +195,12 @@ def main(argv: list[str]) -> None:
         tokenizer = train_bpe(arguments.tokenizer, texts, total=source.bytes)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     expected_tokens = source.bytes // bytes_per_token + source.documents
-    plan = Plan(out, title, files, tokenizer, expected_tokens, settings_of(arguments))
+    given = {key: vars(arguments)[key] for key in USUAL if vars(arguments)[key] != USUAL[key]}
+    plan = Plan(out, title, files, tokenizer, expected_tokens, given)
     plan.least_tokens = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
     least = 100 * math.ceil(plan.least_tokens / arguments.val_fraction / 100)
     plan.hint = f"give more text, about {least:,} tokens in all"
     manifest = prepare(plan, source, arguments.workers)
-    rows.say_skipped()
     if config:
         write_config(config, out, tokenizer, tokens_of(manifest)["train"])
     say_what_it_holds(out, manifest, config)

@@ -38,9 +38,8 @@ Source = Callable[[int, int], Iterator[Batch]]
 
 FIELD = "text"
 ROWS_PER_READ = 64  # few, as each may be a book
-FIRST_ROWS = 1000  # after which it is judged whether the field is the right one
+FIRST_ROWS = 1000  # by which it is judged whether the field is the right one
 MOST_WITHOUT = 0.01  # of the rows may lack it without a warning
-MOST_NAMES = 20  # in a message
 # Seconds to wait while the hub fails, on top of the attempts of the library itself
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
 
@@ -57,11 +56,10 @@ tqdm.set_lock(threading.RLock())
 # Which files
 
 
-def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> list[str]:
+def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     The files of some paths, folders and patterns, in the order given, those of one folder or
-    pattern sorted by name. Other endings are left out. Raises UserError where a name gives no file;
-    its message begins with `flag`.
+    pattern sorted by name. Other endings are left out. Raises UserError where a name gives no file.
     """
     files, problems = [], []
     for name in names:
@@ -70,25 +68,17 @@ def local_files(names: list[str], endings: tuple[str, ...], flag: str = "") -> l
         for path in map(Path, paths):
             inside = path.rglob("*") if path.is_dir() else [path]
             found += [str(f) for f in inside if f.name.lower().endswith(endings) and f.is_file()]
-        if not paths:
-            problems.append(f"{flag}{name}: no such file")
-        elif not found:
-            hint = "" if ".txt" in endings else "; data/prepare_text.py takes text files"
-            problems.append(f"{flag}{name}: holds no {', '.join(endings)} files{hint}")
+        if not found:
+            problems.append(f"{name}: no such file, or no {', '.join(endings)} there")
         files += sorted(found)
-    for file in files:
-        if file.endswith(ROW_FILES) and not os.path.getsize(file):
-            problems.append(f"{file}: is empty; remove it")
     raise_if_any(problems)
     return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
-def hub_files(
-    dataset: str, name: str | None, revision: str | None, flag: str
-) -> tuple[list[str], str]:
+def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str]:
     """
     The addresses of a hub dataset's training files, in its own order, and their revision: the one
-    given, or else the newest. Raises UserError, which offers `flag` for local files.
+    given, or else the newest. Raises UserError.
     """
     try:
         import datasets
@@ -100,7 +90,7 @@ def hub_files(
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        raise UserError(f"{dataset}: {reason(error)}; or give local files with {flag}") from None
+        raise UserError(f"{dataset}: {reason(error)}; or give local files with --source") from None
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
@@ -126,14 +116,14 @@ def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[i
     with fsspec.open(name) as file:
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-        columns = {column.name: str(column.type) for column in parquet.schema_arrow}
+        types = {column.name: str(column.type) for column in parquet.schema_arrow}
+        if not TEXT_COLUMN.match(types.get(field, "")):
+            raise UserError(no_text(name, field, types))
         end = 0
         for group in range(parquet.num_row_groups):
             begin, end = end, end + parquet.metadata.row_group(group).num_rows
             if end <= row:
                 continue  # is not downloaded
-            if not TEXT_COLUMN.match(columns.get(field, "")):
-                raise UserError(f"{name}: {no_text(field, columns)}")
             for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[field]):
                 skipped = min(max(row - begin, 0), len(batch))
                 texts = batch.column(0)[skipped:].cast(pyarrow.large_binary()).to_pylist()
@@ -166,10 +156,8 @@ def parse(line: bytes, field: str) -> str | None | dict | ValueError:
     try:
         # invalid UTF-8 becomes U+FFFD; a file of Windows may begin with a mark
         values = json.loads(line.decode(errors="replace").removeprefix("\ufeff").rstrip())
-    except json.JSONDecodeError as error:
-        return ValueError(f"{error.msg}: column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number too long, lists in lists in lists
-        return ValueError(str(error))
+    except (ValueError, RecursionError) as error:  # also a number too long, objects in objects
+        return ValueError(getattr(error, "msg", str(error)))
     if not isinstance(values, dict):
         return ValueError(type(values).__name__)
     text = values.get(field, 0)
@@ -189,20 +177,16 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
     """
     content, problems = Path(name).read_bytes(), []
     own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
-    hint = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW"
-    hint += "" if given else " (or --encoding=NAME for all such files)"
     for encoding in filter(None, (own, given)):
         try:
             text = content.decode(encoding)
-        except UnicodeError as error:
+        except (UnicodeError, LookupError) as error:
             at = getattr(error, "start", 0)  # some multi-byte codecs do not say
             line = 1 + content[:at].count(b"\n")
             problems.append(f"line {line:,} is not {encoding}: {content[at : at + 8]!r}")
             replaced = content.decode(own, errors="replace")
             # most letters are UTF-8: another encoding might read the file, and get all wrong
-            letters = sum(char > "\x7f" for char in replaced)
-            if encoding == own and letters > 2 * replaced.count("\ufffd"):
-                hint = f"the rest is: iconv -c -f {own} -t utf-8 FILE > NEW leaves such bytes out"
+            if sum(char > "\x7f" for char in replaced) > 2 * replaced.count("\ufffd"):
                 break
             continue
         controls = len(CONTROLS.findall(text))
@@ -210,22 +194,18 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
             # so that every system makes the same tokens
             return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), encoding
         problems.append(f"{controls:,} NULs and control characters: binary, or not {encoding}")
-    raise UserError(f"{name}: {'; '.join([*problems, hint])}")
+    mend = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW (-c drops such bytes)"
+    problems.append(f"{mend}, or give --encoding=NAME for all such files")
+    raise UserError(f"{name}: {'; '.join(problems)}")
 
 
 # What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
 # csv.DictReader, and name it here; data/prepare_text.py lists which kinds it takes from a folder.
 READERS = {
     ".parquet": read_parquet,
-    ".jsonl": read_jsonl,
-    ".json": read_jsonl,
-    ".jsonl.gz": read_jsonl,
-    ".json.gz": read_jsonl,
-    ".jsonl.zst": read_jsonl,
-    ".json.zst": read_jsonl,
-    ".txt": read_text,
-    ".md": read_text,
-    ".py": read_text,
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst"), read_jsonl),
+    **dict.fromkeys((".json", ".json.gz", ".json.zst"), read_jsonl),
+    **dict.fromkeys((".txt", ".md", ".py"), read_text),
 }
 ROW_FILES = tuple(ending for ending in READERS if READERS[ending] is not read_text)
 
@@ -243,26 +223,16 @@ class FilesSource:
     skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
     backoff: tuple[float, ...] = ()  # seconds before a file that fails is opened again at its row
 
-    rows = without = broken = 0  # rows that there are, and of them without text in the field
-    first_without = first_broken = ""
-    has_warned = False
-
-    def __post_init__(self):
-        self.fields = {}  # of rows without text, and what they hold
-
     def __call__(self, file: int, row: int) -> Iterator[Batch]:
-        """From a place on. Raises UserError where there is no text, or the files fail."""
+        """From a place on. Raises UserError where a line is broken, or the files fail."""
         self.rows = self.without = self.broken = failures = 0
-        unjudged = (file, row) == (0, 0)
+        self.first_without = self.first_broken = ""
         while file < len(self.files):
             name = self.files[file]
             read = next(READERS[ending] for ending in READERS if name.lower().endswith(ending))
             try:
                 for first, found in read(name, row, self.field, self.encoding):
                     texts = [self.to_text(name, number, x) for number, x in enumerate(found, first)]
-                    if unjudged and self.rows >= FIRST_ROWS:
-                        unjudged = False
-                        self.judge_field()
                     yield file, first, texts
                     row = first + len(found)
                     failures = 0
@@ -276,50 +246,48 @@ class FilesSource:
                 failures += 1
                 continue
             file, row = file + 1, 0
-        if unjudged:
-            self.judge_field()
 
     def to_text(self, name: str, row: int, found: str | None | dict | ValueError) -> str | None:
         """The text of what a reader has found in a row. Counts what is none. Raises UserError."""
         if isinstance(found, ValueError):
-            where = f"{name}: line {row + 1:,} is no JSON object ({found})"
+            problem = f"{name}: line {row + 1:,} is no JSON object ({found})"
             if not self.skip_broken:
-                raise UserError(f"{where}; mend it, or prepare with --skip_broken")
-            self.first_broken = self.first_broken or where
+                raise UserError(f"{problem}; mend it, or prepare with --skip_broken")
             self.broken += 1
+            self.first_broken = self.first_broken or problem
             return None
         self.rows += found is not None
         if isinstance(found, dict):
-            self.first_without = self.first_without or f"{name}: from row {row + 1:,}"
-            if len(self.fields) < MOST_NAMES:
-                self.fields |= {key: type(x).__name__ for key, x in found.items()}
             self.without += 1
+            where = f"{name}: row {row + 1:,}"
+            self.first_without = self.first_without or no_text(where, self.field, found)
             return None
         return found
 
-    def judge_field(self) -> None:
-        """Raises UserError where most rows have no text in the field."""
+    def check_field(self) -> None:
+        """Read the first rows. Raises UserError where most have no text in the field."""
+        for _ in self(0, 0):
+            if self.rows >= FIRST_ROWS:
+                break
         if 2 * self.without > self.rows:
-            raise UserError(self.describe_rows())
+            raise UserError(self.describe_without())
 
     def report(self) -> None:
-        """Say, once, that more than a few rows have no text in the field."""
-        if self.without > MOST_WITHOUT * self.rows and not self.has_warned:
-            self.has_warned = True
-            warn(f"{self.describe_rows()}; these rows are left out")
-
-    def describe_rows(self) -> str:
-        share = f"{self.without:,} of {self.rows:,} rows ({self.without / self.rows:.1%})"
-        return f"{self.first_without} on {share} have {no_text(self.field, self.fields)}"
-
-    def say_skipped(self) -> None:
+        """Say what the last reading has left out."""
+        if self.without > MOST_WITHOUT * self.rows:
+            warn(f"{self.describe_without()}; these rows are left out")
         if self.broken:
             say(f"skipped: {self.broken:,} broken lines; the first: {self.first_broken}")
 
+    def describe_without(self) -> str:
+        share = self.without / self.rows
+        rows = f"{self.without:,} of {self.rows:,} rows ({share:.1%})"
+        return f"{rows} hold no text: {self.first_without}"
 
-def no_text(field: str, fields: dict[str, str]) -> str:
-    held = ", ".join(f"{name} ({kind})" for name, kind in fields.items())
-    return f"no string in the field {field}; fields: {held}; prepare with --text_field=NAME"
+
+def no_text(where: str, field: str, fields: dict) -> str:
+    problem = f"{where}: no string in the field {field}; fields: {', '.join(fields)[:200]}"
+    return f"{problem}; prepare with --text_field=NAME"
 
 
 def reason(error: Exception) -> str:

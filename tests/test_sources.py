@@ -67,8 +67,8 @@ def test_most_rows_without_the_field_end_the_command_before_anything_is_written(
         assert code == 2
         # after the first thousand rows: the end of a list of 64
         assert line == (
-            f"error: {source}: from row 4 on 1,021 of 1,024 rows (99.7%) have no string in the "
-            "field text; fields: id (int), body (str), tags (list); prepare with --text_field=NAME"
+            f"error: 1,021 of 1,024 rows (99.7%) hold no text: {source}: row 4: no string in the "
+            "field text; fields: id, body, tags; prepare with --text_field=NAME"
         )
     assert not (tmp_path / "out").exists()
 
@@ -80,9 +80,10 @@ def test_rows_without_the_field_are_counted_apart_from_empty_ones(tmp_path, scri
     rows += [{"text": ""}, {"text": None}, "", {"text": "w"}] * 200  # a blank line is no row
     rows += [{"text": 5}] * min(without, 1) + [{"text": ["c"]}] * max(without - 1, 0)
     source = write_rows(tmp_path / "a.jsonl", rows)
-    warning = f"warning: {source}: from row 2,801 on 27 of 2,627 rows (1.0%) have no string in the "
-    warning += "field text; fields: text (list); prepare with --text_field=NAME; these rows are "
-    warning += "left out"
+    warning = f"warning: 27 of 2,627 rows (1.0%) hold no text: {source}: row 2,801: no string in "
+    warning += (
+        "the field text; fields: text; prepare with --text_field=NAME; these rows are left out"
+    )
     for main, flags in both_commands(source, tmp_path / "out"):
         code, _, err = script(main, *flags)
         assert code == 0 and err == ([warning] if without == 27 else [])
@@ -90,9 +91,9 @@ def test_rows_without_the_field_are_counted_apart_from_empty_ones(tmp_path, scri
 
 def test_rows_without_the_field_at_the_beginning_are_one_warning_too(tmp_path, script):
     source = write_rows(tmp_path / "a.jsonl", [{"body": "w"}] * 30 + [{"text": "words "}] * 1970)
-    for (main, flags), total in zip(both_commands(source, tmp_path), (1024, 2000), strict=True):
+    for main, flags in both_commands(source, tmp_path):
         code, _, (line,) = script(main, *flags)
-        assert code == 0 and f"from row 1 on 30 of {total:,} rows (" in line
+        assert code == 0 and "30 of 2,000 rows (1.5%) hold no text: " in line and ": row 1:" in line
 
 
 def test_another_field_is_read_of_jsonl_and_parquet(tmp_path, script):
@@ -136,8 +137,8 @@ def test_what_is_a_row_of_jsonl(tmp_path):
 
 
 BROKEN = {
-    '{"text": "cut': "Unterminated string starting at: column 10",
-    '{"text": "a"} {"text": "b"}': "Extra data: column 15",
+    '{"text": "cut': "Unterminated string starting at",
+    '{"text": "a"} {"text": "b"}': "Extra data",
     '[{"text": "a"}]': "a list; jq -c '.[]' FILE > NEW makes lines of it",
     '"text"': "str",
     "[" * 100_000: "a list; ",

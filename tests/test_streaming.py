@@ -387,11 +387,11 @@ def broken_source(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("other.parquet", "no string in the field text; fields: id (int64), body (string)"),
+        ("other.parquet", "no string in the field text; fields: id, body"),
         ("nothing.jsonl", "0 for training, each needs at least 1; choose a larger --dataset"),
         ("small.parquet", "choose a larger --dataset, or smaller --eval_tokens"),
         ("nowhere*.parquet", "no such file"),
-        ("empty", "holds no .parquet, .jsonl, .json, .jsonl.gz, "),
+        ("empty", "no such file, or no .parquet, .jsonl, .jsonl.gz, "),
     ],
 )
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):
