@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, complain, printable, raise_if_any, run_main, warn
+from common.console import complain, printable, raise_if_any, run_main, warn
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, Sampling, generate_tokens
@@ -97,49 +97,48 @@ def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     return model
 
 
-@dataclass
-class Sampler:
-    model: GPT | FastGPT
-    text: Tokenizer
-    vocab: int  # before padding
-    config: SampleConfig
-    generator: torch.Generator
+def print_samples(
+    model: GPT | FastGPT,
+    vocab: int,  # before padding
+    text: Tokenizer,
+    prompt: str,
+    config: SampleConfig,
+    generator: torch.Generator,
+) -> None:
+    ids, window = encode(prompt, text), model.config.block_size
+    if len(ids) > window:
+        complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
+    samples = [ids.copy() for _ in range(config.num_samples)]
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    idx = torch.tensor(samples, device=generator.device)
+    new_ids = generate_tokens(model, idx, config.max_new_tokens, vocab, sampling, generator)
+    print_growing(text, samples, new_ids)
+    for sample in samples[1:]:
+        print(f"{RULER}\n{printable(text.decode(sample))}")
+    print(RULER)
 
-    def print_samples(self, prompt: str) -> None:
-        c, window = self.config, self.model.config.block_size
-        ids = encode(prompt, self.text)
-        if len(ids) > window:
-            complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
-        samples = [ids.copy() for _ in range(c.num_samples)]
-        sampling = Sampling(c.temperature, c.top_k, c.top_p)
-        idx = torch.tensor(samples, device=self.generator.device)
-        new_ids = generate_tokens(
-            self.model, idx, c.max_new_tokens, self.vocab, sampling, self.generator
-        )
-        self.print_growing(samples, new_ids)
-        for sample in samples[1:]:
-            print(f"{RULER}\n{printable(self.text.decode(sample))}")
-        print(RULER)
 
-    def print_growing(self, samples: list[list[int]], new_ids: Iterator[torch.Tensor]) -> None:
-        """
-        Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints
-        the first one as it grows.
-        """
-        growing, printed = set(range(len(samples))), ""
-        for new in new_ids:
-            for row, token in enumerate(new[:, 0].tolist()):
-                if token == self.text.eot:
-                    growing.discard(row)
-                elif row in growing:
-                    samples[row].append(token)
-            # without the bytes of a character whose other bytes may follow
-            whole = self.text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-            print(printable(whole[len(printed) :]), end="", flush=True)
-            printed = max(printed, whole, key=len)
-            if not growing:
-                break
-        print(printable(self.text.decode(samples[0])[len(printed) :]))
+def print_growing(
+    text: Tokenizer, samples: list[list[int]], new_ids: Iterator[torch.Tensor]
+) -> None:
+    """
+    Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints the
+    first one as it grows.
+    """
+    growing, printed = set(range(len(samples))), ""
+    for new in new_ids:
+        for row, token in enumerate(new[:, 0].tolist()):
+            if token == text.eot:
+                growing.discard(row)
+            elif row in growing:
+                samples[row].append(token)
+        # without the bytes of a character whose other bytes may follow
+        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+        print(printable(whole[len(printed) :]), end="", flush=True)
+        printed = max(printed, whole, key=len)
+        if not growing:
+            break
+    print(printable(text.decode(samples[0])[len(printed) :]))
 
 
 def explain(error: Exception, argv: list[str]) -> str:
@@ -156,18 +155,13 @@ def main(argv: list[str]) -> int:
     # a training config may say auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")
     state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
-    if state["tokenizer"]["kind"] == "unknown":
-        name = Path(state.get("config", {}).get("dataset", "NAME")).name
-        mend = f"copy nanoGPT's data/{name}/meta.pkl beside it"
-        raise UserError(f"init_from: {state['source']}: its tokenizer is not known; {mend}")
     text = Tokenizer(state["tokenizer"])
     model = load_model(state, config)
     complain(f"model: {state['source']}")
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(config.seed)
-    sampler = Sampler(model, text, state["vocab"], config, generator)
     for prompt in prompts:
         try:
-            sampler.print_samples(prompt)
+            print_samples(model, state["vocab"], text, prompt, config, generator)
         except KeyboardInterrupt:
             print()
             if not asks:

@@ -55,7 +55,7 @@ class Tokenizer:
         elif self.kind == "bpe":
             self.bpe, self.vocab, self.eot = load_bpe(spec["json"], path)
         else:
-            raise UserError("tokenizer: unknown, so ids cannot become text")
+            raise UserError("tokenizer: unknown; copy data/NAME/meta.pkl beside the weights")
 
     def encode(self, text: str) -> np.ndarray | list[int]:
         """Ids of a text, without special tokens. Many threads may call it at once."""
@@ -65,10 +65,8 @@ class Tokenizer:
         if self.kind == "char":
             return [self.stoi[char] for char in text if char in self.stoi]
         if self.kind == "gpt2":
-            try:
-                return self.bpe.encode_to_numpy(text, disallowed_special=())
-            except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold
-                return self.encode(text.encode(errors="replace").decode())
+            whole = text.encode(errors="replace").decode()  # UTF-8 cannot hold a lone surrogate
+            return self.bpe.encode_to_numpy(whole, disallowed_special=())
         return encode_bpe(self.bpe, text)
 
     def decode(self, ids) -> str:
@@ -109,18 +107,14 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":
-        return Tokenizer(named_spec(name), name)
+        spec = dict(kind=name) if name in ("gpt2", "byte") else read_bpe(Path(name))
+        return Tokenizer(spec, name)
     if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
     begun = out / "tokenizer.json"
     if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
         return tokenizer
     return None
-
-
-def named_spec(name: str) -> dict:
-    """The spec of gpt2, of byte, or of a tokenizer.json by its path. Raises UserError."""
-    return dict(kind=name) if name in ("gpt2", "byte") else read_bpe(Path(name))
 
 
 def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:

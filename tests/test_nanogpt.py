@@ -254,7 +254,7 @@ def test_without_its_characters_the_message_says_where_to_put_them(
     table = nanogpt_folder / "data" / "shakespeare_char" / "meta.pkl"
     table.rename(nanogpt_folder / "kept.pkl")
     flags = ("--out_dir=out-shakespeare-char", "--max_new_tokens=8", "--device=cpu")
-    words = (SOURCE, "data/shakespeare_char/meta.pkl beside it")
+    words = ("tokenizer: unknown; copy data/NAME/meta.pkl beside the weights",)
     assert_refused(script, sample.main, *flags, words=words)
     (nanogpt_folder / "kept.pkl").rename(nanogpt_folder / "out-shakespeare-char" / "meta.pkl")
     assert script(sample.main, *flags)[0] == 0

@@ -325,7 +325,7 @@ def test_text_appears_while_it_grows_and_never_half_a_character(capsys):
             seen.append(capsys.readouterr().out)
 
     text, samples = Tokenizer(dict(kind="byte")), [list(b"> ")]
-    sample.Sampler(None, text, 256, None, None).print_growing(samples, new_ids())
+    sample.print_growing(text, samples, new_ids())
     assert seen == ["> a", "", "é", "", "", "✓", "b"]
     assert capsys.readouterr().out == "\n"
     assert text.decode(samples[0]) == "> aé✓b"
@@ -459,7 +459,7 @@ def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(run, script, monke
         if len(asked) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample.Sampler, "print_growing", print_growing)
+    monkeypatch.setattr(sample, "print_growing", print_growing)
     typed("a\nb\n")
     assert script(sample.main, f"--out_dir={run}", *SHORT)[0] == 0 and len(asked) == 2
     asked.clear()

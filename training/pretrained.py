@@ -185,26 +185,19 @@ def check_state(state: dict, path: Path) -> None:
 
 def read_hf(folder: Path) -> dict:
     """A Hugging Face GPT-2: config.json and model.safetensors."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", mend="get it again")
     config = read_hf_config(hf, folder)
-    try:
-        stored = load_file(folder / "model.safetensors")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder}/model.safetensors: missing or cut short ({error})") from None
     weights = {}
-    for name, tensor in stored.items():
+    for name, tensor in load_file(folder / "model.safetensors").items():
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # causal masks, which older versions stored
         if name != "lm_head.weight":
             name = f"transformer.{name}"
         tensor = tensor.float()
-        if name.endswith(TRANSPOSED):
-            tensor = tensor.t().contiguous()
-        weights[name] = tensor
+        weights[name] = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
@@ -233,11 +226,11 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
 def read_checkpoint(path: Path) -> dict:
     """A checkpoint file of this program or of nanoGPT, mapped into memory."""
     state = checkpoint.load(path)
-    if isinstance(state, dict) and "model_config" in state:
-        return state
-    if isinstance(state, dict) and {"model", "model_args"} <= state.keys():
+    if "model_args" in state:
         return convert_nanogpt(state)
-    raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
+    if "model_config" not in state:
+        raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
+    return state
 
 
 def convert_nanogpt(state: dict) -> dict:
