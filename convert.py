@@ -28,8 +28,6 @@ from training.pretrained import GPT2_SETTINGS, NANOGPTS, TRANSPOSED, load_pretra
 
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-# What a tokenizer.json may ask for beside encoding, and training does not do
-PROCESSING = ("post_processor", "truncation", "padding")
 # The fast model's code. An exported folder holds X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
 AUTO_MAP = dict(
@@ -68,8 +66,7 @@ def ckpt_to_hf(source: str, out: str) -> str:
         write_code(folder)
     kind = state["tokenizer"]["kind"]
     if kind not in ("gpt2", "bpe"):
-        why = "not known" if kind == "unknown" else f"{kind}, which Hugging Face has no class for"
-        say(f"tokenizer: {why}; no tokenizer files written, so AutoTokenizer cannot open one")
+        say(f"tokenizer: Hugging Face has no class for it ({kind}); no tokenizer files written")
     elif not write_tokenizer(folder, state["tokenizer"], config.block_size):
         say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
     trust = ", trust_remote_code=True" if fast else ""
@@ -200,7 +197,9 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
     if tokenizer["kind"] == "bpe":
         text = Tokenizer(tokenizer)
         end, settings["tokenizer_class"] = text.decode([text.eot]), "PreTrainedTokenizerFast"
-        content = json.loads(tokenizer["json"]) | dict.fromkeys(PROCESSING)
+        # without what it may ask for beside encoding, and training does not do
+        content = json.loads(tokenizer["json"])
+        content |= dict(post_processor=None, truncation=None, padding=None)
         (folder / "tokenizer.json").write_text(json.dumps(content))
     else:
         try:

@@ -80,10 +80,10 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
         if unknown:
             warn(f"start: the model does not know {''.join(unknown)!r}; left out")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
-    ids = [int(token) for token in text.encode(parts[0])]
-    for part in parts[1:]:
+    ids = []
+    for part in parts:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
-    return ids or text.prompt()
+    return ids[1:] or text.prompt()
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:

@@ -51,16 +51,16 @@ def main(argv: list[str]) -> None:
     follower = Follower() if arguments.follow else None
     out, field = arguments.out, arguments.text_field
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
-    revision, backoff = None, ()
+    revision = None
     if arguments.source:
         title, files = arguments.source, sources.local_files([arguments.source], sources.ROW_FILES)
     else:
-        title, backoff = f"{arguments.dataset} {arguments.name}", sources.BACKOFF_SECONDS
+        title = f"{arguments.dataset} {arguments.name}"
         begun = read_manifest(out) if (out / "manifest.json").exists() else {}
         if begun.get("source") == title:
             revision = begun["revision"]  # the dataset may have changed on the hub since
         files, revision = sources.hub_files(arguments.dataset, arguments.name, revision)
-    source = sources.FilesSource(files, field, None, arguments.skip_broken, backoff)
+    source = sources.FilesSource(files, field, skip_broken=arguments.skip_broken)
     source.check_field()
     if not tokenizer:
         # not on validation's text: at most 6 bytes for each of its tokens

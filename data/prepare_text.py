@@ -103,9 +103,7 @@ def check_encodings(files: list[str], given: str | None) -> None:
     cannot be read.
     """
     problems, shown = [], []
-    for name in files:
-        if name.lower().endswith(ROW_FILES):
-            continue
+    for name in (name for name in files if not name.lower().endswith(ROW_FILES)):
         try:
             text, encoding = decode(name, given)
         except UserError as error:
@@ -147,19 +145,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def find_files(arguments: argparse.Namespace) -> tuple[str, list[str], Path]:
-    """The text's title, its files, and the folder to fill. Raises UserError."""
-    if not arguments.files:
+def find_files(names: list[str]) -> tuple[str, list[str], str]:
+    """The text's title, its files, and a name for the dataset. Raises UserError."""
+    if not names:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
-        files, name = local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
-    else:
-        title, files = " ".join(arguments.files)[:200], local_files(arguments.files, ENDINGS)
-        first = Path(arguments.files[0])
-        name = first.resolve().stem if first.exists() else Path(files[0]).stem
-    if arguments.write:
-        name = arguments.write.stem
-    return title, files, arguments.out or Path("data", name)
+        return title, local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
+    files, first = local_files(names, ENDINGS), Path(names[0])
+    named = first.resolve() if first.exists() else Path(files[0])
+    return " ".join(names)[:200], files, named.stem
 
 
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
@@ -167,14 +161,9 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -
     Write a config file for a dataset of so many tokens for training; own_config.template has the
     rule that its numbers follow. Raises OSError.
     """
-    text = TEMPLATE.read_text("utf-8").format(
-        path=shlex.quote(str(path)),
-        dataset=dataset.as_posix(),
-        out_dir=f"out/{path.stem}",
-        tokenizer=tokenizer,
-        tokens=tokens,
-        is_bytes=tokenizer.kind == "byte",
-    )
+    values = dict(path=shlex.quote(str(path)), out_dir=f"out/{path.stem}", tokens=tokens)
+    values |= dict(dataset=dataset.as_posix(), tokenizer=tokenizer)
+    text = TEMPLATE.read_text("utf-8").format(**values, is_bytes=tokenizer.kind == "byte")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
 
@@ -182,7 +171,8 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     config = arguments.write
-    title, files, out = find_files(arguments)
+    title, files, name = find_files(arguments.files)
+    out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     check_encodings(files, arguments.encoding)
     rows = FilesSource(files, arguments.text_field, arguments.encoding, arguments.skip_broken)

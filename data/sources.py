@@ -40,7 +40,8 @@ FIELD = "text"
 ROWS_PER_READ = 64  # few, as each may be a book
 FIRST_ROWS = 1000  # by which it is judged whether the field is the right one
 MOST_WITHOUT = 0.01  # of the rows may lack it without a warning
-# Seconds to wait while the hub fails, on top of the attempts of the library itself
+# Seconds before a file on the hub that fails is opened again at its row; the library itself has
+# tried several times before
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -221,7 +222,6 @@ class FilesSource:
     field: str = FIELD  # what holds the text in a row of parquet or jsonl
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
     skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
-    backoff: tuple[float, ...] = ()  # seconds before a file that fails is opened again at its row
 
     def __call__(self, file: int, row: int) -> Iterator[Batch]:
         """From a place on. Raises UserError where a line is broken, or the files fail."""
@@ -239,10 +239,10 @@ class FilesSource:
             except UserError:
                 raise
             except Exception as error:  # whatever a network or a damaged file throws
-                if failures == len(self.backoff):
+                if "://" not in name or failures == len(BACKOFF_SECONDS):
                     raise UserError(f"{name}: {reason(error)}") from None
-                warn(f"{name}: {reason(error)}; again in {self.backoff[failures]} s")
-                time.sleep(self.backoff[failures])
+                warn(f"{name}: {reason(error)}; again in {BACKOFF_SECONDS[failures]} s")
+                time.sleep(BACKOFF_SECONDS[failures])
                 failures += 1
                 continue
             file, row = file + 1, 0

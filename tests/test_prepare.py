@@ -601,7 +601,8 @@ def test_a_file_that_fails_midway_is_read_on_at_the_same_row(tmp_path, monkeypat
             left -= 1
 
     monkeypatch.setitem(sources.READERS, f".{form}", failing)
-    batches = list(sources.FilesSource([str(path)], backoff=(0, 0))(0, 37))
+    monkeypatch.setattr(sources, "BACKOFF_SECONDS", (0, 0))
+    batches = list(sources.FilesSource([path.as_uri()])(0, 37))
     assert [text for _, _, rows in batches for text in rows] == texts[37:]
     assert all(rows[0] == str(first) for _, first, rows in batches) and not good_reads
 
