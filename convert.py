@@ -67,8 +67,8 @@ def ckpt_to_hf(source: str, out: str) -> str:
     kind = state["tokenizer"]["kind"]
     if kind not in ("gpt2", "bpe"):
         say(f"tokenizer: Hugging Face has no class for it ({kind}); no tokenizer files written")
-    elif not write_tokenizer(folder, state["tokenizer"], config.block_size):
-        say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
+    else:
+        write_tokenizer(folder, state["tokenizer"], config.block_size)
     trust = ", trust_remote_code=True" if fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
     return state["source"]
@@ -186,10 +186,10 @@ def write_code(folder: Path) -> None:
         (folder / f"nightshift_{path.name}").write_text(code, encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
+def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
     """
     A bpe or gpt2 tokenizer for AutoTokenizer, which adds no token by itself; GPT-2's from the files
-    that tiktoken has or downloads. False if it cannot get them.
+    that tiktoken has or downloads, or none where it cannot.
     """
     from tiktoken.load import read_file_cached
 
@@ -206,13 +206,13 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> bool:
             vocab = read_file_cached(GPT2_FILES + "encoder.json")
             merges = read_file_cached(GPT2_FILES + "vocab.bpe")
         except Exception:  # whatever the network throws
-            return False
+            say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
+            return
         end, settings["tokenizer_class"] = "<|endoftext|>", "GPT2Tokenizer"
         (folder / "vocab.json").write_bytes(vocab)
         (folder / "merges.txt").write_bytes(merges)
     settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    return True
 
 
 # -----------------------------------------------------------------------------
