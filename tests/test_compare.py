@@ -155,6 +155,7 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(tmp_path, script):
     assert figures["step_ms_p95"] < 3911  # 23,900 and 32,145 are evaluation and compilation
     assert figures["hours"] == pytest.approx((20 + 801 * 3.9) / 3600, rel=1e-3)
     assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
+    assert figures["tokens"] == 801 * 524_288
 
 
 def test_parameters_are_those_that_nanogpt_counted(tmp_path, script):
@@ -242,6 +243,12 @@ def test_a_log_of_the_cpu_is_not_given_a_cards_name_and_peak(tmp_path, script):
     figures = compare_runs(script, log, "--gpu=4070")["runs"]["old"]
     # nanoGPT uses autocast on CUDA only
     assert (figures["device"], figures["dtype"], figures["mfu"]) == ("cpu", "float32", None)
+
+
+def test_a_card_whose_peak_is_not_certain_gives_no_mfu(tmp_path, script):
+    log = write_notes_logs(tmp_path)[0]
+    code, _, err = script(compare.main, log, "--gpu=RTX 2070 SUPER")  # it has no bfloat16
+    assert code == 2 and "the bfloat16 peak of RTX 2070 SUPER is not certain" in err
 
 
 def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path, script):
