@@ -77,8 +77,10 @@ class Row:
         known = [(value, name) for value, name in pairs if value is not None]
         if self.word in ("", "not comparable"):
             return self.word
-        if self.word == "differs" or len(known) < 2:
+        if self.word == "differs":
             return self.word if len({value for value, _ in known}) > 1 else ""
+        if len(known) < 2:
+            return ""
         (best, name), (second, _) = sorted(known, reverse=self.word not in LOWEST_IS_BEST)[:2]
         if self.word == "lower":
             lower = second - best
@@ -198,7 +200,8 @@ def open_run(path: Path, gpu: str | None) -> Run:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
-    on_a_card = run.config.get("device") not in (None, "cpu", "mps") and run.start.get("dtype")
+    device = run.start.get("device_type", run.config.get("device"))
+    on_a_card = device not in (None, "cpu", "mps") and run.start.get("dtype")
     if gpu and on_a_card and not np.isfinite(run.step["mfu"]).any():
         set_mfu(run, gpu)
     return run
@@ -230,7 +233,8 @@ def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
             run.name = str(path)
         if "dataset" in run.config:
             name = Path(run.config["dataset"]).name
-            tokens = run.start.get("data_fingerprint") or name
+            # a stream's fingerprint is that of its validation
+            tokens = not run.config.get("stream") and run.start.get("data_fingerprint") or name
             run.config["dataset"] = datasets.setdefault(tokens, name)
     return runs
 
@@ -243,6 +247,8 @@ def collect_warnings(runs: list[Run]) -> list[str]:
     logs = [run for run in runs if run.start.get("program") == "nanoGPT"]
     for run in runs:
         if not logs or run in logs or (run.iterations or 0) >= SHORT_RUN:
+            continue
+        if any(run.config.get(k) != logs[0].config.get(k) for k in ("model", "dataset")):
             continue
         # what a start says of itself was in use, whatever the configuration asked for
         ours, theirs = (r.config | r.start for r in (run, logs[0]))

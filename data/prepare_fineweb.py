@@ -61,22 +61,27 @@ def main(argv: list[str]) -> None:
             revision = begun["revision"]  # the dataset may have changed on the hub since
         files, revision = sources.hub_files(arguments.dataset, arguments.name, revision)
     source = sources.FilesSource(files, field, skip_broken=arguments.skip_broken)
-    source.check_field()
+    sources.check_field(source)
     if not tokenizer:
         # not on validation's text: at most 6 bytes for each of its tokens
-        texts = (text for _, _, texts in source(0, 0) for text in texts)
+        texts = (row for _, _, rows in source(0, 0) for row in rows if isinstance(row, str))
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * arguments.val_tokens)
-    # the usual field as earlier versions: without it
-    settings = {} if field == sources.FIELD else dict(text_field=field)
-    expected_tokens = arguments.tokens + arguments.val_tokens
-    plan = Plan(out, title, files, tokenizer, expected_tokens, settings, revision)
-    plan.train_tokens, plan.val_tokens = arguments.tokens, arguments.val_tokens
-    plan.shard_tokens = arguments.shard_tokens
+    plan = Plan(
+        folder=out,
+        source=title,
+        files=files,
+        tokenizer=tokenizer,
+        expected_tokens=0 if follower else arguments.tokens + arguments.val_tokens,
+        settings=dict(text_field=field),
+        revision=revision,
+        val_tokens=arguments.val_tokens,
+        train_tokens=None if follower else arguments.tokens,
+        shard_tokens=arguments.shard_tokens,
+        hint="give more text, or a lower --val_tokens",
+    )
     if follower:
-        plan.train_tokens, plan.expected_tokens = None, 0
         plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
     manifest = prepare(plan, source, arguments.workers, follower)
-    source.report()
     say_what_it_holds(out, manifest)
 
 

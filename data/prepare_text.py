@@ -30,16 +30,24 @@ if __name__ == "__main__":
 
 from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
 from data.shards import PREPARED_ON_DEMAND
-from data.sources import FIELD, ROW_FILES, Batch, FilesSource, decode, local_files
+from data.sources import (
+    FIELD,
+    ROW_FILES,
+    TEXT_FILES,
+    FilesSource,
+    LeftOut,
+    RowBatch,
+    check_field,
+    decode,
+    local_files,
+)
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
 from data.writer import Plan, prepare, say_what_it_holds, tokens_of
 
-ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
 PIECES = 16  # of long documents make up validation: more than one subject, or language
-# What changes the dataset; its manifest holds what is not as here
-USUAL = dict(val_fraction=0.05, encoding=None, text_field=FIELD)
+SETTINGS = ("val_fraction", "encoding", "text_field")  # that change the dataset
 MOST_NAMES = 10  # of files that are printed
 LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # or of a config that is written
@@ -61,27 +69,29 @@ class OwnText:
         """Reads everything once, to know its size. Raises UserError."""
         self.files, self.fraction = files, fraction
         self.characters = self.bytes = self.documents = 0
-        for text in (text for _, _, texts in files(0, 0) for text in texts if text):
+        for text in (row for _, _, rows in files(0, 0) for row in rows if isinstance(row, str)):
             self.characters += len(text)
             self.bytes += len(text.encode(errors="replace"))
-            self.documents += 1
+            self.documents += bool(text)
 
-    def __call__(self, file: int, row: int) -> Iterator[Batch]:
+    def __call__(self, file: int, row: int) -> Iterator[RowBatch]:
         owed, piece = 0.0, self.fraction * self.characters / PIECES
         # also to continue from the beginning: what is owed follows from all that came before
-        for number, first, texts in self.files(0, 0):
-            parts = []
-            for text in texts:
-                text = text or ""
+        for number, first, rows in self.files(0, 0):
+            divided = []
+            for text in rows:
+                if not text or isinstance(text, LeftOut):
+                    divided.append(text or ("", ""))
+                    continue
                 owed += self.fraction * len(text)
                 at = len(text)
-                if text and owed >= piece:
+                if owed >= piece:
                     at = begin_of_end(text, int(owed))
                     owed -= len(text) - at
-                parts.append((text[:at], text[at:]))
-            if (number, first + len(parts)) > (file, row):
+                divided.append((text[:at], text[at:]))
+            if (number, first + len(divided)) > (file, row):
                 done = max(row - first, 0) if number == file else 0
-                yield number, first + done, parts[done:]
+                yield number, first + done, divided[done:]
 
 
 def begin_of_end(text: str, length: int) -> int:
@@ -103,7 +113,7 @@ def check_encodings(files: list[str], given: str | None) -> None:
     cannot be read.
     """
     problems, shown = [], []
-    for name in (name for name in files if not name.lower().endswith(ROW_FILES)):
+    for name in (name for name in files if name.lower().endswith(TEXT_FILES)):
         try:
             text, encoding = decode(name, given)
         except UserError as error:
@@ -129,12 +139,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="the folder to make (default: data/NAME, as the config or text)")
     add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
-    add("--val_fraction", type=float, help="validation's share (default: %(default)s)")
+    add(
+        "--val_fraction", type=float, default=0.05, help="validation's share (default: %(default)s)"
+    )
     add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
-    add("--text_field", help="of rows: what holds the text (default: %(default)s)")
+    add("--text_field", default=FIELD, help="of rows: what holds it (default: %(default)s)")
     add("--skip_broken", action="store_true", help="leave out lines that are no JSON object")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
-    parser.set_defaults(**USUAL)
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
@@ -151,7 +162,7 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
         return title, local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
-    files, first = local_files(names, ENDINGS), Path(names[0])
+    files, first = local_files(names, TEXT_FILES + ROW_FILES), Path(names[0])
     named = first.resolve() if first.exists() else Path(files[0])
     return " ".join(names)[:200], files, named.stem
 
@@ -176,20 +187,26 @@ def main(argv: list[str]) -> None:
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     check_encodings(files, arguments.encoding)
     rows = FilesSource(files, arguments.text_field, arguments.encoding, arguments.skip_broken)
-    rows.check_field()
+    check_field(rows)
     source = OwnText(rows, arguments.val_fraction)
-    rows.report()
     if not tokenizer:
         # on what is for training
-        texts = (text for _, _, parts in source(0, 0) for text, _ in parts)
+        rows = (row for _, _, rows in source(0, 0) for row in rows)
+        texts = (row[0] for row in rows if not isinstance(row, LeftOut))
         tokenizer = train_bpe(arguments.tokenizer, texts, total=source.bytes)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
-    expected_tokens = source.bytes // bytes_per_token + source.documents
-    given = {key: vars(arguments)[key] for key in USUAL if vars(arguments)[key] != USUAL[key]}
-    plan = Plan(out, title, files, tokenizer, expected_tokens, given)
-    plan.least_tokens = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
-    least = 100 * math.ceil(plan.least_tokens / arguments.val_fraction / 100)
-    plan.hint = f"give more text, about {least:,} tokens in all"
+    least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
+    least_in_all = 100 * math.ceil(least / arguments.val_fraction / 100)
+    plan = Plan(
+        folder=out,
+        source=title,
+        files=files,
+        tokenizer=tokenizer,
+        expected_tokens=source.bytes // bytes_per_token + source.documents,
+        settings={key: vars(arguments)[key] for key in SETTINGS},
+        least_tokens=least,
+        hint=f"give more text, about {least_in_all:,} tokens in all",
+    )
     manifest = prepare(plan, source, arguments.workers)
     if config:
         write_config(config, out, tokenizer, tokens_of(manifest)["train"])

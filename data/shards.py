@@ -155,7 +155,7 @@ class Dataset:
     @property
     def bytes_per_token(self) -> float | None:
         """UTF-8 bytes of the validation text per token of it; None where nobody has counted."""
-        val = [shard for name, shard in self.listed.items() if split_of(name) == "val"]
+        val = [self.listed[shard.path.name] for shard in self.val.shards if self.listed]
         if not val or not all("bytes" in shard for shard in val):
             return None
         return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)

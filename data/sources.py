@@ -2,8 +2,8 @@
 Where text comes from: documents out of parquet, jsonl and text files, here or on the hub.
 
 A source is a function of a place, (file number, row in that file). It yields what comes from there
-on in batches: file number, row of the batch's first document, and a text for each row, or None
-where there is none.
+on in batches: file number, row of the batch's first document, and for each row its text, None where
+it is empty, or LeftOut where it should have been a text.
 
     READERS        which function reads which kind of file: another kind, such as CSV, goes there
     local_files    which files, in which order
@@ -24,7 +24,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -32,9 +32,18 @@ from tqdm import tqdm
 
 from common.console import UserError, raise_if_any, say, warn
 
-Rows = list[str | tuple[str, str] | None]  # a tuple: (for training, for validation)
-Batch = tuple[int, int, Rows]
-Source = Callable[[int, int], Iterator[Batch]]
+
+@dataclass
+class LeftOut:
+    """A row that is left out, and of which people are told."""
+
+    kind: str  # "no text" or "broken"
+    problem: str
+
+
+Row = str | tuple[str, str] | None | LeftOut  # a tuple: (for training, for validation)
+RowBatch = tuple[int, int, list[Row]]
+Source = Callable[[int, int], Iterator[RowBatch]]
 
 FIELD = "text"
 ROWS_PER_READ = 64  # few, as each may be a book
@@ -91,8 +100,8 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        raise UserError(f"{dataset}: {reason(error)}; or give local files with --source") from None
-    if not files or not all(file.endswith(ROW_FILES) for file in files):
+        raise UserError(f"{dataset}: {reason(error)}; or give local files") from None
+    if not files or not all(file.endswith(HUB_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
 
@@ -185,10 +194,6 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
             at = getattr(error, "start", 0)  # some multi-byte codecs do not say
             line = 1 + content[:at].count(b"\n")
             problems.append(f"line {line:,} is not {encoding}: {content[at : at + 8]!r}")
-            replaced = content.decode(own, errors="replace")
-            # most letters are UTF-8: another encoding might read the file, and get all wrong
-            if sum(char > "\x7f" for char in replaced) > 2 * replaced.count("\ufffd"):
-                break
             continue
         controls = len(CONTROLS.findall(text))
         if controls <= 5 + MOST_CONTROLS * len(text):
@@ -201,14 +206,12 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
 
 
 # What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
-# csv.DictReader, and name it here; data/prepare_text.py lists which kinds it takes from a folder.
-READERS = {
-    ".parquet": read_parquet,
-    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst"), read_jsonl),
-    **dict.fromkeys((".json", ".json.gz", ".json.zst"), read_jsonl),
-    **dict.fromkeys((".txt", ".md", ".py"), read_text),
-}
-ROW_FILES = tuple(ending for ending in READERS if READERS[ending] is not read_text)
+# csv.DictReader, and add ".csv" to ROW_FILES and to READERS.
+TEXT_FILES = (".txt", ".md", ".py")
+ROW_FILES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # elsewhere .json is often one object
+READERS = dict.fromkeys(HUB_FILES, read_jsonl) | dict.fromkeys(TEXT_FILES, read_text)
+READERS[".parquet"] = read_parquet
 
 # -----------------------------------------------------------------------------
 # Reading many files
@@ -216,24 +219,22 @@ ROW_FILES = tuple(ending for ending in READERS if READERS[ending] is not read_te
 
 @dataclass
 class FilesSource:
-    """Files as a source. It counts what it leaves out, anew at each call."""
+    """Files as a source."""
 
     files: list[str]
     field: str = FIELD  # what holds the text in a row of parquet or jsonl
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
     skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
 
-    def __call__(self, file: int, row: int) -> Iterator[Batch]:
+    def __call__(self, file: int, row: int) -> Iterator[RowBatch]:
         """From a place on. Raises UserError where a line is broken, or the files fail."""
-        self.rows = self.without = self.broken = failures = 0
-        self.first_without = self.first_broken = ""
+        failures = 0
         while file < len(self.files):
             name = self.files[file]
             read = next(READERS[ending] for ending in READERS if name.lower().endswith(ending))
             try:
                 for first, found in read(name, row, self.field, self.encoding):
-                    texts = [self.to_text(name, number, x) for number, x in enumerate(found, first)]
-                    yield file, first, texts
+                    yield file, first, [self.to_row(name, n, x) for n, x in enumerate(found, first)]
                     row = first + len(found)
                     failures = 0
             except UserError:
@@ -247,42 +248,43 @@ class FilesSource:
                 continue
             file, row = file + 1, 0
 
-    def to_text(self, name: str, row: int, found: str | None | dict | ValueError) -> str | None:
-        """The text of what a reader has found in a row. Counts what is none. Raises UserError."""
+    def to_row(self, name: str, row: int, found: str | None | dict | ValueError) -> Row:
+        """A row of the source out of what a reader has found. Raises UserError."""
         if isinstance(found, ValueError):
             problem = f"{name}: line {row + 1:,} is no JSON object ({found})"
             if not self.skip_broken:
                 raise UserError(f"{problem}; mend it, or prepare with --skip_broken")
-            self.broken += 1
-            self.first_broken = self.first_broken or problem
-            return None
-        self.rows += found is not None
+            return LeftOut("broken", problem)
         if isinstance(found, dict):
-            self.without += 1
-            where = f"{name}: row {row + 1:,}"
-            self.first_without = self.first_without or no_text(where, self.field, found)
-            return None
+            return LeftOut("no text", no_text(f"{name}: row {row + 1:,}", self.field, found))
         return found
 
-    def check_field(self) -> None:
-        """Read the first rows. Raises UserError where most have no text in the field."""
-        for _ in self(0, 0):
-            if self.rows >= FIRST_ROWS:
-                break
-        if 2 * self.without > self.rows:
-            raise UserError(self.describe_without())
 
-    def report(self) -> None:
-        """Say what the last reading has left out."""
-        if self.without > MOST_WITHOUT * self.rows:
-            warn(f"{self.describe_without()}; these rows are left out")
-        if self.broken:
-            say(f"skipped: {self.broken:,} broken lines; the first: {self.first_broken}")
+def check_field(source: FilesSource) -> None:
+    """
+    Read the first rows of parquet and jsonl. Raises UserError where most have no text in the field.
+    """
+    files = [name for name in source.files if not name.lower().endswith(TEXT_FILES)]
+    batches = replace(source, files=files)(0, 0)
+    rows = list(islice((row for _, _, rows in batches for row in rows), FIRST_ROWS))
+    without = [row for row in rows if isinstance(row, LeftOut) and row.kind == "no text"]
+    if 2 * len(without) > len(rows):
+        raise UserError(f"{share(len(without), len(rows))} hold no text: {without[0].problem}")
 
-    def describe_without(self) -> str:
-        share = self.without / self.rows
-        rows = f"{self.without:,} of {self.rows:,} rows ({share:.1%})"
-        return f"{rows} hold no text: {self.first_without}"
+
+def report(left_out: dict) -> bool:
+    """Say what a manifest's `left_out` counts, where it is much. Returns whether it is."""
+    has_many = left_out["no text"] > MOST_WITHOUT * left_out["rows"]
+    if has_many:
+        held = share(left_out["no text"], left_out["rows"])
+        warn(f"{held} hold no text and are left out: {left_out['first no text']}")
+    if left_out["broken"]:
+        say(f"skipped: {left_out['broken']:,} broken lines; the first: {left_out['first broken']}")
+    return has_many
+
+
+def share(part: int, rows: int) -> str:
+    return f"{part:,} of {rows:,} rows ({part / rows:.1%})"
 
 
 def no_text(where: str, field: str, fields: dict) -> str:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ SHARD_TOKENS = 2**22  # one to three seconds of work for a thread
 TOKENS_AHEAD = 2**25  # that are prepared before they are needed
 CHECKED = "checked"  # a line of the preparation
 MOMENT = 0.1  # seconds between two looks at the folder
+RESUME = "--init_from=resume continues the run"
 PATIENCE = 30  # seconds of waiting after which a line says so
 
 # -----------------------------------------------------------------------------
@@ -51,9 +53,11 @@ class Stream:
         self.folder, self.block_size = folder, block_size
         self.preparing: subprocess.Popen | None = None  # of rank 0: the process that fills it
         self.data: Dataset | None = None  # as far as it has been seen
-        self.closed = False
+        self.in_use = self.closed = False
         self.checked = True  # whether what is there is of this source
         self.problems: list[str] = []  # error lines of the preparation
+        self.before: list[str] = []  # shards_read() of the checkpoint that is resumed
+        self.readings = 0  # of all the source
 
     def start(self, config: Config, held_out: int) -> None:
         """
@@ -61,7 +65,11 @@ class Stream:
         has held out. It ends when this process does, in whatever way.
         """
         if (self.folder / "manifest.json").exists():
-            held_out = read_manifest(self.folder)["val_tokens"]
+            there = read_manifest(self.folder)["val_tokens"]
+            if there < held_out:
+                fewer = f"evaluations read {there:,} tokens, not {held_out:,}"
+                warn(f"eval_tokens: {fewer}: {self.folder} has held out no more")
+            held_out = there
         flags = dict(source=config.dataset)
         if re.fullmatch(HUB_NAME, config.dataset) and not glob.glob(config.dataset):
             flags["dataset"], _, flags["name"] = flags.pop("source").partition(":")
@@ -74,23 +82,25 @@ class Stream:
         self.listener.start()
 
     def listen(self) -> None:
-        """Pass on the warnings of the preparation, and keep its errors."""
+        """Pass on the warnings of the preparation, and keep its errors, which may matter later."""
         for line in self.preparing.stderr:
             text = line.decode(errors="replace").rstrip()
             if text == CHECKED:
                 self.checked = True
             elif text.startswith("error: "):
                 self.problems.append(text.removeprefix("error: "))
+                if self.in_use and not self.closed:
+                    problem = self.problems[-1].partition(f"; {CONTINUE}")[0]
+                    warn(f"{problem}; the run goes on to the last shard")
             else:
                 complain(text)
 
-    def look(self, wanted: int) -> bool:
+    def look(self, wanted: int, mend: str = CONTINUE) -> bool:
         """
         Look at the folder. Whether it has as many tokens for training as are `wanted`, or all that
-        the source has. Raises RunError where they will never be there.
+        the source has. Raises RunError, which ends in `mend`, where they will never be there.
         """
         has_ended = self.preparing and self.preparing.poll() is not None
-        self.ask(wanted)
         manifest = self.folder / "manifest.json"
         if manifest.exists():
             seen = [*self.data.train.shards, *self.data.val.shards] if self.data else []
@@ -102,12 +112,9 @@ class Stream:
         ready = self.checked and self.holds(wanted)
         if has_ended and not ready:
             self.listener.join(timeout=1)
-            code = self.preparing.returncode
-            lines = self.problems or [
-                f"the preparation of {self.folder} ended ({code}); {CONTINUE}"
-            ]
-            resume = "--init_from=resume continues the run"
-            raise RunError(*(line.replace(CONTINUE, resume) for line in lines))
+            ended = f"the preparation of {self.folder} has ended ({self.preparing.returncode})"
+            lines = self.problems or [f"{ended}; {CONTINUE}"]
+            raise RunError(*(line.replace(CONTINUE, mend) for line in lines))
         return ready
 
     def holds(self, tokens: int) -> bool:
@@ -126,8 +133,9 @@ class Stream:
         them. Raises RunError where they will never be there.
         """
         wanted, began = (first + count) * self.block_size + 1, time.monotonic()
+        self.in_use = True
         self.ask(wanted)
-        while not (self.holds(wanted) or self.look(wanted)):
+        while not (self.holds(wanted) or self.look(wanted, RESUME)):
             if self.closed:
                 raise RunError()  # nobody waits for it any more
             if time.monotonic() - began > PATIENCE:
@@ -135,9 +143,29 @@ class Stream:
                 prepared = len(self.data.train)
                 say(f"data: {prepared:,} tokens are prepared, waiting for {wanted:,}")
             time.sleep(MOMENT)
+        self.check_before()
         windows = (len(self.data.train) - 1) // self.block_size
+        readings = (first + count - 1) // windows
+        if readings > self.readings:
+            self.readings = readings
+            again = f"all {len(self.data.train):,} training tokens of {self.data.source}"
+            say(f"data: {again} have been read {readings} times; again from the beginning")
         begins = [n % windows * self.block_size for n in range(first, first + count)]
         return self.data.train.read_windows(begins, self.block_size + 1)
+
+    def shards_read(self, sequences: int) -> list[str]:
+        """The SHA-256 of each shard that the first so many sequences have tokens of."""
+        train = self.data.train
+        last = bisect.bisect_left(train.ends, sequences * self.block_size)
+        return [self.data.listed[shard.path.name]["sha256"] for shard in train.shards[: last + 1]]
+
+    def check_before(self) -> None:
+        """Raises RunError where the shards are not those that the resumed run was trained on."""
+        listed = [self.data.listed[shard.path.name]["sha256"] for shard in self.data.train.shards]
+        if listed[: len(self.before)] != self.before:
+            other = f"dataset: the text in {self.folder} is not what the run was trained on so far"
+            raise RunError(f"{other}; restore its source, or start a new run in another --out_dir")
+        self.before = []
 
     def close(self) -> None:
         self.closed = True
@@ -145,15 +173,18 @@ class Stream:
             self.preparing.kill()
 
 
-def open_stream(config: Config, ranks) -> Dataset:
+def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
     """
     Have the source that config.dataset names prepared (files, a folder, a pattern, or
     ORG/NAME[:CONFIG] on the hub), and wait for what evaluations read: the first documents for
-    validation, and the first shards for training. All ranks take part. Raises UserError.
+    validation, and the first shards for training. `before` is shards_read() of a checkpoint. All
+    ranks take part. Raises UserError.
     """
     held_out = max(config.eval_size, config.block_size + 1)
     stream = Stream(streamed_folder(config), config.block_size)
+    stream.before = [*before]
     ranks.from_main(stream.start, config, held_out)
+    stream.ask(held_out)
     ready = False
     while not ready:
         try:
@@ -161,13 +192,24 @@ def open_stream(config: Config, ranks) -> Dataset:
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(MOMENT)
-    seen = (stream.folder / "manifest.json").exists()
-    ranks.check_same(str(stream.folder), seen, "several machines need one shared folder for it")
-    while not stream.look(held_out):  # a network's folder may show rank 0's files a little later
+    check_shared(stream.folder / "lock", ranks)
+    while not stream.look(held_out):
         time.sleep(MOMENT)
     if ranks.is_main:
-        check_room(config, stream)
+        check_room(config, stream, held_out)
     return describe(config.dataset, stream, held_out)
+
+
+def check_shared(file: Path, ranks) -> None:
+    """Raises UserError on all ranks where rank 0's file is not the one that all of them see."""
+    ranks.from_main(file.touch)
+    began, changed = time.monotonic(), []
+    # a network's folder shows a change a little later
+    while len(set(changed)) != 1 and ranks.max(time.monotonic() - began)[0] < PATIENCE:
+        changed = ranks.gather(file.stat().st_mtime_ns if file.exists() else None)
+        time.sleep(MOMENT)
+    mend = "several machines need one shared folder for a stream"
+    ranks.check_same(f"{file} was changed at", changed[ranks.rank], mend)
 
 
 def streamed_folder(config: Config) -> Path:
@@ -176,13 +218,14 @@ def streamed_folder(config: Config) -> Path:
     return Path("data", "streamed", name[-100:])
 
 
-def check_room(config: Config, stream: Stream) -> None:
+def check_room(config: Config, stream: Stream, held_out: int) -> None:
     """Say what the stream will take on the disk; a warning where there is no room for it."""
     needed = ""
     if not config.by_clock:
-        tokens = config.iter_tokens * config.max_iters
-        needed = f", at most {2 * tokens / 1e9:.3g} GB in this run"
-        if lacks := lack_of_space(stream.folder, 2 * (tokens - len(stream.data.train))):
+        most = held_out + config.iter_tokens * config.max_iters + TOKENS_AHEAD + SHARD_TOKENS
+        needed = f", at most {2 * most / 1e9:.3g} GB in this run"
+        there = len(stream.data.train) + len(stream.data.val)
+        if lacks := lack_of_space(stream.folder, 2 * (most - there)):
             warn(f"{lacks}; the run will end there with a checkpoint, and can be resumed")
     say(f"stream: {stream.folder} takes 2 bytes a token{needed}")
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from common.console import RunError, UserError, complain, say, warn
 from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, split_of, write_shard
-from data.sources import Batch, Source
+from data.sources import LeftOut, RowBatch, Source, report
 from data.tokenizer import Tokenizer
 
 SPARE_BYTES = 50_000_000  # left free on the disk
@@ -49,7 +49,7 @@ class Plan:
 
     folder: Path
     source: str  # as the user named it
-    files: list[str]  # that it is read from, in order; local ones must not change meanwhile
+    files: list[str]  # that it is read from, in order
     tokenizer: Tokenizer
     expected_tokens: int  # both splits; for the disk space and the progress bar
     settings: dict  # flags that change what is written
@@ -58,7 +58,7 @@ class Plan:
     train_tokens: int | None = None  # None: all there are
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # of each split
-    hint: str = "give more text, or a lower --val_tokens"  # where a split has fewer
+    hint: str = "give more text"  # where a split has fewer
 
     def must_agree(self) -> dict:
         """What must be the same for a preparation to continue."""
@@ -66,8 +66,8 @@ class Plan:
         same |= dict(revision=self.revision, tokenizer=self.tokenizer.kind)
         same |= dict(vocab=self.tokenizer.vocab, eot=self.tokenizer.eot)
         if self.tokenizer.kind == "bpe":
-            json = self.tokenizer.spec["json"]
-            same["tokenizer_sha256"] = hashlib.sha256(json.encode()).hexdigest()
+            spec = self.tokenizer.spec["json"]
+            same["tokenizer_sha256"] = hashlib.sha256(spec.encode()).hexdigest()
         same |= dict(val_tokens=self.val_tokens, train_tokens=self.train_tokens)
         return same | dict(shard_tokens=self.shard_tokens, **self.settings)
 
@@ -75,7 +75,7 @@ class Plan:
 def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> dict:
     """
     Fill plan.folder from the source, or continue where an earlier start stopped; `workers` threads
-    tokenise. Returns the manifest. Raises UserError.
+    tokenise. Returns the manifest. Raises UserError, and RunError for what goes wrong meanwhile.
 
     With a stream.Follower a training run reads the shards meanwhile: this waits before each one
     until it is wanted. Where another preparation is writing to the folder, it waits for its end.
@@ -84,12 +84,13 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
     if follower:
         follower.checked()
     plan.folder.mkdir(parents=True, exist_ok=True)
+    locked = False
     try:
         with open(plan.folder / "lock", "ab") as lock:
-            while not try_lock(lock):
+            while not (locked := try_lock(lock)):
                 if not follower:
                     problem = f"{plan.folder}: another preparation is writing to it"
-                    raise UserError(f"{problem}; wait for that one, or choose another --out")
+                    raise UserError(f"{problem}; wait for that one, or choose another folder")
                 time.sleep(1)
             manifest = begin_or_continue(plan)
             if manifest["complete"]:
@@ -103,7 +104,7 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
         path = error.filename or plan.folder
         raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
     finally:
-        if not (plan.folder / "manifest.json").exists():
+        if locked and not (plan.folder / "manifest.json").exists():
             (plan.folder / "lock").unlink()
             with contextlib.suppress(OSError):  # it holds something else
                 plan.folder.rmdir()
@@ -123,19 +124,23 @@ def check_folder(plan: Plan) -> list[str]:
     if (folder / "manifest.json").exists():
         return check_agrees(plan, read_manifest(folder))
     if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
-        raise UserError(f"{folder}: holds files of another program; choose another --out")
+        raise UserError(f"{folder}: holds files of another program; choose another folder")
     # a token takes 2 bytes
     if lacks := lack_of_space(folder, 2 * plan.expected_tokens + SPARE_BYTES):
-        raise UserError(f"{lacks}; choose another --out, or fewer tokens")
+        raise UserError(f"{lacks}; choose another folder, or fewer tokens")
     return []
 
 
 def check_agrees(plan: Plan, found: dict) -> list[str]:
-    """The same, where `found` is the folder's manifest."""
+    """
+    Raises UserError where the folder's manifest, `found`, is of other text or flags. Returns the
+    files of the source that have changed since.
+    """
     asked, then, now = plan.must_agree(), found.get("files", {}), stamps(plan.files)
     differs = [key for key in asked if found.get(key) != asked[key]]
     if [*then] != [*now]:
-        differs += [f"{name} is new or missing" for name in sorted({*then} ^ {*now})[:1]]
+        names = sorted({*then} ^ {*now})
+        differs.append(f"{names[0]} is new or missing" if names else "the order of the files")
     changed = [name for name in then if then[name] != now.get(name)]
     if changed and found["complete"]:
         differs.append(f"{changed[0]} has changed")
@@ -143,7 +148,7 @@ def check_agrees(plan: Plan, found: dict) -> list[str]:
         differs = ["an earlier version has made it"]
     if differs:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
-        raise UserError(f"{plan.folder}: {problem}; choose another --out, or delete that folder")
+        raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
     return changed
 
 
@@ -155,8 +160,11 @@ def begin_or_continue(plan: Plan) -> dict:
         warn(f"{name}: has changed since the preparation began; what is in shards stays")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
+        if not manifest["complete"]:
+            say(f"{folder}: continuing after {len(manifest['shards'])} shards")
     else:
         manifest = plan.must_agree() | dict(files=stamps(plan.files), complete=False, shards=[])
+        manifest |= dict(left_out={"rows": 0, "no text": 0, "broken": 0})
         manifest["next"] = dict(file=0, row=0)
         write_manifest(folder, manifest)
     own_json = folder / "tokenizer.json"
@@ -221,8 +229,9 @@ class Part:
 
 
 def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follower: Any) -> None:
-    """Write what comes after the finished shards. Raises UserError."""
+    """Write what comes after the finished shards. Raises UserError and RunError."""
     totals, most, place = tokens_of(manifest), plan.train_tokens or math.inf, manifest["next"]
+    told = False
     documents = encode(source(place["file"], place["row"]), plan.tokenizer, workers)
     # disable=None: shown on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
@@ -237,26 +246,35 @@ def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follo
                     follower.wait(totals["train"])
             if plan.val_tokens == 0:
                 room |= dict(val=plan.shard_tokens)
-            parts, place = take(documents, room, bar)
+            parts, place = take(documents, room, manifest["left_out"], bar)
             if not place:
                 break
             for split in [*parts]:  # each gone from memory before the next one is filled
                 write_part(plan, manifest, split, parts.pop(split))
             manifest["next"] = place
             write_manifest(plan.folder, manifest)
+            if follower and not told:  # the run may end before the source does
+                told = report(manifest["left_out"])
             totals = tokens_of(manifest)
     documents.close()  # ends the threads
     finish(plan, manifest, totals)
 
 
-def take(documents: Iterator, room: dict[str, int], bar: tqdm) -> tuple[dict[str, Part], dict]:
+def take(
+    documents: Iterator, room: dict[str, int], left_out: dict, bar: tqdm
+) -> tuple[dict[str, Part], dict]:
     """
     The next documents, until one split has no room for another; and the place behind them in the
-    source. None, and no place, where the source has ended.
+    source, {} where it had ended. Rows are counted in `left_out`.
     """
     parts, place = {split: Part() for split in room}, {}
     for file, row, texts in documents:
         place = dict(file=file, row=row + 1)
+        left_out["rows"] += 1
+        if isinstance(texts, LeftOut):
+            left_out[texts.kind] += 1
+            left_out.setdefault(f"first {texts.kind}", texts.problem)
+            continue
         for part, (tokens, size) in zip(parts.values(), texts, strict=True):
             part.tokens += tokens
             part.documents += bool(tokens)
@@ -280,6 +298,7 @@ def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
 def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
     """The source has ended, or there are enough. Raises UserError where a split has too few."""
     folder = plan.folder
+    report(manifest["left_out"])
     if min(totals.values()) < plan.least_tokens:
         # leave nothing that looks like a dataset; who reads along looks at the manifest first
         names = [shard["name"] for shard in manifest["shards"]]
@@ -295,12 +314,12 @@ def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
     write_manifest(folder, manifest)
 
 
-def encode(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int) -> Iterator[tuple]:
+def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> Iterator[tuple]:
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields file, row and,
-    for each part of the row, its tokens as bytes and the bytes of its text. Reads so far ahead that
-    the threads stay busy while the source downloads or a shard is written, and not so far that
-    memory grows with the source. Raises RunError where the source fails.
+    for each part of the row, its tokens as bytes and the bytes of its text; or LeftOut. Reads so
+    far ahead that the threads stay busy while the source downloads or a shard is written, and not
+    so far that memory grows with the source. Raises RunError where the source or a text fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending = deque()
@@ -318,12 +337,14 @@ def encode(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int) -> Iter
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(batch: Batch, tokenizer: Tokenizer) -> list[tuple]:
+def encode_batch(batch: RowBatch, tokenizer: Tokenizer) -> list[tuple]:
     file, first, rows = batch
     documents = []
     for row, texts in enumerate(rows, first):
-        texts = texts if isinstance(texts, tuple) else (texts,)
-        documents.append((file, row, [encode_document(text, tokenizer) for text in texts]))
+        if not isinstance(texts, LeftOut):
+            texts = texts if isinstance(texts, tuple) else (texts,)
+            texts = [encode_document(text, tokenizer) for text in texts]
+        documents.append((file, row, texts))
     return documents
 
 

@@ -21,7 +21,8 @@ NANOGPT_DEFAULTS |= dict.fromkeys(("dtype", "pad_vocab_multiple", "eval_tokens")
 N = r"-?(?:[\d.]+|nan|inf)"
 STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms", re.MULTILINE)
 EVAL = re.compile(rf"^step (\d+): train loss {N}, val loss ({N})", re.MULTILINE)
-SETTING = re.compile(r"^(Overriding: )?(\w+) *= *([^#\n]+?) *(?:#.*)?$", re.MULTILINE)
+SETTING = re.compile(r"(Overriding: )?(\w+) *= *([^#=]+?) *(?:#.*)?")
+ASSIGNED = re.compile(r"([^#(]*)(?<![<>!=])=(?!=)")  # what stands left of the last = of a line
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the one kind of formula in nanoGPT's config files
 
 
@@ -37,7 +38,7 @@ def read_nanogpt_log(path: Path) -> Run:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
     warnings, (config, unknown) = [], read_settings(text)
     if unknown:
-        lines = ", ".join(f"{name} = {unknown[name]}" for name in sorted(unknown))
+        lines = ", ".join(dict.fromkeys(unknown.values()))
         warnings.append(f"{path}: no plain value in {lines}; it and what needs it are n/a")
     tokens_per_iter = find_number(r"tokens per iteration will be: ([\d,]+)", text)
     if math.isnan(tokens_per_iter):
@@ -68,19 +69,24 @@ def find_number(pattern: str, text: str) -> float:
 
 def read_settings(text: str) -> tuple[dict, dict[str, str]]:
     """
-    The configuration of the run, None for what is not known, and the keys whose value is computed,
-    such as n_layer = layers. Both are empty where the log prints no configuration: then not even
-    the defaults are certain.
+    The configuration of the run, None for what is not known, and by key the lines whose values are
+    computed, such as n_layer = layers. Both are empty where the log prints no configuration: then
+    not even the defaults are certain.
     """
     printed, unknown, known = {}, {}, NANOGPT_FIELDS | FIELDS
     del known["wandb_run_name"]  # in nanoGPT's config files it holds the time of day
-    for is_flag, key, value in SETTING.findall(text):
-        if key in known:
-            unknown.pop(key, None)
-            try:
+    for line in text.splitlines():
+        match, assigned = SETTING.fullmatch(line), ASSIGNED.match(line)
+        keys = known.keys() & set(re.findall(r"\w+", assigned[1] if assigned else ""))
+        try:
+            if match and match[2] in known:
+                is_flag, key, value = match.groups()
                 printed[key] = read_value(value, known[key], bool(is_flag))
-            except (UserError, ValueError, SyntaxError):
-                unknown[key] = value
+                unknown.pop(key, None)
+                continue
+        except (UserError, ValueError, SyntaxError):
+            pass
+        unknown |= dict.fromkeys(keys, line.strip())
     if not printed and not unknown:
         return {}, {}
     config = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS

@@ -204,6 +204,26 @@ def test_a_config_value_that_is_no_literal_is_n_a_and_said(tmp_path, script):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "n_layer, n_head = 6, 6",
+        "if small:\n    n_layer = 6",
+        "n_head = n_layer = 6",
+        "n_layer += 2",
+        "n_layer: int = 6",
+        "a = 1; n_layer = 6",
+    ],
+)
+def test_a_setting_in_any_form_is_not_taken_for_the_default(line, tmp_path, script):
+    log = write_notes_logs(tmp_path)[0]
+    log.write_text(log.read_text().replace("n_layer = 12", line))
+    run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, n_layer=6, n_head=6)
+    code, out, err = script(compare.main, log, run, "--gpu=4070")
+    assert code == 0 and "no plain value in " in err[0] and line.splitlines()[-1].strip() in err[0]
+    assert row(out, "MFU").split() == ["MFU", "n/a", "50.0%"] and "n_layer" not in out
+
+
+@pytest.mark.parametrize(
     "line", ["device = 'cuda' if torch.cuda.is_available() else 'cpu'", "dtype = best_dtype()"]
 )
 def test_a_card_that_the_log_does_not_tell_has_no_mfu(line, tmp_path, script):
@@ -229,7 +249,7 @@ def test_what_moves_a_short_runs_loss_is_said_with_the_flags_that_make_it_equal(
     beginning = "Overriding: device = cpu\nfound vocab_size = 65 (inside data/meta.pkl)\n"
     log.write_text(beginning + log.read_text())
     dtype, losses = ours.pop("recorded", "bfloat16"), {0: 8.0, iterations: 3.0}
-    run = write_run(tmp_path / "a", 10, losses, dataset="fineweb", **ours)
+    run = write_run(tmp_path / "a", 10, losses, dataset="fineweb", model="gpt2", **ours)
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace('"dtype": "bfloat16"', f'"dtype": "{dtype}"'))
     _, _, err = script(compare.main, log, run)

@@ -114,7 +114,7 @@ def test_common_needs_only_the_standard_library():
 def test_preparing_text_needs_no_torch():
     """Importing torch takes seconds, at each of the commands that prepare data."""
     for file in CODE:
-        if owner(file) == "data" and file not in ("data/loader.py", "data/stream.py"):
+        if owner(file) == "data" and file != "data/loader.py":
             assert not [module for module in imports(file) if module.split(".")[0] == "torch"], file
     code = "import sys, data.prepare_text, data.prepare_fineweb; sys.exit('torch' in sys.modules)"
     process = start_process("-c", code, cold=True)

@@ -131,7 +131,7 @@ def test_the_end_of_a_single_document_is_for_validation_from_a_paragraph_on(tmp_
     from_text(book, f"--out={out}", "--val_fraction=0.25")
     (val,) = validation_of(out, [whole])
     assert val.startswith("paragraph") and 0.25 <= len(val) / len(whole) < 0.3
-    with pytest.raises(UserError, match=r"other text .*\(val_fraction\); choose another --out, or"):
+    with pytest.raises(UserError, match=r"other text .*\(val_fraction\); choose another "):
         from_text(book, f"--out={out}", "--val_fraction=0.5")
     resumed = tmp_path / "resumed"
     with full_disk_at("val_000001.bin"):
@@ -493,7 +493,7 @@ def test_two_preparations_in_one_folder_do_not_touch_each_other(source, straight
     first.send_signal(signal.SIGSTOP)  # in the middle, for as long as the second takes
     second = slow_fineweb(source, out, workers=1)
     message = f"error: {out}: another preparation is writing to it; wait for that one, or"
-    message += " choose another --out\n"
+    message += " choose another folder\n"
     assert second.communicate(timeout=60)[1] == message and second.returncode == 2
     first.send_signal(signal.SIGCONT)
     assert first.wait(60) == 0 and contents(out) == contents(straight)
@@ -717,10 +717,10 @@ def test_a_folder_of_other_data_is_left_alone(bytes_for_tokens, tmp_path):
     fineweb(*flags)
     before = contents(out)
     assert fineweb(*flags) == 0  # nothing to do
-    with pytest.raises(UserError, match=r"\(shard_tokens\); choose another --out, or delete"):
+    with pytest.raises(UserError, match=r"\(shard_tokens\); choose another folder, or delete"):
         fineweb(*flags, "--shard_tokens=1k")
     write_parquet(source, documents(60))
-    with pytest.raises(UserError, match=r"\(.*a.parquet has changed\); choose another --out"):
+    with pytest.raises(UserError, match=r"\(.*a.parquet has changed\); choose another folder"):
         fineweb(*flags)
     (out / "manifest.json").unlink()
     with pytest.raises(UserError, match="holds files of another program"):

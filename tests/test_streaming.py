@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -215,7 +216,8 @@ def test_waiting_for_the_stream_is_said_and_booked_as_data_wait(
         assert step["step_ms"] > step["data_wait_ms"] > 50
     source = stream.open_stream(config_for(folder), Ranks()).stream
     monkeypatch.setattr(stream, "PATIENCE", 0.05)
-    monkeypatch.setattr(source, "look", lambda wanted, looks=[]: looks.append(1) or len(looks) > 3)
+    looks = []
+    monkeypatch.setattr(source, "look", lambda *_: looks.append(1) or len(looks) > 3)
     source.data.complete = False
     read(source, 10**6, 1)
     assert re.search(r"data: [\d,]+ tokens are prepared, waiting for 32", capsys.readouterr().out)
@@ -406,7 +408,7 @@ def test_without_a_network_one_line_names_the_way_out(work, tmp_path):
     options = flags("org/name:small", tmp_path / "out", **STREAM)
     code, _, stderr = run_process(str(ROOT / "train.py"), *options, cwd=work, **nowhere)
     assert code == 2 and stderr.count("\n") == 1, stderr
-    assert "give local files with --source" in stderr and not (tmp_path / "out").exists()
+    assert "give local files" in stderr and not (tmp_path / "out").exists()
 
 
 def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script):
@@ -417,8 +419,9 @@ def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, 
     options = STREAM | dict(batch_size=16)
     options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
     code, _, lines = script(train.main, *flags(source, tmp_path / "out", **options))
-    assert code == 1 and len(lines) == 1 and "b.parquet" in lines[0]
-    assert "--init_from=resume continues the run" in lines[0]
+    assert code == 1 and len(lines) == 2 and "b.parquet" in lines[0]
+    assert lines[0].startswith("warning: ") and "; the run goes on to the last shard" in lines[0]
+    assert lines[1].startswith("error: ") and "--init_from=resume continues the run" in lines[1]
     stopped = load_newest(tmp_path / "out")["progress"]["iter_num"]
     # all that was in finished shards was trained on
     assert stopped > 2
@@ -433,19 +436,19 @@ def test_a_disk_that_refuses_ends_in_one_line_and_a_checkpoint(endless, tmp_path
     (place,) = [stream.streamed_folder(Config(dataset=str(endless), tokenizer="byte"))]
     prepared = []
 
-    def refuse(self, wanted, look=stream.Stream.look):
+    def refuse(self, *arguments, look=stream.Stream.look):
         if not prepared and (place / "manifest.json").exists():
             # what a full disk is for the preparation: an OSError from writing
             prepared.extend((place / f"train_{n:06}.bin").mkdir() or n for n in range(6, 400))
-        return look(self, wanted)
+        return look(self, *arguments)
 
     options = STREAM | dict(batch_size=16)
     options |= dict.fromkeys(["max_iters", "eval_interval", "log_interval"], 10**6)
     with mock.patch.object(stream.Stream, "look", refuse):
         with mock.patch.object(stream, "TOKENS_AHEAD", 1000):
             code, _, lines = script(train.main, *flags(endless, tmp_path / "out", **options))
-    assert code == 1 and len(lines) == 1 and ".bin: is a folder" in lines[0], lines
-    assert lines[0].endswith("--init_from=resume continues the run")
+    assert code == 1 and len(lines) == 2 and ".bin: is a folder" in lines[1], lines
+    assert lines[1].endswith("--init_from=resume continues the run")
     assert load_newest(tmp_path / "out")["progress"]["iter_num"] > 2
 
 
@@ -454,14 +457,16 @@ def test_what_a_stream_takes_on_the_disk_is_said_with_a_warning_where_it_lacks(
 ):
     run_here(folder, tmp_path / "1", **STREAM, max_iters=2)
     output = capsys.readouterr()
-    assert "takes 2 bytes a token" in output.out and output.err == ""
+    (most,) = re.findall(r"takes 2 bytes a token, at most (\S+) GB in this run", output.out)
+    held = sum(file.stat().st_size for file in tmp_path.glob("data/streamed/*/*"))
+    assert held < 1e9 * float(most) and output.err == ""
     free = mock.Mock(return_value=mock.Mock(free=10**8))
     monkeypatch.setattr("shutil.disk_usage", free)
     assert run_here(folder, tmp_path / "2", **STREAM, max_iters=10**6, hours="0.0001") == 0
     assert "GB of disk" not in capsys.readouterr().err  # by the clock nobody knows
     with mock.patch.object(train, "wait_for_data", lambda *_: "data"), pytest.raises(RunError):
         run_here(folder, tmp_path / "3", **STREAM, max_iters=10**6)
-    assert "needs 0.26 GB of disk, has 0.10 GB free; the run" in capsys.readouterr().err
+    assert "needs 0.32 GB of disk, has 0.10 GB free; the run" in capsys.readouterr().err
 
 
 def test_what_cannot_be_continued_is_refused_in_one_line(tmp_path):
@@ -471,11 +476,24 @@ def test_what_cannot_be_continued_is_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match=r"stream True \(asked for: False\)"):
         run_here(path, tmp_path / "out", stream=False, **resume)
     write_parquet(path, documents(101))
-    with pytest.raises(UserError, match=r"a.parquet has changed\); .* delete that folder"):
+    with pytest.raises(UserError, match=r"a.parquet has changed\); .* delete that one"):
         run_here(path, tmp_path / "out", **STREAM, **resume)
     other = write_parquet(tmp_path / "b.parquet", documents(99, seed=5))
     with pytest.raises(UserError, match="is not what the checkpoint was trained on"):
         run_here(other, tmp_path / "out", **STREAM, **resume)
+
+
+def test_other_text_behind_the_same_beginning_is_refused_too(tmp_path):
+    """A folder that was deleted is prepared again: of the same text, or else the run is over."""
+    texts = documents(100)
+    path = write_parquet(tmp_path / "a.parquet", texts)
+    run_here(path, tmp_path / "out", **STREAM, max_iters=200)  # reads all of it
+    shutil.rmtree(tmp_path / "data" / "streamed")
+    run_here(path, tmp_path / "out", **STREAM, max_iters=204, init_from="resume")
+    shutil.rmtree(tmp_path / "data" / "streamed")
+    write_parquet(path, [*texts[:-1], "other"])
+    with pytest.raises(RunError, match="is not what the run was trained on so far"):
+        run_here(path, tmp_path / "out", **STREAM, max_iters=208, init_from="resume")
 
 
 def test_a_run_that_streamed_without_shards_is_refused(folder, tmp_path):

@@ -30,10 +30,11 @@ class Drawing:
 
     def draw_end(self, run_seconds: float) -> None:
         """Draw all of the run, which has lasted so long in all of its starts."""
+        until = time.monotonic() + PATIENCE
         can_draw = self.wait(PATIENCE)
         if can_draw and run_seconds >= SHORTEST_RUN:
             self.begin()
-            can_draw = self.wait(PATIENCE)
+            can_draw = self.wait(until - time.monotonic())
         if not can_draw and not self.failed:
             self.process.kill()
             self.fail()

@@ -182,6 +182,7 @@ class RunLog:
             config=config_values(c),
             parameters=parameters,
             device=hw.name,
+            device_type=hw.device.type,
             dtype=hw.dtype_name,
             peak_tflops=hw.peak_tflops,
             flops_per_token=self.flops_per_token,
@@ -371,7 +372,7 @@ class RunLog:
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to continue: {script} {shlex.join(sys.argv)}{more}")
         self.tracker.close()
-        if self.drawing:
+        if self.drawing and complete:  # what stops a run may not wait for a picture
             self.drawing.draw_end(total)
         keep_transcript(None)
         unlock_folder()

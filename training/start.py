@@ -234,7 +234,7 @@ def say_start(config: Config, start: dict, ranks: Ranks) -> None:
 
 def prepare_on_demand(config: Config) -> None:
     """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
-    if not is_made_on_demand(config):
+    if config.stream or not is_made_on_demand(config):
         return
     folder = dataset_folder(config.dataset)
     say(f"data: preparing {folder} from Python's own source files")
@@ -256,7 +256,10 @@ def open_data(config: Config, start: dict, ranks: Ranks) -> Dataset:
         problem = f"stream: {config.out_dir} streamed with an earlier version, which kept no shards"
         hint = "its ckpt-*.pt as --init_from, with another --out_dir, gives a new run its weights"
         raise UserError(f"{problem}; {hint}")
-    data = open_stream(config, ranks) if config.stream else open_dataset(config.dataset)
+    if config.stream:
+        data = open_stream(config, ranks, start.get("shards_read", []))
+    else:
+        data = open_dataset(config.dataset)
     ranks.from_main(check_data, config, start, data)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     return data

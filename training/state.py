@@ -34,6 +34,7 @@ def checkpoint_state(
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
+        shards_read=data.stream.shards_read(progress.sequences) if data.stream else [],
         config=config_values(log.config),
         val_loss=progress.val_loss if progress.evaluated_at == progress.iter_num else None,
     )
