@@ -20,7 +20,7 @@ import numpy as np
 from common.console import RunError, UserError, count, did_you_mean
 from common.files import read_json, replacing
 from configurator import Config
-from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, read_bpe, read_meta
+from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, pick_tokenizer, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
@@ -262,11 +262,13 @@ def is_made_on_demand(config: Config) -> bool:
 
 def vocab_where_missing(config: Config) -> int | None:
     """
-    What to plan and measure with where there is no dataset: GPT-2's vocabulary, which a stream has
-    too, or bytes for the one that is made on demand. None where the dataset is there.
+    What to plan and measure with where there is no dataset: a stream's vocabulary, GPT-2's, or
+    bytes for the one that is made on demand. None where the dataset is there. Raises UserError.
     """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         return None
+    if config.stream and config.tokenizer != "gpt2":
+        return pick_tokenizer(config.tokenizer, Path()).vocab
     return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB
 
 
