@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import RunError, UserError, complain, say, warn
-from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
+from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, split_of, write_shard
 from data.sources import Batch, Source
 from data.tokenizer import Tokenizer
@@ -104,8 +104,8 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
         raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
     finally:
         if not (plan.folder / "manifest.json").exists():
-            (plan.folder / "lock").unlink()
-            with contextlib.suppress(OSError):  # it holds something else
+            with contextlib.suppress(OSError):  # another one waits; it holds something else
+                (plan.folder / "lock").unlink()
                 plan.folder.rmdir()
     return manifest
 
@@ -173,11 +173,9 @@ def stamps(files: list[str]) -> dict[str, list[int]]:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace manifest.json in one step, after what it names is safe on the disk."""
+    """Replace manifest.json in one step; what it names is safe on the disk."""
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-        fsync_folder(folder)  # the names of the shards
-    fsync_folder(folder)
 
 
 def tokens_of(manifest: dict) -> dict[str, int]:
