@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.console import RunError, UserError, complain, say, warn
+from common.console import RunError, UserError, command_line, complain, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, split_of, write_shard
 from data.sources import Batch, Source
@@ -202,7 +201,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
         config = Path("config", "quickstart.py" if total < SMALL_DATASET else "gpt124m_4070.py")
         name = folder.name if folder.parent == Path("data") else folder
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
-    say(f"next: {shlex.join(['python', 'train.py', *map(str, arguments)])}")
+    say(f"next: {command_line('python', 'train.py', *arguments)}")
 
 
 # -----------------------------------------------------------------------------
