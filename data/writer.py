@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from common.child import keep_awake
 from common.console import RunError, UserError, command_line, complain, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, split_of, write_shard
@@ -83,6 +84,7 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
     if follower:
         follower.checked()
     plan.folder.mkdir(parents=True, exist_ok=True)
+    keep_awake()
     try:
         with open(plan.folder / "lock", "ab") as lock:
             while not try_lock(lock):
