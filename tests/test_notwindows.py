@@ -10,8 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import FAST, ROOT, TINY, assert_same_state, flags, load, records
-from helpers import start_process as start_linux_process
+from helpers import FAST, ROOT, TINY, assert_same_state, flags, load, records, start_process
 
 import bench
 import train
@@ -39,18 +38,33 @@ def run(name, *arguments):
 """
 
 
-def start_process(code: str, *arguments, cwd: Path):
-    """A process of the simulated Windows, with sys.argv[1:] for the code."""
-    process = start_linux_process("-c", BEGIN + code, *arguments, cwd=cwd, only_torch=True)
-    process.stdout.reconfigure(encoding="cp1252")
-    return process
+@pytest.fixture
+def start(tmp_path):
+    """Starts processes of the simulated Windows in tmp_path, with sys.argv[1:] for the code."""
+    processes = []
+
+    def start(code: str, *arguments):
+        process = start_process("-c", BEGIN + code, *arguments, cwd=tmp_path, only_torch=True)
+        process.stdout.reconfigure(encoding="cp1252")
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
 
 
-def run_process(code: str, *arguments, cwd: Path) -> tuple[str, str]:
-    process = start_process(code, *arguments, cwd=cwd)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out, err
+@pytest.fixture
+def run(start):
+    """The same, to the end: stdout and stderr."""
+
+    def run(code: str, *arguments) -> tuple[str, str]:
+        process = start(code, *arguments)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out, err
+
+    return run
 
 
 SMALL = ["--n_layer=1", "--n_embd=32", "--eval_tokens=2048", "--eval_interval=4"]
@@ -80,12 +94,12 @@ print("codes:", codes)
 
 
 @simulated
-def test_quickstart_resume_sample_compare_convert_and_bench(tmp_path, monkeypatch):
+def test_quickstart_resume_sample_compare_convert_and_bench(run, tmp_path, monkeypatch):
     config = str(ROOT / "config/quickstart.py")
-    out, err = run_process(TRAIN, config, *SMALL, "--max_iters=4", cwd=tmp_path)
+    out, err = run(TRAIN, config, *SMALL, "--max_iters=4")
     # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED
     assert f"code: 0 calls: [({0x80000001},)]" in out, err
-    out, err = run_process(SCRIPTS, config, *SMALL, cwd=tmp_path)
+    out, err = run(SCRIPTS, config, *SMALL)
     assert "codes: [0, 0, 0, 0, 0]" in out, out + err
     assert "held: []" in out and "caf\u00e9 ?" in out
     assert "mem n/a" in out and "mem nan" not in out
@@ -119,21 +133,21 @@ print("code:", run("data.prepare_fineweb", *flags), "calls:", notwindows.Recorde
 
 
 @simulated
-def test_a_preparation_that_is_killed_continues_and_a_second_one_is_refused(tmp_path):
+def test_a_preparation_that_is_killed_continues_and_a_second_one_is_refused(start, run, tmp_path):
     rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     arguments = ["--source=rows.jsonl", "--tokenizer=byte", "--tokens=20k", "--val_tokens=2k"]
     arguments += ["--shard_tokens=4k", "--workers=1"]
-    killed = start_process(PREPARE, "3", *arguments, "--out=killed", cwd=tmp_path)
+    killed = start(PREPARE, "3", *arguments, "--out=killed")
     assert killed.stdout.readline() == "waiting\n"
-    out, err = run_process(PREPARE, "-1", *arguments, "--out=killed", cwd=tmp_path)
+    out, err = run(PREPARE, "-1", *arguments, "--out=killed")
     assert "code: 2" in out and "another preparation is writing to it" in err
     killed.kill()
     killed.communicate()
-    out, err = run_process(PREPARE, "-1", *arguments, "--out=killed", cwd=tmp_path)
+    out, err = run(PREPARE, "-1", *arguments, "--out=killed")
     assert f"code: 0 calls: [({0x80000001},)]" in out, err
     assert "next: python train.py " in out and "'" not in out.partition("next:")[2]
-    run_process(PREPARE, "-1", *arguments, "--out=straight", cwd=tmp_path)
+    run(PREPARE, "-1", *arguments, "--out=straight")
     files = {path.name for path in (tmp_path / "straight").iterdir()}
     assert len(files) > 5 and files == {path.name for path in (tmp_path / "killed").iterdir()}
     for name in files:
@@ -144,16 +158,16 @@ def test_a_preparation_that_is_killed_continues_and_a_second_one_is_refused(tmp_
 @simulated
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (21, 149)])
 def test_ctrl_c_and_ctrl_break_save_and_until_then_a_second_run_is_refused(
-    number, code, dataset, tmp_path
+    number, code, start, dataset, tmp_path
 ):
     """Ctrl-Break, which is signal 21 there."""
     options = dict(max_iters=10**6, eval_interval=10**6, init_from="auto", checkpoint_interval=4)
     arguments = flags(dataset, tmp_path / "my run", **options)
     begin = 'sys.exit(run("train", *sys.argv[1:]))'
-    process = start_process(begin, *arguments, cwd=tmp_path)
+    process = start(begin, *arguments)
     while not process.stdout.readline().startswith("checkpoint 4"):
         assert process.poll() is None
-    second = start_process(begin, *arguments, cwd=tmp_path)
+    second = start(begin, *arguments)
     _, err = second.communicate(timeout=60)
     assert second.returncode == 2 and "another run is writing to" in err
     process.send_signal(number)
@@ -187,10 +201,10 @@ sys.exit(run("train", *flags))
 
 
 @simulated
-def test_a_file_that_others_have_open_costs_no_save(dataset, tmp_path):
+def test_a_file_that_others_have_open_costs_no_save(run, dataset, tmp_path):
     options = dict(eval_interval=2, checkpoint_interval=1, keep_checkpoints=1, warmup_iters=0)
     arguments = flags(dataset, tmp_path, **options)
-    _, err = run_process(HELD, str(tmp_path), *arguments, cwd=tmp_path)
+    _, err = run(HELD, str(tmp_path), *arguments)
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [*range(1, 9)]
     assert load(tmp_path, 8)["progress"]["best_iter"] == 8
     assert (tmp_path / "best.pt").samefile(tmp_path / "ckpt-00000008.pt")
@@ -199,14 +213,14 @@ def test_a_file_that_others_have_open_costs_no_save(dataset, tmp_path):
 
 
 @simulated
-def test_the_fast_recipe_streams_and_resumes(tmp_path):
+def test_the_fast_recipe_streams_and_resumes(run, tmp_path):
     """Its text is prepared beside it, by a process that replaces a file that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
     options = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
     arguments = [f"--{key}={value}" for key, value in options.items()]
     for more in ([], ["--init_from=resume", "--max_iters=12"]):
-        out, err = run_process(TRAIN, *arguments, *more, cwd=tmp_path)
+        out, err = run(TRAIN, *arguments, *more)
         assert "code: 0" in out, err
     assert find_newest(tmp_path / "out")[1]["progress"]["iter_num"] == 12
 
@@ -244,10 +258,11 @@ def test_memory_that_is_not_known_is_not_a_number_for_bench():
 def test_a_process_beside_the_run_keeps_its_pipe_out_of_the_way_of_libraries():
     """On Windows whoever looks at a pipe that a thread reads has to wait for its next line."""
     code = (
-        "import os, sys; from common.child import end_with_parent\n"
+        "import os, sys, threading, time; from common.child import end_with_parent\n"
+        "threading.Timer(60, os._exit, [3]).start()\n"
         "end_with_parent(lambda line: os.write(2, line.upper().encode()))\n"
         "os.write(2, repr(sys.stdin.read()).encode() + b'\\n')\n"
-        "import time; time.sleep(600)"
+        "time.sleep(600)"
     )
     process = child.start_child("-c", code, cwd=ROOT, stderr=-1)
     assert process.stderr.readline() == b"''\n"
