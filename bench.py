@@ -284,7 +284,11 @@ def speed_text(r: dict) -> str:
     if r["tokens_per_sec"] is None:
         return "out of memory"
     speed = f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s"
-    return f"{speed}, mfu {percent(r['mfu'])}, mem {r['mem_gib'] or math.nan:.1f} GiB"
+    return f"{speed}, mfu {percent(r['mfu'])}, mem {known(r['mem_gib'], 1)} GiB"
+
+
+def known(number: float | None, digits: int) -> str:
+    return f"{number:.{digits}f}" if number else "n/a"
 
 
 def percent(fraction: float | None) -> str:
@@ -324,7 +328,8 @@ def step(config: Config, options: Namespace) -> dict:
         if options.profile:
             profile_step(trainee, options.profile)
     m = r["machine"]
-    say(f"machine  {m['device']} ({m['cpu']}), {m['dtype']}, torch {m['torch']}")
+    cpu = "" if m["cpu"] == m["device"] else f" ({m['cpu']})"
+    say(f"machine  {m['device']}{cpu}, {m['dtype']}, torch {m['torch']}")
     say(f"step     {speed_text(r)}")
     slowest, fastest = r["tokens_per_sec_range"]
     say(f"         median of {trials} windows, {slowest:,.0f} to {fastest:,.0f} tok/s")
@@ -385,7 +390,7 @@ def write_config(path: Path, config: Config, best: dict) -> None:
     m = best["machine"]
     measured = f"# The fastest micro-batch of a sweep: {speed_text(best)}\n"
     where = f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}\n\n"
-    path.write_text(measured + where + print_config(replace(config, **fastest)))
+    path.write_text(measured + where + print_config(replace(config, **fastest)), "utf-8")
     say(f"wrote {path}")
 
 
@@ -418,7 +423,7 @@ def ladder(config: Config, options: Namespace) -> dict:
         rates.append(rate)
         row["gain"], row["total_gain"] = rate / rates[max(0, len(rates) - 2)], rate / rates[0]
         gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
-        load = f"{row['mem_gib'] or math.nan:>6.1f} {percent(row['mfu']):>6}"
+        load = f"{known(row['mem_gib'], 1):>6} {percent(row['mfu']):>6}"
         say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")
     say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
     if options.png:
@@ -480,12 +485,12 @@ def peer(config: Config, options: Namespace) -> dict:
     speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
     for side in SIDES:
         rate = config.iter_tokens / statistics.median(seconds[side])
-        gib = f"{memory[side] or math.nan:.2f} GiB"
+        gib = f"{known(memory[side], 2)} GiB"
         say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
     m = rows["ours"][0]["machine"]
     span = f"(median of {len(ratios)} pairs in turn, {low:.3f} to {high:.3f})"
     memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
-    of_memory = f"{memory_ratio or math.nan:.3f} x the memory, both in {m['dtype']}"
+    of_memory = f"{known(memory_ratio, 3)} x the memory, both in {m['dtype']}"
     say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")
     if config.device == "cpu" and m["dtype"] != "float32":
         say("nanoGPT's own train.py computes in float32 on a CPU: compare with --dtype=float32 too")

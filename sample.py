@@ -156,12 +156,13 @@ def main(argv: list[str]) -> int:
     from_run = config.init_from in ("resume", "auto", "scratch")
     state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
     text = Tokenizer(state["tokenizer"])
-    model = load_model(state, config)
+    model, vocab = load_model(state, config), state["vocab"]
     complain(f"model: {state['source']}")
+    del state  # it maps its file, which a run on Windows could neither replace nor delete
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(config.seed)
     for prompt in prompts:
         try:
-            print_samples(model, state["vocab"], text, prompt, config, generator)
+            print_samples(model, vocab, text, prompt, config, generator)
         except KeyboardInterrupt:
             print()
             if not asks:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.child import keep_awake
 from common.console import RunError, UserError, run_main, say, warn
 from configurator import Config
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
@@ -294,6 +295,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     start = load_start(c, path)  # the checkpoint, or weights of others; empty from scratch
     if is_finished(c, start):
         return 0
+    keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
     ranks.check_same("dtype", hw.dtype_name, "give --dtype: auto differs between these machines")
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -60,6 +61,14 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # OSError: a full disk
             transcript.write(text + "\n")
             transcript.flush()
+
+
+def command_line(*arguments) -> str:
+    """Arguments as this system's shell takes them: Windows' have only double quotes in common."""
+    if sys.platform != "win32":
+        return shlex.join(map(str, arguments))
+    safe = re.compile(r"[\w.:=/\\-]+")
+    return " ".join(a if safe.fullmatch(a) else f'"{a}"' for a in map(str, arguments))
 
 
 def table_lines(rows: list[list[str]]) -> list[str]:

@@ -5,21 +5,26 @@ with one line for what is wrong with it.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from common.console import UserError
+from common.console import UserError, warn
+
+warn_once = functools.cache(warn)  # of a disk, which stays as it is
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     A file that appears under its name once it is whole and on the disk, or, where writing fails,
-    not at all.
+    not at all. After it the name is on the disk too.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
@@ -30,10 +35,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            # Macs only have this call. There fsync leaves the data in the drive's own cache
+            with contextlib.suppress(ImportError, AttributeError, OSError):
+                import fcntl
+
+                fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)
+        patiently(os.replace, temporary, path)
+        fsync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def patiently(function: Callable, *arguments) -> Any:
+    """
+    function(*arguments), some times where Windows refuses it: another program, such as a virus
+    scanner, may have the file open for a moment, and then nobody replaces or deletes it.
+    """
+    for seconds in (0.1, 0.2, 0.4, 0.8) if sys.platform == "win32" else ():
+        try:
+            return function(*arguments)
+        except PermissionError:
+            time.sleep(seconds)
+    return function(*arguments)
 
 
 def remove_temporaries(folder: Path, *names: str) -> None:
@@ -43,38 +67,54 @@ def remove_temporaries(folder: Path, *names: str) -> None:
     """
     for name in names:
         for path in folder.glob(f"{name}*.tmp"):
-            path.unlink(missing_ok=True)
+            patiently(path.unlink, True)  # which may be missing
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename is on the disk only after this."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
+    """
+    Make the names in a folder durable: a rename is on the disk only after this. Some shares know no
+    such thing, which is said once.
+    """
+    if sys.platform == "win32":  # a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        warn_once(f"{folder}: this disk cannot sync it; a power cut may take the newest files")
+    finally:
         os.close(descriptor)
 
 
 def try_lock(file: BinaryIO) -> bool:
     """
-    Whether this process has the file for itself, until it closes it or ends in any way. True where
-    the system has no such locks.
+    Whether this process has the file for itself, until it closes it or ends in any way. True, with
+    a warning, where the disk has no locks.
     """
     try:
-        import fcntl
+        if sys.platform == "win32":
+            import msvcrt
 
-        # forked workers keep flock's, not this one
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except (ImportError, OSError):  # Windows; some network file systems
-        pass
+            file.seek(2**30)  # behind all that is in it: nobody can read a locked byte
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            # forked workers keep flock's, not this one
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
+            return False
+        warn_once(f"{file.name}: this disk has no locks; start no second process here")
     return True
 
 
 def read_json(path: Path, mend: str) -> dict:
     """A JSON object from a file. Raises UserError, which ends in `mend`."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(patiently(path.read_text, "utf-8")))
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"not readable as JSON ({error})"
         raise UserError(f"{path}: {reason}; {mend}") from None

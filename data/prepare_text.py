@@ -19,7 +19,6 @@ import glob
 import math
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
+from common.console import Parser, UserError, command_line, parse_count, raise_if_any, run_main, say
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import (
     FIELD,
@@ -172,7 +171,7 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -
     Write a config file for a dataset of so many tokens for training; own_config.template has the
     rule that its numbers follow. Raises OSError.
     """
-    values = dict(path=shlex.quote(str(path)), out_dir=f"out/{path.stem}", tokens=tokens)
+    values = dict(path=command_line(path), out_dir=f"out/{path.stem}", tokens=tokens)
     values |= dict(dataset=dataset.as_posix(), tokenizer=tokenizer)
     text = TEMPLATE.read_text("utf-8").format(**values, is_bytes=tokenizer.kind == "byte")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,8 +29,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.console import RunError, UserError, complain, say, warn
-from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
+from common.child import keep_awake
+from common.console import RunError, UserError, command_line, complain, say, warn
+from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, split_of, write_shard
 from data.sources import LeftOut, RowBatch, Source, report
 from data.tokenizer import Tokenizer
@@ -84,6 +84,7 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
     if follower:
         follower.checked()
     plan.folder.mkdir(parents=True, exist_ok=True)
+    keep_awake()
     locked = False
     try:
         with open(plan.folder / "lock", "ab") as lock:
@@ -105,8 +106,8 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
         raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
     finally:
         if locked and not (plan.folder / "manifest.json").exists():
-            (plan.folder / "lock").unlink()
-            with contextlib.suppress(OSError):  # it holds something else
+            with contextlib.suppress(OSError):  # another one waits; it holds something else
+                (plan.folder / "lock").unlink()
                 plan.folder.rmdir()
     return manifest
 
@@ -181,11 +182,9 @@ def stamps(files: list[str]) -> dict[str, list[int]]:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace manifest.json in one step, after what it names is safe on the disk."""
+    """Replace manifest.json in one step; what it names is safe on the disk."""
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-        fsync_folder(folder)  # the names of the shards
-    fsync_folder(folder)
 
 
 def tokens_of(manifest: dict) -> dict[str, int]:
@@ -212,7 +211,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
         config = Path("config", "quickstart.py" if total < SMALL_DATASET else "gpt124m_4070.py")
         name = folder.name if folder.parent == Path("data") else folder
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
-    say(f"next: {shlex.join(['python', 'train.py', *map(str, arguments)])}")
+    say(f"next: {command_line('python', 'train.py', *arguments)}")
 
 
 # -----------------------------------------------------------------------------

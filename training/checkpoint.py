@@ -21,7 +21,7 @@ import torch.utils.serialization  # torch.save would import it later, when the v
 from torch.utils._pytree import tree_leaves
 
 from common.console import UserError, warn
-from common.files import fsync_folder, lack_of_space, remove_temporaries, replacing, try_lock
+from common.files import lack_of_space, patiently, remove_temporaries, replacing, try_lock
 
 # -----------------------------------------------------------------------------
 # One file
@@ -39,7 +39,6 @@ def save(state: dict, path: Path) -> int:
         except RuntimeError as error:
             # torch's archive writer, closing after a failed write, hides the OSError behind its own
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-    fsync_folder(path.parent)  # the rename itself must reach the disk
     return path.stat().st_size
 
 
@@ -53,13 +52,14 @@ def check_space(state: dict, folder: Path) -> None:
 
 def mark_best(path: Path) -> None:
     """
-    Make best.pt the same file as `path`, atomically. A copy where the file system has no links.
+    Make best.pt the same file as `path`, atomically. A copy where the file system has no links, or
+    on Windows somebody reads `path`.
     """
     best, link = path.with_name("best.pt"), path.with_name("best.pt.tmp")
-    link.unlink(missing_ok=True)
     try:
+        link.unlink(missing_ok=True)
         os.link(path, link)
-        os.replace(link, best)
+        patiently(os.replace, link, best)
     except OSError:
         with replacing(best) as file, open(path, "rb") as content:
             shutil.copyfileobj(content, file)
@@ -112,8 +112,11 @@ def prune(out_dir: Path, keep: int, newest: Path | None) -> None:
     paths = list_checkpoints(out_dir)
     kept = paths[: paths.index(newest) + 1][-keep:] if newest in paths else paths
     for path in paths:
-        if path not in kept:
-            path.unlink(missing_ok=True)
+        try:
+            if path not in kept:
+                patiently(path.unlink, True)  # which may be missing
+        except PermissionError as error:  # on Windows somebody reads it; the next save tries again
+            warn(f"{path}: cannot be deleted now: {error.strerror}")
 
 
 def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path, dict] | None:

@@ -44,8 +44,8 @@ LEAST_SECONDS = 5.0  # of a line, to tell
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
-# What torch, cuBLAS, Triton and the system say when memory runs out
-OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+# What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
+OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
 
 @dataclass
@@ -262,7 +262,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError, BrokenProcessPool)):
             return True
-        if any(words in str(error) for words in OUT_OF_MEMORY):
+        if re.search(OUT_OF_MEMORY, str(error)):
             return True
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return False

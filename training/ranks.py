@@ -29,6 +29,8 @@ from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
 TIMEOUT = timedelta(minutes=10)
+# Of these a second one ends the process at once; Ctrl-Break is on Windows only
+STOPS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGBREAK", None)
 
 
 class Ranks:
@@ -173,7 +175,8 @@ class Signals:
     """
     SIGINT, SIGTERM, and the warnings of SLURM, of a CPU limit and of a terminal that closes ask the
     run to save and stop, all ranks together: the loop looks between two iterations, and at each
-    batch of an evaluation. A second SIGINT or SIGTERM ends the process at once.
+    batch of an evaluation. A second SIGINT or SIGTERM ends the process at once. Windows has SIGINT
+    and SIGBREAK, Ctrl-C and Ctrl-Break.
     """
 
     def __init__(self, ranks: Ranks, log) -> None:
@@ -187,8 +190,8 @@ class Signals:
         reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
         signal.set_wakeup_fd(self.writer.fileno())
-        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has the first two
+        for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP"):
+            number = getattr(signal, name, None)
             # nohup ignores SIGHUP, which a terminal sends when it closes
             if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):
                 signal.signal(number, self.receive)
@@ -211,7 +214,7 @@ class Signals:
                 soon = f", about {math.ceil(self.log.pace)} s" if self.log.pace else ""
                 complain(f"stopping after this iteration{soon}; again: at once, {back}")
             self.answered.set()
-            if number in (signal.SIGINT, signal.SIGTERM):
+            if number in STOPS:
                 # SLURM, systemd and torchrun between them send one stop twice
                 if first_stop is not None and time.monotonic() - first_stop > 0.5:
                     os._exit(128 + number)

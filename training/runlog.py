@@ -9,7 +9,6 @@ evaluation, checkpoints and compilation never enter an iteration's time.
 import hashlib
 import json
 import math
-import shlex
 import sys
 import time
 from datetime import datetime
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import count, duration, keep_transcript, say, warn
+from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space
 from configurator import NEVER, Config, config_values
 from data.shards import Dataset
@@ -370,7 +369,7 @@ class RunLog:
         if not (self.config.eval_only or complete):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
-            say(f"to continue: {script} {shlex.join(sys.argv)}{more}")
+            say(f"to continue: {script} {command_line(*sys.argv)}{more}")
         self.tracker.close()
         if self.drawing and complete:  # what stops a run may not wait for a picture
             self.drawing.draw_end(total)

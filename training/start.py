@@ -161,7 +161,7 @@ def check_folder(config: Config, path: Path | None, best_iter: int, log: RunLog)
     lock = Path(config.out_dir) / "lock"
     seen = log.owner
     if not log.ranks.is_main:  # rank 0 would unlock it if it read it
-        seen = lock.read_text() if lock.exists() else "missing"
+        seen = lock.read_text("utf-8") if lock.exists() else "missing"
     log.ranks.check_same(str(lock), seen, "several machines need one shared --out_dir")
     if path and log.ranks.is_main and path == checkpoint.checkpoint_path(lock.parent, best_iter):
         best = path.with_name("best.pt")

@@ -69,7 +69,7 @@ def write_checkpoint(state: dict, log: RunLog) -> str:
         if best_iter == it:
             checkpoint.mark_best(path)
     except OSError as error:
-        log.warn(it, f"{path} is saved, but best.pt or an older file is unchanged: {error}")
+        log.warn(it, f"{path} is saved, but best.pt is unchanged: {error}")
     return ""
 
 

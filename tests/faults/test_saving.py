@@ -180,7 +180,7 @@ def test_a_saved_checkpoint_is_saved_though_best_cannot_be_made(
 
     monkeypatch.setattr(checkpoint, "mark_best", full)
     assert run_here(dataset, tmp_path) == 0
-    assert "ckpt-00000008.pt is saved, but best.pt or an older file" in capsys.readouterr().err
+    assert "ckpt-00000008.pt is saved, but best.pt is unchanged" in capsys.readouterr().err
     assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [4, 8]
 
 
