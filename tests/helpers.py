@@ -20,6 +20,10 @@ from data.writer import write_shard
 from training.checkpoint import find_newest
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_WINDOWS = sys.platform == "win32"
+needs_signals = pytest.mark.skipif(
+    ON_WINDOWS, reason="Windows sends no process a signal that it could answer"
+)
 TINY = dict(
     n_layer=2,
     n_head=2,

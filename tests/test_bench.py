@@ -6,7 +6,6 @@ own log, one line for bad input.
 import json
 import math
 import re
-import signal
 import statistics
 from datetime import datetime
 from itertools import pairwise
@@ -502,15 +501,15 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_measurements_process_ends_with_bench(tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
-    numbers = (signal.SIGTERM, signal.SIGKILL)
+    ways = ("terminate", "kill")
     # both at a time, as most of theirs is spent on imports
-    started = [(number, start_process(str(tmp_path / "idle.py"))) for number in numbers]
-    for number, process in started:
+    started = [(way, start_process(str(tmp_path / "idle.py"))) for way in ways]
+    for way, process in started:
         child = psutil.Process(int(process.stdout.readline()))
-        process.send_signal(number)
+        getattr(process, way)()
         process.communicate(timeout=60)
         _, alive = psutil.wait_procs([child], timeout=60)
-        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], number
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], way
 
 
 def test_sweep_writes_the_fastest_as_a_config_of_its_own(tmp_path, monkeypatch, capsys):

@@ -42,7 +42,7 @@ def test_the_last_picture_is_of_the_whole_run(end, dataset, tmp_path, monkeypatc
     def step(*args):
         step.number += 1
         if step.number == 5 and end == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         elif step.number == 5 and end == "max_minutes":
             monkeypatch.setattr(Clock, "left_of_start", lambda clock: 0.0)
         return original(*args)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from documents import check_documents, documents, write_jsonl, write_parquet
 from helpers import flags as all_flags
-from helpers import full_disk_at, load, run_here, start_process
+from helpers import full_disk_at, load, needs_signals, run_here, start_process
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +159,7 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
 
 
+@needs_signals
 @pytest.mark.slow
 def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
     """The library would train on for minutes."""
