@@ -54,6 +54,11 @@ FAST = dict(
 )
 
 
+needs_a_full_disk = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left"
+)
+
+
 def write_dataset(
     folder: Path, shard_tokens: list[int], vocab: int = 64, val_tokens: int = 700
 ) -> Path:

@@ -371,6 +371,7 @@ bench.new_process = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("
 
 def run_forking(tmp_path, mode, *arguments, code="") -> tuple[int, list[str], dict | None]:
     """A mode after that code, in a process: (exit code, its last lines, what --json holds)."""
+    pytest.importorskip("resource", reason="needs fork, and limits of memory")
     script, result = f"{FORKING}{code}\nconsole.run_main(bench.main)", tmp_path / "result.json"
     exit_code, out, err = run_process("-c", script, mode, *arguments, f"--json={result}")
     lines = out.splitlines()[-2:] if exit_code == 0 else err.splitlines()

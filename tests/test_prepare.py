@@ -30,7 +30,14 @@ from documents import (
     write_parquet,
     write_source,
 )
-from helpers import ON_WINDOWS, ROOT, full_disk_at, run_process, start_process
+from helpers import (
+    ON_WINDOWS,
+    ROOT,
+    full_disk_at,
+    needs_a_full_disk,
+    run_process,
+    start_process,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -500,9 +507,7 @@ def test_two_preparations_in_one_folder_do_not_touch_each_other(source, straight
     assert first.wait(60) == 0 and contents(out) == contents(straight)
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left"
-)
+@needs_a_full_disk
 def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(
     bytes_for_tokens, tmp_path, monkeypatch
 ):
@@ -527,6 +532,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_half_file(
     assert contents(out) == contents(tmp_path / "straight")
 
 
+@pytest.mark.skipif(ON_WINDOWS, reason="Windows' folders have no such mode")
 def test_a_read_only_folder_is_one_line():
     script = """
 import os, sys
@@ -775,10 +781,9 @@ def test_the_next_command_is_printed(tmp_path, monkeypatch, capsys, small, confi
     )
 
 
+@needs_a_full_disk
 def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
     """Such as a log file on a full disk: the data are complete, so the exit code is 0."""
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full, which answers: no space left")
     (tmp_path / "a.txt").write_text("a line\n" * 200)
     code = (
         "import sys; sys.stdout = open('/dev/full', 'w'); from data import prepare_text\n"

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 import pytest
 import torch
-from helpers import flags, load, records, run_here
+from helpers import flags, load, needs_a_full_disk, records, run_here
 
 import train
 from common import console
@@ -479,6 +479,7 @@ def test_numbers_keep_nine_digits_and_what_json_cannot_say_is_null():
     assert plain(float("nan")) is None and plain(3) == 3
 
 
+@needs_a_full_disk
 def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, open("/dev/full", "w"))
@@ -544,6 +545,7 @@ def test_a_signal_in_the_middle_of_a_line_costs_its_own_line_not_the_run(place, 
     assert not raw.handlers and raw.content == b"iter 4: loss spike\n"
 
 
+@needs_a_full_disk
 def test_a_full_disk_does_not_cost_the_run(tmp_path, hand, capsys):
     log = make_log(tmp_path)
     log.file = open("/dev/full", "wb", buffering=0)

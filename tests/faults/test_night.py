@@ -1,6 +1,5 @@
 """What a night can bring besides signals and full disks: mostly what attacks have found."""
 
-import os
 import re
 import shutil
 import sys
@@ -10,6 +9,7 @@ import torch
 from helpers import (
     flags,
     load,
+    needs_a_full_disk,
     records,
     run_here,
     run_process,
@@ -228,7 +228,7 @@ FULL_CONSOLES = {
 }
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@needs_a_full_disk
 @pytest.mark.parametrize("name", FULL_CONSOLES)
 def test_a_full_console_is_one_line(name, saved, dataset):
     expected, arguments = FULL_CONSOLES[name]
