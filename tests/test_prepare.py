@@ -118,7 +118,7 @@ def validation_of(out: Path, texts: list[str]) -> list[str]:
 
 def test_text_files_and_rows_become_documents_in_order(tmp_path):
     (tmp_path / "a.txt").write_bytes(("\ufeffone\r\ntwo\0" + "a" * 99).encode())
-    (tmp_path / "b.md").write_text("# na\u00efve" + "b" * 400)
+    (tmp_path / "b.md").write_text("# na\u00efve" + "b" * 400, "utf-8")
     (tmp_path / "B.TXT").write_text("capitals" + "B" * 99)
     (tmp_path / "empty.py").write_text("")
     rows = write_jsonl(tmp_path / "c.jsonl", ["three" * 40, None, "", "four" * 40])
