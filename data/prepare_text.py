@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from common.console import Parser, UserError, parse_count, raise_if_any, run_main, say
 from data.shards import PREPARED_ON_DEMAND
-from data.sources import FIELD, ROW_FILES, Batch, FilesSource, decode, local_files
+from data.sources import FIELD, ROW_FILES, FilesSource, decode, local_files
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
 from data.writer import Plan, prepare, say_what_it_holds, tokens_of
 
@@ -66,7 +66,7 @@ class OwnText:
             self.bytes += len(text.encode(errors="replace"))
             self.documents += 1
 
-    def __call__(self, file: int, row: int) -> Iterator[Batch]:
+    def __call__(self, file: int, row: int) -> Iterator[tuple[int, int, list[tuple[str, str]]]]:
         owed, piece = 0.0, self.fraction * self.characters / PIECES
         # also to continue from the beginning: what is owed follows from all that came before
         for number, first, texts in self.files(0, 0):

@@ -179,8 +179,8 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     data = read_folder(folder)
     if not data.complete:
         raise UserError(f"{folder}: unfinished; run the command that began it again")
-    for split, tokens in (("train", data.train), ("val", data.val)):
-        if not len(tokens):
+    for split, held in (("train", data.train), ("val", data.val)):
+        if not len(held):
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
     data.fingerprint = check_tokens(data.listed, [data.train, data.val])
@@ -280,8 +280,8 @@ def check_dataset(config: Config) -> list[str]:
     except UserError as error:
         return error.problems
     problems = []
-    for split, tokens in (("train", data.train), ("val", data.val)):
-        if len(tokens) <= config.block_size:
-            short = f"the {split} split of {data.source} has only {len(tokens):,} tokens"
-            problems.append(f"block_size: {short}; --block_size={max(len(tokens) - 1, 1)}")
+    for split, held in (("train", data.train), ("val", data.val)):
+        if len(held) <= config.block_size:
+            short = f"the {split} split of {data.source} has only {len(held):,} tokens"
+            problems.append(f"block_size: {short}; --block_size={max(len(held) - 1, 1)}")
     return problems

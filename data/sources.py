@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 from common.console import UserError, raise_if_any, say, warn
 
-Rows = list[str | tuple[str, str] | None]  # a tuple: (for training, for validation)
-Batch = tuple[int, int, Rows]
+# File, first row, and the texts of its rows from there on; a tuple: (for training, for validation)
+Batch = tuple[int, int, Sequence[str | tuple[str, str] | None]]
 Source = Callable[[int, int], Iterator[Batch]]
 
 FIELD = "text"
@@ -76,7 +76,7 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
-def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str]:
+def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
     """
     The addresses of a hub dataset's training files, in its own order, and their revision: the one
     given, or else the newest. Raises UserError.
@@ -223,7 +223,7 @@ class FilesSource:
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
     skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
 
-    def __call__(self, file: int, row: int) -> Iterator[Batch]:
+    def __call__(self, file: int, row: int) -> Iterator[tuple[int, int, list[str | None]]]:
         """From a place on. Raises UserError where a line is broken, or the files fail."""
         self.rows = self.without = self.broken = failures = 0
         self.first_without = self.first_broken = ""
