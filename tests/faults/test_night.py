@@ -134,7 +134,7 @@ def test_a_resumed_run_says_from_where_and_how_far(dataset, tmp_path, capsys):
     capsys.readouterr()
     run_here(dataset, tmp_path, max_iters=8, init_from="resume", lr_decay_iters=8)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"resume: {tmp_path}/ckpt-00000004.pt, iteration 4 of 8"
+    assert lines[0] == f"resume: {tmp_path / 'ckpt-00000004.pt'}, iteration 4 of 8"
     assert f"run: 8 iterations, 1.02k tokens, 0.67 epochs, in {tmp_path}" in lines[:9]
 
 

@@ -218,7 +218,8 @@ def test_weights_that_are_lost_do_not_replace_a_good_checkpoint(dataset, tmp_pat
 def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp_path, script):
     (tmp_path / "file").write_text("")
     code, out, err = script(train.main, *flags(dataset, tmp_path / "file" / "run"))
-    assert code == 2 and err == [f"error: {tmp_path}/file/run: Not a directory"]
+    (line,) = err
+    assert code == 2 and line.startswith(f"error: {tmp_path / 'file' / 'run'}: ")
     assert "iter 0" not in out
 
 
@@ -254,7 +255,7 @@ def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeyp
 
     monkeypatch.setattr(train, "train_step", deleting)
     assert run_here(dataset, tmp_path / "run") == 0
-    assert f"iter 8: {tmp_path}/run has gone, with the log in it" in capsys.readouterr().err
+    assert f"iter 8: {tmp_path / 'run'} has gone, with the log in it" in capsys.readouterr().err
     monkeypatch.undo()
     run_here(dataset, tmp_path / "straight")
     assert_same_state(load(tmp_path / "run", 8), load(tmp_path / "straight", 8))
