@@ -216,7 +216,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         complete = manifest.get("complete", True)
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
-        if tokenizer["kind"] == "bpe":
+        if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard
             tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare anew")
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")

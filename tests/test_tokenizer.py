@@ -25,7 +25,7 @@ import train
 from common.console import RunError, UserError
 from data import prepare_fineweb, prepare_text
 from data import tokenizer as tokenizer_module
-from data.shards import open_dataset
+from data.shards import open_dataset, read_folder
 from data.tokenizer import Tokenizer, cut, train_bpe
 from data.writer import Plan, prepare
 
@@ -279,6 +279,16 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, s
         and len(err) == 1
         and "another one, bpe; for a new run give another --out_dir" in err[0]
     )
+
+
+def test_a_preparation_that_has_written_no_tokenizer_yet_is_read_as_unfinished(mine, tmp_path):
+    """A stream looks at any moment."""
+    manifest = json.loads((mine / "manifest.json").read_text("utf-8"))
+    begun = json.dumps(manifest | dict(shards=[], complete=False))
+    (tmp_path / "manifest.json").write_text(begun, "utf-8")
+    assert len(read_folder(tmp_path).train) == 0
+    with pytest.raises(UserError, match="unfinished"):
+        open_dataset(str(tmp_path))
 
 
 def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path, script):
