@@ -545,8 +545,8 @@ if os.getuid() == 0:  # to root every folder can be written
 run_main(prepare_fineweb.main)
 """
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which is root's alone
-        os.chmod(folder, 0o555)
         write_parquet(Path(folder, "a.parquet"), documents(40))
+        os.chmod(folder, 0o555)
         options = [f"--source={folder}/a.parquet", f"--out={folder}/out", "--val_tokens=10"]
         options.append("--tokenizer=byte")
         code, _, stderr = run_process("-c", script, *options)
