@@ -509,7 +509,7 @@ def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoin
     run = flags(source, tmp_path / "run", **options)
     codes, _, err = run_ranks(2, *streaming(tmp_path), *run)
     (line,) = error_lines(err)
-    assert codes == [1, 1] and "b.parquet" in line and "resume continues the run" in line
+    assert codes == [1, 1] and "b.parquet" in line and "resume continues the run" in line, err
     assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 2
 
 
