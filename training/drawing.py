@@ -34,7 +34,7 @@ class Drawing:
         if can_draw and run_seconds >= SHORTEST_RUN:
             self.begin()
             can_draw = self.wait(PATIENCE)
-        if not can_draw and not self.failed:
+        if self.process and not can_draw and not self.failed:
             self.process.kill()
             self.fail()
 
