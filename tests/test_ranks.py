@@ -503,7 +503,7 @@ def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoin
 ):
     """The source ends between the batches of the two ranks, sooner or later."""
     source = tmp_path / "source"
-    write_parquet(source / "a.parquet", documents(700))
+    write_parquet(source / "a.parquet", documents(1100))  # enough to judge the field by
     (source / "b.parquet").write_bytes(b"PAR1 damaged")
     options = STREAM | dict(batch_size=batch_size, max_iters=10**6, eval_interval=10**6)
     run = flags(source, tmp_path / "run", **options)
