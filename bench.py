@@ -24,7 +24,6 @@ Examples:
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -36,10 +35,12 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ from common.console import (
 )
 from configurator import Config, divisors, load_config, print_config
 from data.loader import Batch, TrainBatches, to_batch
-from data.shards import Dataset, check_dataset, open_dataset, vocab_where_missing
+from data.shards import Dataset, ShardTokens, check_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from reports.plan import plan
 from train import train_step
@@ -89,7 +90,7 @@ class Trainee:
         """
         self.config, self.read_ahead = config, read_ahead
         self.hw = hw = hardware.set_up(config, keep_memory=not nanogpt)
-        self.memory_before = hw.peak_memory_gib()
+        self.memory_before = hw.peak_memory_gib() or 0.0
         torch.manual_seed(config.seed)
         data = real_or_random_data(config)
         gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
@@ -142,7 +143,7 @@ class Trainee:
         return None if peak is None else peak - self.memory_before
 
 
-class RandomTokens:
+class RandomTokens(ShardTokens):
     """Random tokens in memory, read like a dataset's."""
 
     def __init__(self, vocab: int, seed: int):
@@ -239,7 +240,7 @@ def end_with_parent() -> None:
     """Have this process end when its parent does, even if that is killed."""
 
     def wait() -> None:
-        multiprocessing.parent_process().join()
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a child has one
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -270,7 +271,7 @@ def readable_errors(config: Config) -> Iterator[None]:
         raise
 
 
-def batch_keys(config: Config, batch_size: int) -> dict[str, int]:
+def batch_keys(config: Config, batch_size: int) -> dict:
     """The same tokens per iteration in micro-batches of this size, as keys of the configuration."""
     accumulation = config.iter_sequences // batch_size
     return dict(batch_size=batch_size, gradient_accumulation_steps=accumulation)
@@ -411,7 +412,7 @@ def ladder(config: Config, options: Namespace) -> dict:
     title = f"micro-batch {config.batch_size}"
     say(title)
     say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
-    how, rows, rates = {}, [], []
+    how, rows, rates = dict[str, object](), [], []
     for name, changes, more_how in ladder_rows(device, config):
         config, how = replace(config, **changes), how | more_how
         row = dict(name=name) | measure_apart(config, options.trials or 3, **how)
@@ -511,7 +512,7 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dic
     What measure() returns, for each side and trial. Raises UserError where the sides do not do the
     same work, RunError where one does not fit into memory.
     """
-    rows = {side: [] for side in SIDES}
+    rows: dict[str, list[dict]] = {side: [] for side in SIDES}
     for trial in tqdm(range(trials), desc="peer", disable=None):
         # who begins changes from trial to trial
         for side in reversed(SIDES) if trial % 2 else SIDES:
@@ -528,7 +529,7 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dic
 class LossOnly(torch.nn.Module):
     """nanoGPT's model returns (logits, loss); train_step wants the loss."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Callable):
         super().__init__()
         self.model = model
 
@@ -540,9 +541,9 @@ def use_nanogpt(side: Trainee, folder: Path) -> None:
     """Put nanoGPT's model in place of ours, with our weights."""
     c = side.config
     betas = (c.beta1, c.beta2)
-    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+    loader = SourceFileLoader("nanogpt_model", str(folder / "model.py"))
+    theirs = ModuleType(loader.name)
+    loader.exec_module(theirs)
     sizes = {name: getattr(side.model.config, name) for name in SIZES}
     model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
     model.load_state_dict(side.model.state_dict())
@@ -559,7 +560,7 @@ def use_nanogpt(side: Trainee, folder: Path) -> None:
 # The command line
 
 # name: (type, what --help shows for the value, meaning)
-FLAGS = {
+FLAGS: dict[str, tuple] = {
     "trials": (parse_count, "N", "timed windows; the median counts (step and peer 5, others 3)"),
     "profile": (str, "TRACE.json", "list what takes most time, write a trace for chrome://tracing"),
     "png": (str, "PATH", "draw the result"),

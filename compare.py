@@ -53,8 +53,8 @@ def time_text(hours: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
 
 
-AXES = [("iter", "at iteration {}", whole), ("tokens", "at {} tokens", whole)]
-AXES += [("hours", "after {}", time_text)]
+AXES: list[tuple[str, str, Callable]] = [("iter", "at iteration {}", whole)]
+AXES += [("tokens", "at {} tokens", whole), ("hours", "after {}", time_text)]
 
 
 @dataclass
@@ -227,7 +227,7 @@ def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
     is ../nanoGPT/data/shakespeare_char here.
     """
     runs = [open_run(path, gpu) for path in paths]
-    names, datasets = [run.name for run in runs], {}
+    names, datasets = [run.name for run in runs], dict[str, str]()
     for run, path in zip(runs, paths, strict=True):
         if names.count(run.name) > 1:
             run.name = str(path)

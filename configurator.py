@@ -242,10 +242,11 @@ def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[s
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(ALIASES.get(name, name), known)}")
-    kind, default = known[name].type, known[name].default
+    kind: Any = known[name].type
+    default = known[name].default
     if not equals and (text or kind is not bool):
         raise UserError(f"--{name}: needs = and a value: --{name}={text or repr(default)}")
-    value = parse(text, kind) if equals else True
+    value: Any = parse(text, kind) if equals else True
     if kind is str and not known[name].metadata["free_text"]:
         value = os.path.expanduser(value)  # shells leave the ~ of --key=~/x alone
     return {name: fit(value, known[name], f"--{name}")}
@@ -287,7 +288,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 def is_helper(name: str, value: Any) -> bool:
     """Whether a config file may set this name, which is no key."""
-    return name.startswith("_") or isinstance(value, (Callable, ModuleType))
+    return name.startswith("_") or callable(value) or isinstance(value, ModuleType)
 
 
 def error_line(error: BaseException, path: Path) -> int:
@@ -295,7 +296,7 @@ def error_line(error: BaseException, path: Path) -> int:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     # without such lines it did not even run: a SyntaxError
-    return lines[-1] if lines else getattr(error, "lineno", None) or 1
+    return (lines[-1] if lines else getattr(error, "lineno", None)) or 1
 
 
 def parse(text: str, kind: type) -> Any:
@@ -314,7 +315,8 @@ def fit(value: Any, f: Field, where: str) -> Any:
     The value in the key's type. A whole float may stand for an int, an int for a float, 0 and 1 for
     booleans. Raises UserError if the value does not fit the key.
     """
-    kind, m = f.type, f.metadata
+    kind: Any = f.type
+    m = f.metadata
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
@@ -436,7 +438,7 @@ def print_help(keys: type = Config) -> None:
         flag = f"--{name}={f.default!r}".replace(repr("\n"), "a line end")
         of = f"{m['of']}: " if m["of"] else ""
         choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
-        print(f"  {flag:<34} {f.type.__name__:<6} {of}{m['meaning']}{choices}")
+        print(f"  {flag:<34} {type(f.default).__name__:<6} {of}{m['meaning']}{choices}")
 
 
 def main(argv: list[str]) -> None:

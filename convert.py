@@ -22,6 +22,7 @@ from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.tokenizer import Tokenizer
 from model import GPTConfig
+from model_fast import FastGPT
 from training import checkpoint
 from training.build import SkipInit, build_model
 from training.pretrained import GPT2_SETTINGS, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
@@ -115,7 +116,7 @@ def check_logits(state: dict, weights: dict, hf: dict) -> None:
     # block_size of them: a sliding window matters only beyond its length
     idx = torch.randint(vocab, (1, config.block_size), generator=generator)
     logits = model(idx)[..., :vocab]
-    if config.model == "fast":
+    if isinstance(model, FastGPT):
         exported = model.logits(model.hidden(idx))[..., :vocab]
         problem = "training/modeling_fast.py calls hidden and logits; do there what forward adds"
     else:
@@ -165,7 +166,7 @@ def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
     eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
     if tokenizer["kind"] == "bpe":
         eot = Tokenizer(tokenizer).eot
-    hf = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
+    hf: dict = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
     hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
     # where no tokenizer files are written AutoTokenizer fails, and opens no empty GPT-2 tokenizer
@@ -193,7 +194,7 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
     """
     from tiktoken.load import read_file_cached
 
-    settings = dict(model_max_length=block_size)
+    settings: dict = dict(model_max_length=block_size)
     if tokenizer["kind"] == "bpe":
         text = Tokenizer(tokenizer)
         end, settings["tokenizer_class"] = text.decode([text.eot]), "PreTrainedTokenizerFast"

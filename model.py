@@ -10,6 +10,7 @@ vocabulary.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -114,7 +115,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
+        self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
                 wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -125,7 +126,7 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
-            self.transformer.wte.weight = self.lm_head.weight
+            self.transformer["wte"].weight = self.lm_head.weight
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -166,7 +167,7 @@ class GPT(nn.Module):
             x = x.bfloat16()  # the residual stream too; an eager CPU's norms would sum in it
         recompute = self.config.recompute and self.training and not caches
         blocks = self.transformer.h
-        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
+        for block, cache in zip(blocks, caches if caches else [None] * len(blocks), strict=True):
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.transformer.ln_f(x)
 
@@ -242,21 +243,21 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, cap, dtype) -> Tensor:
         head = weight.detach().to(dtype).requires_grad_()
-        dx, total = [], 0.0
+        dx, losses = [], []
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
                 loss = loss_sum(x_part @ head.T, y_part, cap)
             dx_part, dhead = torch.autograd.grad(loss, (x_part, head))
-            total = total + loss.detach()
+            losses.append(loss.detach())
             dx.append(dx_part)
             dweight += dhead
             del loss, dhead  # before the next chunk's are made
         # only here: for a count made before, the compiler would make all chunks' logits at once
         count = (targets != -1).sum().clamp(min=1)
         ctx.save_for_backward(torch.cat(dx), dweight, count)
-        return total / count
+        return sum(losses) / count
 
     @staticmethod
     def backward(ctx, dloss: Tensor):
@@ -299,7 +300,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate_tokens(
-    model: nn.Module,
+    model,
     idx: Tensor,
     max_new_tokens: int,
     vocab: int,
@@ -308,14 +309,14 @@ def generate_tokens(
 ) -> Iterator[Tensor]:
     """
     Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below
-    `vocab` (the vocabulary before padding) are chosen.
+    `vocab` (the vocabulary before padding) are chosen. `model`: a GPT or FastGPT.
 
     Up to block_size tokens the past is cached. Beyond, each id follows from the last block_size
     tokens alone, all computed anew: what is cached of a token knows of those that have left the
     window.
     """
     T, window = idx.size(1), model.config.block_size
-    caches, new = [], idx
+    caches, new = list[KVCache](), idx
     for _ in range(max_new_tokens):
         if not caches or caches[0].length == window:
             caches = model.new_caches(min(T + max_new_tokens, window))
@@ -326,7 +327,7 @@ def generate_tokens(
         yield new
 
 
-def generate(model: nn.Module, idx: Tensor, *args, **kwargs) -> Tensor:
+def generate(model, idx: Tensor, *args, **kwargs) -> Tensor:
     """idx (B, T) and all that `generate_tokens` continues it with, -> (B, T + max_new_tokens)."""
     return torch.cat((idx, *generate_tokens(model, idx, *args, **kwargs)), dim=1)
 

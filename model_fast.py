@@ -8,6 +8,8 @@ run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd ch
 hs = C / nh channels, V = vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -140,9 +142,9 @@ class FastGPT(nn.Module):
         vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer
         # the first layers have a table each, and the last ones the same again (records)
         tables = list(range(config.value_tables))
-        self.table_of_layer = tables + [None] * (n_layer - 2 * len(tables)) + tables
+        self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
         blocks = [Block(config, number is not None) for number in self.table_of_layer]
-        self.transformer = nn.ModuleDict(
+        self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(vocab_size, n_embd),
                 value_tables=nn.ModuleList(nn.Embedding(vocab_size, n_embd) for _ in tables),
@@ -154,7 +156,7 @@ class FastGPT(nn.Module):
             # a hash table of token pairs, added to the token's embedding (modded-nanogpt, pull
             # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
-        self.rotary = None  # see keep_rotary_tables()
+        self.rotary: tuple[Tensor, Tensor] | None = None  # see keep_rotary_tables()
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()

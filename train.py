@@ -12,7 +12,7 @@ import gc
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 if __name__ == "__main__":
@@ -103,7 +103,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    model, batches: Iterator[Batch], autocast, stop: Callable[[], bool] = lambda: False
+    model, batches: Iterable[Batch], autocast, stop: Callable[[], bool] = lambda: False
 ) -> tuple[float, int] | None:
     """
     Sum of the loss over all targets of `batches` in nats, without dropout, and their number. None
@@ -119,9 +119,9 @@ def evaluate(
             losses.append(model(x, y))
         counts.append((y != -1).sum())
     model.train()
-    counts = torch.stack(counts).tolist()
-    pairs = zip(torch.stack(losses).tolist(), counts, strict=True)
-    return math.fsum(loss * n for loss, n in pairs if n), sum(counts)
+    targets = torch.stack(counts).tolist()
+    pairs = zip(torch.stack(losses).tolist(), targets, strict=True)
+    return math.fsum(loss * n for loss, n in pairs if n), sum(targets)
 
 
 def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
@@ -129,9 +129,7 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at
     iteration `horizon`. By the clock that is it / share, with `share` of the time gone by.
     """
-    warmup = config.warmup_iters
-    if config.by_clock:
-        warmup = min(warmup, horizon / 10)
+    warmup = min(config.warmup_iters, horizon / 10) if config.by_clock else config.warmup_iters
     # nanoGPT's warm-up: the first rate is above 0
     if it < warmup:
         return highest * (it + 1) / (warmup + 1)
@@ -154,7 +152,7 @@ def set_lr(optimizer, it: int, config: Config, share: float) -> float:
     Set each group's rate for iteration `it`. Returns the first group's, which is logged. `share`:
     how far a run by the clock is; its decay ends where a steady pace is when the time is up.
     """
-    horizon = config.lr_decay_iters or config.max_iters
+    horizon: float = config.lr_decay_iters or config.max_iters
     if share > 0:
         horizon = min(horizon, it / share)
     for group in optimizer.param_groups:
@@ -166,7 +164,7 @@ def set_lr(optimizer, it: int, config: Config, share: float) -> float:
 # Around the iterations
 
 
-def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> Callable:
+def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn.Module:
     """The compiled model, made on throw-away data. Where that fails: a warning, and the model."""
     say("compiling: this takes about a minute")
     began, random_states = time.perf_counter(), hardware.get_rng_state(hw.device)
@@ -225,10 +223,10 @@ def estimate_loss(
     # both splits are evaluated on equally many tokens
     tokens = min(config.eval_size, len(data.val))
     for split, spread in ((data.train, True), (data.val, False)):
-        windows = eval_batches(split, tokens, config, host, spread, ranks.rank, ranks.world_size)
+        pending = eval_batches(split, tokens, config, host, spread, ranks.rank, ranks.world_size)
         failed = False
         try:
-            windows = list(windows)  # before the evaluation, as those of an iteration
+            windows = list(pending)  # before the evaluation, as those of an iteration
         except RunError as error:
             batches.error, failed = error, True
         if any(signals.look(failed)):

@@ -181,7 +181,8 @@ def run_main(
     exit code, without a traceback; so does a file that the system refuses, and any other error that
     explain(error, argv) has a line for.
     """
-    sys.stdout.reconfigure(errors="replace")  # a console may lack letters that a sample has
+    # a console may lack letters that a sample has
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

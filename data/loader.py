@@ -47,7 +47,8 @@ class ShuffledWindows:
         self.open_epoch(0, first=0)
 
     def open_epoch(self, epoch: int, first: int) -> None:
-        self.epoch, self.first, self.shuffled = epoch, first, None
+        self.epoch, self.first = epoch, first
+        self.shuffled: np.ndarray | None = None
         self.random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         size = len(self.tokens)
         self.offset = int(self.random.integers(min(self.block_size, size - self.block_size)))
@@ -174,7 +175,8 @@ def to_batch(block: Tensor, device: torch.device) -> Batch:
     block = block.to(device, non_blocking=device.type == "cuda")
     # clones: in a batch of one sequence the two would share their memory
     x, y = block[:, :-1], block[:, 1:]
-    return tuple(part.clone(memory_format=torch.contiguous_format) for part in (x, y))
+    x, y = (part.clone(memory_format=torch.contiguous_format) for part in (x, y))
+    return x, y
 
 
 def eval_batches(

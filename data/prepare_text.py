@@ -77,7 +77,7 @@ class OwnText:
         owed, piece = 0.0, self.fraction * self.characters / PIECES
         # also to continue from the beginning: what is owed follows from all that came before
         for number, first, rows in self.files(0, 0):
-            divided = []
+            divided: list[LeftOut | tuple[str, str]] = []
             for text in rows:
                 if not text or isinstance(text, LeftOut):
                     divided.append(text or ("", ""))
@@ -185,13 +185,15 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     check_encodings(files, arguments.encoding)
-    rows = FilesSource(files, arguments.text_field, arguments.encoding, arguments.skip_broken)
-    check_field(rows)
-    source = OwnText(rows, arguments.val_fraction)
+    files_source = FilesSource(
+        files, arguments.text_field, arguments.encoding, arguments.skip_broken
+    )
+    check_field(reader)
+    source = OwnText(reader, arguments.val_fraction)
     if not tokenizer:
         # on what is for training
         rows = (row for _, _, rows in source(0, 0) for row in rows)
-        texts = (row[0] for row in rows if not isinstance(row, LeftOut))
+        texts = (row[0] for row in rows if isinstance(row, tuple))
         tokenizer = train_bpe(arguments.tokenizer, texts, total=source.bytes)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS

@@ -179,8 +179,8 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     data = read_folder(folder)
     if not data.complete:
         raise UserError(f"{folder}: unfinished; run the command that began it again")
-    for split, tokens in (("train", data.train), ("val", data.val)):
-        if not len(tokens):
+    for split, held in (("train", data.train), ("val", data.val)):
+        if not len(held):
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
     data.fingerprint = check_tokens(data.listed, [data.train, data.val])
@@ -216,7 +216,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         complete = manifest.get("complete", True)
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
-        if tokenizer["kind"] == "bpe":
+        if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard
             tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare anew")
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
@@ -268,7 +268,8 @@ def vocab_where_missing(config: Config) -> int | None:
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         return None
     if config.stream and config.tokenizer != "gpt2":
-        return pick_tokenizer(config.tokenizer, Path()).vocab
+        tokenizer = pick_tokenizer(config.tokenizer, Path())
+        return tokenizer.vocab if tokenizer else None
     return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB
 
 
@@ -282,8 +283,8 @@ def check_dataset(config: Config) -> list[str]:
     except UserError as error:
         return error.problems
     problems = []
-    for split, tokens in (("train", data.train), ("val", data.val)):
-        if len(tokens) <= config.block_size:
-            short = f"the {split} split of {data.source} has only {len(tokens):,} tokens"
-            problems.append(f"block_size: {short}; --block_size={max(len(tokens) - 1, 1)}")
+    for split, held in (("train", data.train), ("val", data.val)):
+        if len(held) <= config.block_size:
+            short = f"the {split} split of {data.source} has only {len(held):,} tokens"
+            problems.append(f"block_size: {short}; --block_size={max(len(held) - 1, 1)}")
     return problems

@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -41,8 +41,9 @@ class LeftOut:
     problem: str
 
 
-Row = str | tuple[str, str] | None | LeftOut  # a tuple: (for training, for validation)
-RowBatch = tuple[int, int, list[Row]]
+FileRow = str | None | LeftOut
+Row = FileRow | tuple[str, str]  # (for training, for validation)
+RowBatch = tuple[int, int, Sequence[Row]]
 Source = Callable[[int, int], Iterator[RowBatch]]
 
 FIELD = "text"
@@ -85,7 +86,7 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
-def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str]:
+def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
     """
     The addresses of a hub dataset's training files, in its own order, and their revision: the one
     given, or else the newest. Raises UserError.
@@ -226,7 +227,7 @@ class FilesSource:
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
     skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
 
-    def __call__(self, file: int, row: int) -> Iterator[RowBatch]:
+    def __call__(self, file: int, row: int) -> Iterator[tuple[int, int, list[FileRow]]]:
         """From a place on. Raises UserError where a line is broken, or the files fail."""
         failures = 0
         while file < len(self.files):
@@ -248,7 +249,7 @@ class FilesSource:
                 continue
             file, row = file + 1, 0
 
-    def to_row(self, name: str, row: int, found: str | None | dict | ValueError) -> Row:
+    def to_row(self, name: str, row: int, found: str | None | dict | ValueError) -> FileRow:
         """A row of the source out of what a reader has found. Raises UserError."""
         if isinstance(found, ValueError):
             problem = f"{name}: line {row + 1:,} is no JSON object ({found})"

@@ -52,7 +52,9 @@ class Stream:
     def __init__(self, folder: Path, block_size: int):
         self.folder, self.block_size = folder, block_size
         self.preparing: subprocess.Popen | None = None  # of rank 0: the process that fills it
-        self.data: Dataset | None = None  # as far as it has been seen
+        nothing = ShardTokens([], 0)
+        # as far as it has been seen
+        self.data = Dataset(str(folder), nothing, nothing, 0, {}, complete=False)
         self.in_use = self.closed = False
         self.checked = True  # whether what is there is of this source
         self.problems: list[str] = []  # error lines of the preparation
@@ -70,20 +72,20 @@ class Stream:
                 fewer = f"evaluations read {there:,} tokens, not {held_out:,}"
                 warn(f"eval_tokens: {fewer}: {self.folder} has held out no more")
             held_out = there
-        flags = dict(source=config.dataset)
+        flags = dict(source=config.dataset, tokenizer=config.tokenizer, out=str(self.folder))
         if re.fullmatch(HUB_NAME, config.dataset) and not glob.glob(config.dataset):
             flags["dataset"], _, flags["name"] = flags.pop("source").partition(":")
-        flags |= dict(tokenizer=config.tokenizer, val_tokens=held_out, shard_tokens=SHARD_TOKENS)
-        flags |= dict(out=self.folder, workers=config.data_workers)
-        flags = [f"--{name}={value}" for name, value in flags.items()]
+        sizes = dict(val_tokens=held_out, shard_tokens=SHARD_TOKENS, workers=config.data_workers)
+        arguments = [f"--{name}={value}" for name, value in (flags | sizes).items()]
         self.checked = False
-        self.preparing = start_child(SCRIPT, "--follow", *flags, stderr=subprocess.PIPE)
-        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.preparing = start_child(SCRIPT, "--follow", *arguments, stderr=subprocess.PIPE)
+        lines = self.preparing.stderr
+        self.listener = threading.Thread(target=self.listen, args=[lines], daemon=True)
         self.listener.start()
 
-    def listen(self) -> None:
+    def listen(self, lines) -> None:
         """Pass on the warnings of the preparation, and keep its errors, which may matter later."""
-        for line in self.preparing.stderr:
+        for line in lines:
             text = line.decode(errors="replace").rstrip()
             if text == CHECKED:
                 self.checked = True
@@ -100,30 +102,31 @@ class Stream:
         Look at the folder. Whether it has as many tokens for training as are `wanted`, or all that
         the source has. Raises RunError, which ends in `mend`, where they will never be there.
         """
-        has_ended = self.preparing and self.preparing.poll() is not None
+        code = self.preparing.poll() if self.preparing else None  # None: it goes on
         manifest = self.folder / "manifest.json"
         if manifest.exists():
-            seen = [*self.data.train.shards, *self.data.val.shards] if self.data else []
+            seen = [*self.data.train.shards, *self.data.val.shards]
             try:
                 self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
             except (FileNotFoundError, UserError):
                 if manifest.exists():  # else the preparation has found too little text
                     raise
         ready = self.checked and self.holds(wanted)
-        if has_ended and not ready:
+        if code is not None and not ready:
             self.listener.join(timeout=1)
-            ended = f"the preparation of {self.folder} has ended ({self.preparing.returncode})"
-            lines = self.problems or [f"{ended}; {CONTINUE}"]
+            lines = self.problems or [
+                f"the preparation of {self.folder} has ended ({code}); {CONTINUE}"
+            ]
             raise RunError(*(line.replace(CONTINUE, mend) for line in lines))
         return ready
 
     def holds(self, tokens: int) -> bool:
         """Whether so many tokens for training have been seen, or all that there are."""
-        return self.data is not None and (self.data.complete or len(self.data.train) >= tokens)
+        return self.data.complete or len(self.data.train) >= tokens
 
     def ask(self, tokens: int) -> None:
         """Have so many tokens for training prepared, and some more."""
-        if self.preparing:
+        if self.preparing and self.preparing.stdin:
             with contextlib.suppress(OSError):  # it has ended; look() says why
                 self.preparing.stdin.write(f"{tokens + TOKENS_AHEAD}\n".encode())
 
@@ -203,7 +206,8 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
 def check_shared(file: Path, ranks) -> None:
     """Raises UserError on all ranks where rank 0's file is not the one that all of them see."""
     ranks.from_main(file.touch)
-    began, changed = time.monotonic(), []
+    began = time.monotonic()
+    changed: list[int | None] = []
     # a network's folder shows a change a little later
     while len(set(changed)) != 1 and ranks.max(time.monotonic() - began)[0] < PATIENCE:
         changed = ranks.gather(file.stat().st_mtime_ns if file.exists() else None)

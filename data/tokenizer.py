@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class Tokenizer:
     def __init__(self, spec: dict, path: str | Path = "tokenizer.json"):
         """`path`: where a bpe spec was read, for messages."""
         self.spec, self.kind = spec, spec.get("kind")
+        self.eot: Any  # an int or None
         if self.kind == "byte":
             self.vocab, self.eot = BYTE_VOCAB, 0
         elif self.kind == "char":

@@ -16,12 +16,11 @@ order: sources.py.
 import contextlib
 import hashlib
 import json
-import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tqdm import tqdm
 from common.child import keep_awake
 from common.console import RunError, UserError, command_line, complain, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
-from data.shards import read_manifest, split_of, write_shard
+from data.shards import read_manifest, write_shard
 from data.sources import LeftOut, RowBatch, Source, report
 from data.tokenizer import Tokenizer
 
@@ -62,7 +61,7 @@ class Plan:
 
     def must_agree(self) -> dict:
         """What must be the same for a preparation to continue."""
-        same = dict(format="uint16 shards, llm.c header", source=self.source)
+        same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=self.source)
         same |= dict(revision=self.revision, tokenizer=self.tokenizer.kind)
         same |= dict(vocab=self.tokenizer.vocab, eot=self.tokenizer.eot)
         if self.tokenizer.kind == "bpe":
@@ -191,7 +190,7 @@ def tokens_of(manifest: dict) -> dict[str, int]:
     """The tokens that are in finished shards, by split."""
     totals = {"train": 0, "val": 0}
     for shard in manifest["shards"]:
-        totals[split_of(shard["name"])] += shard["tokens"]
+        totals[shard["name"].partition("_")[0]] += shard["tokens"]
     return totals
 
 
@@ -206,7 +205,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
     say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total / 1e6:,.1f} MB here")
-    arguments = [config]
+    arguments: list[object] = [config]
     if config is None:
         config = Path("config", "quickstart.py" if total < SMALL_DATASET else "gpt124m_4070.py")
         name = folder.name if folder.parent == Path("data") else folder
@@ -229,7 +228,7 @@ class Part:
 
 def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follower: Any) -> None:
     """Write what comes after the finished shards. Raises UserError and RunError."""
-    totals, most, place = tokens_of(manifest), plan.train_tokens or math.inf, manifest["next"]
+    totals, most, place = tokens_of(manifest), plan.train_tokens or 2**63, manifest["next"]
     told = False
     documents = encode(source(place["file"], place["row"]), plan.tokenizer, workers)
     # disable=None: shown on a terminal only
@@ -315,7 +314,7 @@ def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
     write_manifest(folder, manifest)
 
 
-def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> Iterator[tuple]:
+def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> Generator:
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields file, row and,
     for each part of the row, its tokens as bytes and the bytes of its text; or LeftOut. Reads so
@@ -323,7 +322,7 @@ def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> I
     so far that memory grows with the source. Raises RunError where the source or a text fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
-    pending = deque()
+    pending: deque[Future] = deque()
     try:
         for batch in batches:
             pending.append(pool.submit(encode_batch, batch, tokenizer))
@@ -340,19 +339,20 @@ def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> I
 
 def encode_batch(batch: RowBatch, tokenizer: Tokenizer) -> list[tuple]:
     file, first, rows = batch
-    documents = []
-    for row, texts in enumerate(rows, first):
-        if not isinstance(texts, LeftOut):
-            texts = texts if isinstance(texts, tuple) else (texts,)
-            texts = [encode_document(text, tokenizer) for text in texts]
-        documents.append((file, row, texts))
+    documents: list[tuple] = []
+    for number, row in enumerate(rows, first):
+        if isinstance(row, LeftOut):
+            documents.append((file, number, row))
+            continue
+        parts = row if isinstance(row, tuple) else (row,)
+        documents.append((file, number, [encode_document(text, tokenizer) for text in parts]))
     return documents
 
 
 def encode_document(text: str | None, tokenizer: Tokenizer) -> tuple[bytes, int]:
     """A document's tokens, two bytes each, end-of-text first, and the bytes of its text."""
     ids = tokenizer.encode(text) if text else ()
-    if not len(ids):
+    if not text or not len(ids):
         return b"", 0
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
     return tokens.tobytes(), len(text.encode(errors="replace"))

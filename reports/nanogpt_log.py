@@ -73,7 +73,7 @@ def read_settings(text: str) -> tuple[dict, dict[str, str]]:
     computed, such as n_layer = layers. Both are empty where the log prints no configuration: then
     not even the defaults are certain.
     """
-    printed, unknown, known = {}, {}, NANOGPT_FIELDS | FIELDS
+    printed, unknown, known = {}, dict[str, str](), NANOGPT_FIELDS | FIELDS
     del known["wandb_run_name"]  # in nanoGPT's config files it holds the time of day
     for line in text.splitlines():
         match, assigned = SETTING.fullmatch(line), ASSIGNED.match(line)
@@ -89,7 +89,7 @@ def read_settings(text: str) -> tuple[dict, dict[str, str]]:
         unknown |= dict.fromkeys(keys, line.strip())
     if not printed and not unknown:
         return {}, {}
-    config = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
+    config: dict = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
     config |= translate(printed) | dict.fromkeys(translate(unknown))
     if "found vocab_size" in text:
         config["pad_vocab_multiple"] = 1
@@ -138,7 +138,7 @@ def find_sizes(text: str, config: dict) -> tuple[float, float]:
     """Parameters and FLOPs per token, NaN where the log does not tell."""
     L, C, T = (number(config.get(key)) for key in ("n_layer", "n_embd", "block_size"))
     counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
-    parameters = sum(int(digits.replace(",", "")) for digits in counted)
+    exact = sum(int(digits.replace(",", "")) for digits in counted)
     # nanoGPT's rounded figure leaves out the T x C position embeddings
-    parameters = parameters or 1e6 * find_number(r"number of parameters: ([\d.]+)M", text) + T * C
+    parameters = exact or 1e6 * find_number(r"number of parameters: ([\d.]+)M", text) + T * C
     return parameters, 6 * (parameters - T * C) + 12 * L * C * T

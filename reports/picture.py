@@ -80,8 +80,8 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     known = np.isfinite(y)
     size = known.sum() // PICTURE_POINTS + 1
     starts = range(0, known.sum(), size)
-    x, y = ([v[i : i + size].mean() for i in starts] for v in (x[known], y[known]))
-    return np.array(x), np.array(y)
+    x, y = (np.array([v[i : i + size].mean() for i in starts]) for v in (x[known], y[known]))
+    return x, y
 
 
 def finish(axes, x_label: str, y_label: str) -> None:

@@ -123,7 +123,7 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     if not rate:
         raise UserError(f"from_run: {path} holds no iteration; give the out_dir of a run")
     theirs, ours = start["flops_per_token"], build.count_flops(model)[0]
-    same_flops = None in (theirs, ours) or math.isclose(theirs, ours, rel_tol=FLOPS_TOLERANCE)
+    same_flops = not (theirs and ours) or math.isclose(theirs, ours, rel_tol=FLOPS_TOLERANCE)
     if start["parameters"] != build.count_parameters(model) or not same_flops:
         differ = "trained another model than this configuration and code"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")

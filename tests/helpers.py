@@ -20,6 +20,10 @@ from data.writer import write_shard
 from training.checkpoint import find_newest
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_WINDOWS = sys.platform == "win32"
+needs_signals = pytest.mark.skipif(
+    ON_WINDOWS, reason="Windows sends no process a signal that it could answer"
+)
 TINY = dict(
     n_layer=2,
     n_head=2,
@@ -47,6 +51,11 @@ FAST = dict(
     grad_clip=0.0,
     min_lr=0.0,
     beta1=0.8,
+)
+
+
+needs_a_full_disk = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left"
 )
 
 

@@ -6,7 +6,6 @@ own log, one line for bad input.
 import json
 import math
 import re
-import signal
 import statistics
 from datetime import datetime
 from itertools import pairwise
@@ -372,6 +371,7 @@ bench.new_process = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("
 
 def run_forking(tmp_path, mode, *arguments, code="") -> tuple[int, list[str], dict | None]:
     """A mode after that code, in a process: (exit code, its last lines, what --json holds)."""
+    pytest.importorskip("resource", reason="needs fork, and limits of memory")
     script, result = f"{FORKING}{code}\nconsole.run_main(bench.main)", tmp_path / "result.json"
     exit_code, out, err = run_process("-c", script, mode, *arguments, f"--json={result}")
     lines = out.splitlines()[-2:] if exit_code == 0 else err.splitlines()
@@ -502,15 +502,15 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_measurements_process_ends_with_bench(tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
-    numbers = (signal.SIGTERM, signal.SIGKILL)
+    ways = ("terminate", "kill")
     # both at a time, as most of theirs is spent on imports
-    started = [(number, start_process(str(tmp_path / "idle.py"))) for number in numbers]
-    for number, process in started:
+    started = [(way, start_process(str(tmp_path / "idle.py"))) for way in ways]
+    for way, process in started:
         child = psutil.Process(int(process.stdout.readline()))
-        process.send_signal(number)
+        getattr(process, way)()
         process.communicate(timeout=60)
         _, alive = psutil.wait_procs([child], timeout=60)
-        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], number
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], way
 
 
 def test_sweep_writes_the_fastest_as_a_config_of_its_own(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ the schedule is complete when the time is up.
 """
 
 import json
-import os
 import re
 import signal
 import time
@@ -341,7 +340,7 @@ class World(Time):
 
         def step_seconds():
             if self.steps == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return 10.0
 
         self.step_seconds = step_seconds
@@ -573,7 +572,7 @@ def test_an_evaluation_dropped_by_a_signal_stays_due(keys, twentieth, run, world
 
     def eval_seconds():
         if next(evaluations) == twentieth:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             return 2.0
         return 20.0
 
@@ -592,7 +591,7 @@ def test_the_last_evaluation_dropped_by_a_signal_stays_due(keys, run, world, tmp
 
     def eval_seconds():
         if next(evaluations) == 20:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return 20.0
 
     world.eval_seconds = eval_seconds
@@ -610,7 +609,7 @@ def test_a_dropped_evaluation_is_no_measure_of_the_next(run, world, tmp_path):
 
     def eval_seconds():
         if next(evaluations) == 18:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             return 0.1
         return 100.0
 

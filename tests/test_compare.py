@@ -559,7 +559,7 @@ DAMAGED_LINES = """\
 
 def test_lines_that_are_no_records_are_passed_over(tmp_path, script, capsys):
     run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
-    with open(run / "metrics.jsonl", "a") as file:
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(DAMAGED_LINES)
     draw(run)
     assert capsys.readouterr().err == ""

@@ -412,9 +412,10 @@ def test_bad_data_is_named_in_one_line(name, content, message, tmp_path, capsys)
 
 def test_a_shard_that_is_gone_is_one_line(tmp_path, script):
     write_dataset(tmp_path, [500])
-    (tmp_path / "train_000001.bin").unlink()
+    gone = tmp_path / "train_000001.bin"
+    gone.unlink()
     code, _, err = script(train.main, f"--dataset={tmp_path}", f"--out_dir={tmp_path / 'out'}")
-    assert (code, err) == (2, [f"error: {tmp_path}/train_000001.bin: No such file or directory"])
+    assert (code, err) == (2, [f"error: {gone}: No such file or directory"])
 
 
 def test_a_shards_name_need_not_be_utf8(tmp_path):

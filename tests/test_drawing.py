@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
-from helpers import run_here, start_process
+from helpers import ON_WINDOWS, run_here, start_process
 
 import train
 from training import drawing
@@ -18,8 +18,8 @@ from training.drawing import Drawing
 def is_there(pid: int) -> bool:
     """Whether a process still runs; one that nobody has waited for yet does not."""
     try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -42,7 +42,7 @@ def test_the_last_picture_is_of_the_whole_run(end, dataset, tmp_path, monkeypatc
     def step(*args):
         step.number += 1
         if step.number == 5 and end == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         elif step.number == 5 and end == "max_minutes":
             monkeypatch.setattr(Clock, "left_of_start", lambda clock: 0.0)
         return original(*args)
@@ -138,7 +138,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(ON_WINDOWS, reason="needs a pipe with a name, and numbers of priority")
 def test_the_process_is_of_low_priority_hears_no_ctrl_c_and_ends_with_a_killed_run(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")  # reading it takes until somebody writes
     run = start_process("-c", KILLED, str(tmp_path))

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 from helpers import ROOT
 
 needed = ("timeout", "setsid")
-pytestmark = pytest.mark.skipif(not all(map(shutil.which, needed)), reason="needs GNU tools")
+has_tools = sys.platform != "win32" and all(map(shutil.which, needed))
+pytestmark = pytest.mark.skipif(not has_tools, reason="needs GNU tools")
 
 # The rows of each queue
 TRAINED = ["classic", "fast", "no_tables"]

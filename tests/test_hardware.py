@@ -343,6 +343,16 @@ def test_the_users_own_allocator_setting_stays(name, fresh_linux):
     assert found == {name: "max_split_size_mb:64"}
 
 
+@pytest.mark.parametrize("home", ["home", "none"])
+def test_compiled_code_is_kept_in_a_home_that_can_be_written(home, fresh_linux, tmp_path):
+    """A container's user may have none, and torch makes the folder when it is imported."""
+    (tmp_path / "home").mkdir()
+    os.environ["HOME"] = os.environ["USERPROFILE"] = str(tmp_path / home)
+    hardware.set_environment()
+    expected = f"{tmp_path}/home/.cache/torchinductor" if home == "home" else None
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == expected
+
+
 def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
     """pytorch #192330: expandable segments crash its driver."""
     monkeypatch.setattr(hardware, "IN_WSL", True)

@@ -268,7 +268,7 @@ def test_weights_that_cannot_be_resumed_are_never_started_over(
     """The message's own flags start from them."""
     monkeypatch.chdir(nanogpt_folder)
     folder = nanogpt_folder / "out-shakespeare-char"
-    (folder / "ckpt.pt").rename(folder / name)
+    (folder / "ckpt.pt").replace(folder / name)
     data = nanogpt_folder / "data" / "shakespeare_char"
     with pytest.raises(UserError) as error:
         run_here(data, folder, init_from=init_from)

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from helpers import load, records, run_process, start_process
+from helpers import load, needs_signals, records, run_process, start_process
 from same_run import write_dataset
 
 SAVED = Path(__file__).with_name("checkpoints_c336bd1")
@@ -87,6 +87,7 @@ def test_a_run_by_iterations_goes_on_with_its_data_and_moments(name, command, tm
     assert progress["tokens"] == 10 * SEQUENCES * COMMON["block_size"]
 
 
+@needs_signals
 def test_hours_go_on_counting_where_the_run_stopped(command, tmp_path):
     process = start_process(*command("hours"))
     for line in process.stdout:

@@ -130,7 +130,7 @@ def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
     code, out, err = script(sample.main, *arguments)
     val_loss = find_newest(run)[1]["progress"]["best_val_loss"]
     assert code == 0
-    assert err == [f"model: {run}/best.pt, iteration 20, val loss {val_loss:.4f}"]
+    assert err == [f"model: {run / 'best.pt'}, iteration 20, val loss {val_loss:.4f}"]
     samples = out.split(f"\n{sample.RULER}\n")
     assert len(samples) == 4 and samples.pop() == ""
     assert all(text.startswith("import ") and len(text) > 20 for text in samples)
@@ -148,7 +148,7 @@ def test_the_loss_is_that_of_the_checkpoint_the_best_or_not(run, tmp_path, monke
     for name in (tmp_path, newest):
         assert read_weights(str(name))["source"] == f"{newest}, iteration 4, val loss 3.5000"
     newest.unlink()  # no evaluation at 3
-    assert read_weights(str(tmp_path))["source"] == f"{tmp_path}/ckpt-00000003.pt, iteration 3"
+    assert read_weights(str(tmp_path))["source"] == f"{tmp_path / 'ckpt-00000003.pt'}, iteration 3"
 
 
 def test_greedy_samples_are_those_of_an_uncached_model(run, script):
@@ -279,14 +279,14 @@ def test_of_a_run_whose_best_model_is_damaged_another_is_taken(run, tmp_path, sc
     for name in ("best.pt", "ckpt-00000004.pt"):
         os.truncate(tmp_path / name, 1000)
     code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
-    assert code == 0 and err[-1].startswith(f"model: {tmp_path}/ckpt-00000002.pt, iteration 2")
+    assert code == 0 and err[-1].startswith(f"model: {tmp_path / 'ckpt-00000002.pt'}, iteration 2")
     assert [line.partition(";")[2] for line in err[:-1]] == [
         f" trying {tmp_path}/ckpt-00000004.pt",
         f" trying {tmp_path}/ckpt-00000002.pt",
     ]
     os.truncate(tmp_path / "ckpt-00000002.pt", 1000)
     code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
-    assert code == 2 and err[-1].startswith(f"error: {tmp_path}/ckpt-00000002.pt: cut short")
+    assert code == 2 and err[-1].startswith(f"error: {tmp_path / 'ckpt-00000002.pt'}: cut short")
 
 
 NO_ROOM = """
@@ -310,10 +310,10 @@ def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(run, tmp_
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tmp_path / "hf" / name, folder)
     code, _, err = script(sample.main, f"--out_dir={folder}", *SHORT)
-    assert code == 0 and err[0].startswith(f"model: {folder}/best.pt, iteration 20")
+    assert code == 0 and err[0].startswith(f"model: {folder / 'best.pt'}, iteration 20")
     (folder / "best.pt").unlink()
     code, _, err = script(sample.main, f"--out_dir={folder}", *SHORT)
-    assert code == 0 and err[0].startswith(f"model: {folder}/ckpt-00000020.pt, iteration 20")
+    assert code == 0 and err[0].startswith(f"model: {folder / 'ckpt-00000020.pt'}, iteration 20")
 
 
 def test_text_appears_while_it_grows_and_never_half_a_character(capsys):

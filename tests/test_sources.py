@@ -6,7 +6,6 @@ after one has been mended.
 import gzip
 import hashlib
 import json
-import signal
 import time
 from pathlib import Path
 
@@ -227,7 +226,7 @@ def test_a_killed_preparation_of_jsonl_continues_with_any_number_of_threads(tmp_
     process = start_process(*flags)
     while len(list(out.glob("*.bin"))) < 2 and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.communicate()
     assert 2 <= len(digests(out)) < len(digests(straight))
     prepare_fineweb.main([f"--source={source}", f"--out={out}", *FLAGS, "--workers=1"])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from documents import check_documents, documents, write_jsonl, write_parquet
 from helpers import flags as all_flags
-from helpers import full_disk_at, load, run_here, start_process
+from helpers import full_disk_at, load, needs_signals, run_here, start_process
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ import train
 from common.console import RunError, UserError
 from data import prepare_fineweb, prepare_text
 from data import tokenizer as tokenizer_module
-from data.shards import open_dataset
+from data.shards import open_dataset, read_folder
 from data.tokenizer import Tokenizer, cut, train_bpe
 from data.writer import Plan, prepare
 
@@ -66,7 +66,7 @@ def tokens_of(folder: Path, split: str) -> list[int]:
 
 
 def manifest_of(folder: Path) -> dict:
-    return json.loads((folder / "manifest.json").read_text())
+    return json.loads((folder / "manifest.json").read_text("utf-8"))
 
 
 # -----------------------------------------------------------------------------
@@ -135,14 +135,14 @@ def test_validation_text_trains_no_tokenizer(tmp_path):
     rows = ["xyxyxyxyxy " * 50] * 3 + TEXTS
     source = str(write_jsonl(tmp_path / "a.jsonl", rows))
     book = tmp_path / "book.txt"  # its end is for validation
-    book.write_text("".join(TEXTS) + "\n\n" + "xyxyxyxyxy " * 50)
+    book.write_text("".join(TEXTS) + "\n\n" + "xyxyxyxyxy " * 50, "utf-8")
     flags = ["--val_fraction=0.03", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'text'}"]
     assert prepare_text.main([str(book), *flags]) is None
-    vocab = json.loads((tmp_path / "text/tokenizer.json").read_text())["model"]["vocab"]
+    vocab = json.loads((tmp_path / "text/tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
     flags = ["--val_tokens=300", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'rows'}"]
     assert prepare_fineweb.main([f"--source={source}", *flags]) is None
-    vocab = json.loads((tmp_path / "rows/tokenizer.json").read_text())["model"]["vocab"]
+    vocab = json.loads((tmp_path / "rows/tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
 
 
@@ -159,6 +159,7 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
 
 
+@needs_signals
 @pytest.mark.slow
 def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
     """The library would train on for minutes."""
@@ -212,7 +213,7 @@ def test_every_byte_of_text_is_counted_in_one_shard(own, tmp_path, shard_tokens)
 
 def test_commands_end_with_what_there_is_and_how_to_train_on_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("my novel.txt").write_text("caf\u00e9 \n" * 1000)
+    Path("my novel.txt").write_text("caf\u00e9 \n" * 1000, "utf-8")
     assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) is None
     lines = capsys.readouterr().out.splitlines()
     tokens = sum(len(tokens_of(Path("data/my novel"), split)) for split in ("train", "val"))
@@ -234,7 +235,7 @@ def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path, script):
     run_here(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
     run_here(mine, tmp_path / "run", init_from="resume", max_iters=6)
     state = load(tmp_path / "run", 6)
-    assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text())
+    assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text("utf-8"))
     assert state["vocab"] == VOCAB
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # a sample needs no data folder
     flags = [f"--out_dir={tmp_path / 'elsewhere'}", "--start=alpha<|endoftext|> na\u00efve"]
@@ -280,6 +281,16 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, s
     )
 
 
+def test_a_preparation_that_has_written_no_tokenizer_yet_is_read_as_unfinished(mine, tmp_path):
+    """A stream looks at any moment."""
+    manifest = json.loads((mine / "manifest.json").read_text("utf-8"))
+    begun = json.dumps(manifest | dict(shards=[], complete=False))
+    (tmp_path / "manifest.json").write_text(begun, "utf-8")
+    assert len(read_folder(tmp_path).train) == 0
+    with pytest.raises(UserError, match="unfinished"):
+        open_dataset(str(tmp_path))
+
+
 def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path, script):
     code, _, err = run_flags(script, mine, tmp_path / "run", tokenizer=mine / "tokenizer.json")
     assert code == 2 and len(err) == 1 and "tokenizer: a data folder has its own" in err[0]
@@ -307,7 +318,7 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
         ("bpe:", "N must be a whole number from 257 to 65,536"),
         ("bpe:60000", "or more text"),
         ("gtp2", "gtp2: No such file or directory; give one of byte, gpt2, "),
-        (".", "Is a directory; give one of byte, gpt2, "),
+        (".", "; give one of byte, gpt2, "),
     ],
 )
 def test_a_tokenizer_that_there_is_not(tmp_path, script, name, message):
@@ -356,7 +367,7 @@ TOKENIZER_FILES = {
 @pytest.mark.parametrize("content, message", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
 def test_a_tokenizer_json_that_cannot_be_used(tmp_path, script, content, message):
     path = tmp_path / "tokenizer.json"
-    path.write_text(content if isinstance(content, str) else content())
+    path.write_text(content if isinstance(content, str) else content(), "utf-8")
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     flags = [f"--tokenizer={path}", f"--out={tmp_path / 'out'}"]
     code, _, err = script(prepare_text.main, source, *flags)
@@ -386,8 +397,8 @@ def test_a_folder_without_its_tokenizer_is_not_trained_on(mine, tmp_path, script
 
 def test_a_preparation_continues_with_no_other_tokenizer(mine, tmp_path, script):
     folder = shutil.copytree(mine, tmp_path / "data")
-    content = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(content + "\n")
+    content = (folder / "tokenizer.json").read_text("utf-8")
+    (folder / "tokenizer.json").write_text(content + "\n", "utf-8")
     flags = [mine.parent / "rows.parquet", f"--out={folder}", f"--tokenizer=bpe:{VOCAB}"]
     code, _, err = script(prepare_text.main, *flags)
     assert code == 2 and len(err) == 1 and "other flags (tokenizer_sha256); choose" in err[0], err
@@ -396,13 +407,14 @@ def test_a_preparation_continues_with_no_other_tokenizer(mine, tmp_path, script)
 def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_path, script):
     path = tmp_path / "out/tokenizer.json"
     path.parent.mkdir()
-    path.write_text(own.spec["json"])
+    path.write_text(own.spec["json"], "utf-8")
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     for name in (path, "bpe:300", "bpe:280", "byte"):
         flags = [f"--tokenizer={name}", f"--out={path.parent}"]
         code, _, err = script(prepare_text.main, source, *flags)
         assert code == 2 and len(err) == 1 and "holds files of another program" in err[0]
-    assert os.listdir(path.parent) == ["tokenizer.json"] and path.read_text() == own.spec["json"]
+    assert os.listdir(path.parent) == ["tokenizer.json"]
+    assert path.read_text("utf-8") == own.spec["json"]
 
 
 def test_too_little_text_leaves_nothing(tmp_path, script):

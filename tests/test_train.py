@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import re
 import signal
 import statistics
@@ -237,7 +236,7 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_by_the_resumed_run(
 
     def interrupted(signals):
         if next(looks) == evaluation * BATCHES + batch:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return came(signals)
 
     with monkeypatch.context() as patch:
@@ -528,12 +527,12 @@ def test_a_signal_ends_the_wait_for_data_and_nothing_is_lost(
     iteration, straight, dataset, tmp_path, monkeypatch
 ):
     """At iteration 4 an evaluation is due; it is left to the resumed run."""
-    process, read = os.getpid(), ShuffledWindows.read
+    read = ShuffledWindows.read
     close, closed = TrainBatches.close, threading.Event()
 
     def hanging(windows, first, count):
         if first == 2 * iteration * count:  # two micro-batches an iteration
-            threading.Timer(0.5, os.kill, (process, signal.SIGTERM)).start()
+            threading.Timer(0.5, signal.raise_signal, [signal.SIGTERM]).start()
             closed.wait(30)
         return read(windows, first, count)
 

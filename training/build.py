@@ -44,7 +44,7 @@ def model_config(
     vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
     if weights:
         vocab_size = weights["model_config"]["vocab_size"]
-    values = dict(vocab_size=vocab_size, loss_chunk=loss_chunk(config))
+    values: dict = dict(vocab_size=vocab_size, loss_chunk=loss_chunk(config))
     if flash is not None:
         values["flash"] = flash
     names = {f.name for f in fields(GPTConfig)} - values.keys()
@@ -74,7 +74,7 @@ def compile_model(model: nn.Module, **options) -> nn.Module:
     torch.compiler.allow_in_graph(ChunkedLoss)
     if isinstance(model, FastGPT):
         model.keep_rotary_tables()
-    return torch.compile(model, **options)
+    return torch.compile(model, **options)  # type: ignore[return-value]  # a module, of a module
 
 
 class SkipInit(TorchFunctionMode):
@@ -152,7 +152,7 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
     """
     groups, (_, make) = optimizer_groups(model, config), OPTIMIZERS[config.optimizer]
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    return make(groups, fused=fused, dtype=dtype)
+    return make(groups, fused=fused, dtype=dtype)  # type: ignore[operator]  # class or function
 
 
 # -----------------------------------------------------------------------------

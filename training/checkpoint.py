@@ -144,7 +144,7 @@ def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path, di
 lock: BinaryIO | None = None
 
 
-def lock_folder(out_dir: Path) -> None:
+def lock_folder(out_dir: Path) -> BinaryIO:
     """
     Make out_dir if need be, and keep other runs out of it until this process ends or calls
     unlock_folder(). Raises OSError where it cannot be written, UserError where another run is
@@ -157,6 +157,7 @@ def lock_folder(out_dir: Path) -> None:
     if not try_lock(lock):
         mend = "stop that one first, or choose another --out_dir"
         raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
+    return lock
 
 
 def unlock_folder() -> None:
@@ -172,13 +173,13 @@ def claim_folder(out_dir: Path, fresh: bool) -> str:
     left, and before a `fresh` run the log of one that never saved. Returns what it has written into
     the lock, the name of this run. Raises UserError where a fresh run would meet another one's.
     """
-    lock_folder(out_dir)
+    file = lock_folder(out_dir)
     if fresh and holds_run(out_dir):  # it came and went while this one was starting
         raise UserError(in_the_way(out_dir))
     owner = f"process {os.getpid()} of {platform.node()}, since {time.time():.3f}"
-    lock.truncate(0)
-    lock.write(owner.encode())
-    os.fsync(lock)
+    file.truncate(0)
+    file.write(owner.encode())
+    os.fsync(file)
     # temporary files could leave no room for the next checkpoint
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     for name in ("metrics.jsonl", "log.txt", "loss.png") if fresh else ():

@@ -35,7 +35,7 @@ class Drawing:
         if can_draw and run_seconds >= SHORTEST_RUN:
             self.begin()
             can_draw = self.wait(until - time.monotonic())
-        if not can_draw and not self.failed:
+        if self.process and not can_draw and not self.failed:
             self.process.kill()
             self.fail()
 

@@ -49,7 +49,7 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     """
     rows = read_gpu_table()
     known_words = set().union(*map(row_words, rows))
-    asked = set()
+    asked: set[str] = set()
     for word in split_words(typed.lower().replace("mobile", "laptop")) - {"nvidia"}:
         known = {word, f"{word}gb"} & known_words  # a100 80 means 80gb
         asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070

@@ -26,9 +26,10 @@ IN_WSL = "microsoft" in platform.release().lower()
 
 def set_environment() -> None:
     """Defaults that torch reads when it first compiles or allocates. The user's own values win."""
-    # torch's own default is in /tmp, which a restart empties
-    cache = os.path.expanduser("~/.cache/torchinductor")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    # torch's own default is in /tmp, which a restart empties. A container's user may have no home
+    home = os.path.expanduser("~")
+    if os.access(home, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
     # The user may have set it by its earlier name.

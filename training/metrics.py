@@ -40,7 +40,7 @@ def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
         with replacing(path) as file, open(path, "rb") as lines:
             for line in lines:
                 record = read_record(line)
-                it, kind = record.get("iter"), record.get("kind")
+                it, kind = record.get("iter"), record.get("kind", "")
                 if isinstance(it, int) and it <= last.get(kind, math.inf):
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk

@@ -36,7 +36,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: torch.nn.Module) -> None:
         """FastGPT has done it, where transformers would draw N(0, 0.02)."""
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # the rest is in kwargs
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs
     ) -> dict:
         """All tokens at every step, whatever transformers keeps in its cache."""

@@ -78,7 +78,7 @@ class Muon(torch.optim.AdamW):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None):
         groups = self.param_groups
         for group in groups:
             if "momentum" in group:
@@ -119,7 +119,8 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[p]["momentum"] for p in same]
         means = [self.state[p]["mean_squares"] for p in same]
 
-        m, g = torch.stack(momenta), torch.stack([p.grad for p in same])  # (n, parts * rows, cols)
+        m = torch.stack(momenta)  # (n, parts * rows, cols), and so is g
+        g = torch.stack([p.grad for p in same if p.grad is not None])
         g.masked_fill_(applied == 0, 0)  # NaN times a rate of 0 would be NaN
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
@@ -145,6 +146,7 @@ def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     (token pairs), head and vectors. A head tied to the embedding counts as head. Raises ValueError
     for a parameter that has no role here.
     """
+    roles: dict[str, list[nn.Parameter]]
     roles = dict(matrices=[], qkv=[], head=[], embedding=[], values=[], bigrams=[], vectors=[])
     modules = dict(model.named_modules())
     # a tied head goes under its last name

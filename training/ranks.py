@@ -75,7 +75,7 @@ class Ranks:
         # DDP rearranges its buckets after the first backward pass, and three ranks or more then sum
         # in another order. So make that pass here, with zeros: a resumed run makes it too.
         ddp_model.reducer.prepare_for_backward([])
-        sum(p.sum() * 0 for p in ddp_model.parameters()).backward()
+        torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
         return ddp_model
 
     def reduce(self, *values: float, op=dist.ReduceOp.SUM) -> list[float]:
@@ -95,7 +95,7 @@ class Ranks:
         Call function(*args) on rank 0; every rank gets its result. Where it raises UserError,
         OSError or SystemExit (--help), every rank ends, and rank 0 alone says why.
         """
-        box = [None]
+        box: list[Any] = [None]
         if self.is_main:
             try:
                 box = [function(*args)]
@@ -231,16 +231,16 @@ class Signals:
         All ranks look together. `name` is set where a signal has come to any of them. Returns each
         value's maximum over all ranks.
         """
-        number, *values = self.ranks.max(self.received, *values)
+        number, *most = self.ranks.max(self.received, *values)
         if number and not self.name:
             self.name = signal.Signals(int(number)).name
             if self.received:
                 self.answered.wait(1)
             if number == getattr(signal, "SIGXCPU", None):
-                signal.signal(number, signal.SIG_IGN)  # the kernel sends it each second from now on
+                signal.signal(int(number), signal.SIG_IGN)  # it comes each second from now on
             if self.ranks.is_main and not self.received:
                 complain(f"another process got {self.name}: stopping, with a checkpoint")
-        return values
+        return most
 
     def came(self) -> bool:
         """Whether a signal has come to any rank. All ranks take part."""

@@ -106,8 +106,8 @@ class RunLog:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest one that is known to be whole: saved by this start, or resumed from."""
-        known = self.saved_iter is not None
-        return checkpoint_path(self.config.out_dir, self.saved_iter) if known else None
+        n = self.saved_iter
+        return None if n is None else checkpoint_path(self.config.out_dir, n)
 
     def way_back(self) -> str:
         """Where a run that ends now can be resumed from, for messages."""
@@ -210,7 +210,7 @@ class RunLog:
         After the update of iteration p.iter_num: what train_step has returned. It stays on the
         device until the next line.
         """
-        self.last = dict(iter=p.iter_num, tokens=p.tokens, lr=lr)
+        self.last: dict = dict(iter=p.iter_num, tokens=p.tokens, lr=lr)
         self.loss_sum, self.targets, self.grad_norm = loss_sum, targets, grad_norm
         skipped = ~grad_norm.isfinite()
         self.skipped += skipped

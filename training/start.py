@@ -36,7 +36,7 @@ from training.state import check_checkpoint
 # vocab_size is no key: it follows from the dataset
 ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in HOW_COMPUTED | {"vocab_size"}]
 # A resumed run must keep these
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
+FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
 
 
 # -----------------------------------------------------------------------------

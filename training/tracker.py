@@ -4,6 +4,7 @@ wandb and tensorboard, beside metrics.jsonl.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from common.console import warn
 from configurator import Config, config_values
@@ -22,11 +23,12 @@ class Tracker:
 
     def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
         self.kind = config.tracker if wanted else "none"
+        self.writer: Any
         with self.warn_on_failure():
             if self.kind == "wandb":
                 import wandb
 
-                names = dict(project=config.wandb_project, name=config.wandb_run_name)
+                names: dict = dict(project=config.wandb_project, name=config.wandb_run_name)
                 self.writer = wandb.init(**names, dir=config.out_dir, config=config_values(config))
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import flags, load, records, run_here, run_process, start_process
+from helpers import flags, load, needs_signals, records, run_here, run_process, start_process
 from test_saving import best_iter, scripted_losses
 
 import train
@@ -158,7 +158,7 @@ def stop_waiting(monkeypatch) -> None:
 
     def hurry(signals, seconds):
         if seconds:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return wait(signals, seconds)
 
     monkeypatch.setattr(train.Signals, "wait", hurry)
@@ -251,6 +251,7 @@ def test_the_last_save_waits_for_room(dataset, make_disk, tmp_path):
     assert best_iter(disk / "run") == best_iter(tmp_path / "straight") == 8
 
 
+@needs_signals
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_wait_for_room_after_one_more_try(number, dataset, make_disk):
     disk = make_disk(3)
@@ -285,6 +286,7 @@ def freed(filler: Path, seconds: int) -> bool:
     return False
 
 
+@needs_signals
 def test_a_limit_that_stays_is_said_and_a_signal_ends_the_wait(dataset, tmp_path):
     """
     The kernel refuses to let a file grow past 20 kB. The oldest checkpoints have made room by then,

@@ -1,6 +1,5 @@
 """What a night can bring besides signals and full disks: mostly what attacks have found."""
 
-import os
 import re
 import shutil
 import sys
@@ -10,6 +9,7 @@ import torch
 from helpers import (
     flags,
     load,
+    needs_a_full_disk,
     records,
     run_here,
     run_process,
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_other_contents_is_named_and_the_one_before_taken(
     shutil.copytree(saved, tmp_path / "run")
     newest = tmp_path / "run" / "ckpt-00000004.pt"
     (tmp_path / "run" / "best.pt").unlink()
-    checkpoint.save(corrupt(name, checkpoint.load(newest)), newest)
+    checkpoint.save(corrupt(name, load(saved, 4)), newest)
     assert run_here(dataset, tmp_path / "run", init_from="auto") == 0
     output = capsys.readouterr()
     assert f"warning: {newest}" in output.err and "ckpt-00000002.pt, iteration 2 of 8" in output.out
@@ -134,7 +134,7 @@ def test_a_resumed_run_says_from_where_and_how_far(dataset, tmp_path, capsys):
     capsys.readouterr()
     run_here(dataset, tmp_path, max_iters=8, init_from="resume", lr_decay_iters=8)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"resume: {tmp_path}/ckpt-00000004.pt, iteration 4 of 8"
+    assert lines[0] == f"resume: {tmp_path / 'ckpt-00000004.pt'}, iteration 4 of 8"
     assert f"run: 8 iterations, 1.02k tokens, 0.67 epochs, in {tmp_path}" in lines[:9]
 
 
@@ -143,10 +143,9 @@ def test_a_resumed_run_of_an_earlier_version_says_nothing_of_keys_that_moved(
 ):
     options = dict(optimizer="muon", learning_rate=0.02, max_iters=4, lr_decay_iters=8)
     run_here(dataset, tmp_path, **options)
-    newest = checkpoint.list_checkpoints(tmp_path)[-1]
-    state = checkpoint.load(newest)
+    state = load(tmp_path, 4)
     state["config"] |= dict(backend="nccl")
-    checkpoint.save(state, newest)
+    checkpoint.save(state, tmp_path / "ckpt-00000004.pt")
     capsys.readouterr()
     run_here(dataset, tmp_path, **options | dict(init_from="resume", max_iters=5))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
@@ -229,7 +228,7 @@ FULL_CONSOLES = {
 }
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@needs_a_full_disk
 @pytest.mark.parametrize("name", FULL_CONSOLES)
 def test_a_full_console_is_one_line(name, saved, dataset):
     expected, arguments = FULL_CONSOLES[name]
@@ -291,10 +290,9 @@ def test_a_run_of_many_epochs_is_warned_of_once_and_a_usual_one_never(dataset, t
 
 def test_the_last_lines_of_a_resumed_run_tell_this_start_from_all(dataset, tmp_path, capsys):
     run_here(dataset, tmp_path, max_iters=4)
-    newest = checkpoint.list_checkpoints(tmp_path)[-1]
-    state = checkpoint.load(newest)
+    state = load(tmp_path, 4)
     state["ledger"] |= dict(steps=3600.0, evaluation=60.0)
-    checkpoint.save(state, newest)
+    checkpoint.save(state, tmp_path / "ckpt-00000004.pt")
     run_here(dataset, tmp_path, init_from="resume", max_iters=6)
     last = capsys.readouterr().out
     assert re.search(r"time: 1h01m wall \(this start \d+s\) = .*steps 3600", last)

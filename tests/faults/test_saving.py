@@ -7,7 +7,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import torch
 from helpers import (
+    ON_WINDOWS,
     assert_same_state,
     flags,
     load,
@@ -80,6 +80,7 @@ class Dying:
             setattr(owner, name, self.wrap(getattr(owner, name)))
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_process_ends_before_every_write_fsync_rename_and_unlink_and_after_all(tmp_path):
     deaths = 0
     while True:
@@ -217,7 +218,8 @@ def test_weights_that_are_lost_do_not_replace_a_good_checkpoint(dataset, tmp_pat
 def test_an_out_dir_that_cannot_be_made_is_one_line_before_training(dataset, tmp_path, script):
     (tmp_path / "file").write_text("")
     code, out, err = script(train.main, *flags(dataset, tmp_path / "file" / "run"))
-    assert code == 2 and err == [f"error: {tmp_path}/file/run: Not a directory"]
+    (line,) = err
+    assert code == 2 and line.startswith(f"error: {tmp_path / 'file' / 'run'}: ")
     assert "iter 0" not in out
 
 
@@ -226,8 +228,9 @@ def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
     first = start_process("train.py", *flags(dataset, tmp_path, **options))
     while first.stdout.readline()[:7] != "iter 9:":
         assert first.poll() is None
-    first.send_signal(signal.SIGSTOP)  # it stays there, and writes nothing meanwhile
-    while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
+    stopped = psutil.Process(first.pid)
+    stopped.suspend()  # it stays there, and writes nothing meanwhile
+    while stopped.status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
     for changes in (dict(init_from="auto"), dict(init_from="scratch")):
@@ -240,6 +243,7 @@ def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
     assert run_here(dataset, tmp_path, init_from="auto", max_iters=20) == 0  # the dead hold no lock
 
 
+@pytest.mark.skipif(ON_WINDOWS, reason="Windows deletes no file that is open")
 def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch, capsys):
     original = train.train_step
     calls = iter(range(100))
@@ -251,7 +255,7 @@ def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeyp
 
     monkeypatch.setattr(train, "train_step", deleting)
     assert run_here(dataset, tmp_path / "run") == 0
-    assert f"iter 8: {tmp_path}/run has gone, with the log in it" in capsys.readouterr().err
+    assert f"iter 8: {tmp_path / 'run'} has gone, with the log in it" in capsys.readouterr().err
     monkeypatch.undo()
     run_here(dataset, tmp_path / "straight")
     assert_same_state(load(tmp_path / "run", 8), load(tmp_path / "straight", 8))

@@ -9,7 +9,16 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, assert_same_state, flags, load, records, run_here, start_process
+from helpers import (
+    ROOT,
+    assert_same_state,
+    flags,
+    load,
+    needs_signals,
+    records,
+    run_here,
+    start_process,
+)
 
 import train
 from data.loader import TrainBatches
@@ -23,7 +32,7 @@ def send_at(monkeypatch, owner, name, call_number, number=signal.SIGTERM):
 
     def call(*args, **kwargs):
         if next(calls) == call_number:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
@@ -114,6 +123,7 @@ def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
     assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] >= 3
 
 
+@needs_signals
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_real_signal_ends_with_128_and_its_number_after_saving(name, dataset, tmp_path):
     """SLURM warns with SIGUSR1 before it takes the machine away."""
@@ -127,6 +137,7 @@ def test_a_real_signal_ends_with_128_and_its_number_after_saving(name, dataset, 
     assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] >= 3
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGXCPU"), reason="needs SIGXCPU")
 def test_a_cpu_limit_ends_with_152_after_a_save_that_takes_long(dataset, tmp_path):
     """Past its limit, the kernel sends SIGXCPU after each second that the process computes."""
     limited = (
@@ -149,6 +160,7 @@ def test_a_cpu_limit_ends_with_152_after_a_save_that_takes_long(dataset, tmp_pat
     assert checkpoint.find_newest(tmp_path)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
 def test_a_run_under_nohup_outlives_its_terminal(dataset, tmp_path, monkeypatch):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     send_at(monkeypatch, train, "train_step", 2, signal.SIGHUP)
@@ -174,6 +186,7 @@ def test_a_stop_that_is_sent_twice_is_one_stop(dataset, tmp_path):
     assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] == 3
 
 
+@needs_signals
 def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
     slow_save = (
@@ -196,6 +209,7 @@ def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
     assert checkpoint.find_newest(tmp_path)[1]["progress"]["iter_num"] == 4
 
 
+@needs_signals
 @pytest.mark.slow
 def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
     options = dict(
@@ -225,6 +239,7 @@ def test_thirty_kills_at_random_moments_change_no_bit(dataset, tmp_path):
     ).all()
 
 
+@needs_signals
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
     process = start_process("-X", "importtime", "train.py", "config/quickstart.py")
     for line in process.stderr:
