@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, write_dataset
+from packaging.requirements import Requirement
 
 import bench
 from configurator import FIELDS, load_config
@@ -92,9 +93,26 @@ def test_the_first_two_bash_blocks_are_the_two_set_ups():
     assert tests[2:] == ['pytest -m "not slow"']
 
 
-def test_readme_installs_the_torch_that_was_tested():
-    version = re.search(r"pip install (torch==[\d.]+) ", README.read_text(encoding="utf-8"))
-    assert version[1] in (ROOT / "constraints.txt").read_text().splitlines()
+def constraint(package: str) -> Requirement:
+    """What constraints.txt says of it."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    (one,) = [requirement for requirement in found if requirement.name == package]
+    return one
+
+
+def test_the_constraints_leave_a_torch_with_cuda_alone_on_windows():
+    """PyPI's torch has none there, and pip would put it in the place of one that has."""
+    binds = constraint("torch").marker.evaluate
+    assert not binds({"sys_platform": "win32"})
+    assert binds({"sys_platform": "linux"}) and binds({"sys_platform": "darwin"})
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=page_name)
+def test_a_page_installs_the_torch_that_was_tested(page):
+    (tested,) = constraint("torch").specifier
+    versions = re.findall(r"torch==([\d.]+)", page.read_text(encoding="utf-8"))
+    assert all(version == tested.version for version in versions)
 
 
 def anchors(page: Path) -> set[str]:
