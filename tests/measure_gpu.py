@@ -34,16 +34,15 @@ SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.
 # the tests that compile GPT-124M take as long as all the others
 REAL_SHAPES = "compiled_bfloat16 or data_parallel"
 TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=2", "--n_head=2"]
-TINY += ["--n_embd=32", "--block_size=16", "--batch_size=4"]
+TINY += ["--n_embd=32", "--block_size=16", "--batch_size=2"]
 LOG_LINES = 200  # of each row, the last ones
 
 
 def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tuple[int, list]]:
     """name: the most seconds and the command of each row, the most valuable ones first."""
-    tokens, eval_tokens, sizes, tables = 65536, 65536, [], []
-    only = []
+    tokens, eval_tokens, sizes, tables, only = 65536, 65536, [], [], []
     if options.dry_run:
-        tokens, eval_tokens, sizes, only = 128, 256, TINY, ["--collect-only"]
+        tokens, eval_tokens, sizes, only = 64, 256, TINY, ["--collect-only"]
         tables = ["--value_tables=1", "--bigram_rows=64"]
     elif device == "mps":
         sizes = ["--dtype=float32", "--compile=False"]
@@ -54,15 +53,14 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         size = f"--tokens_per_iter={tokens}"
         return [PYTHON, f"{ROOT / 'bench.py'}", mode, *config, size, "--dataset=random", *flags]
 
-    train = [
-        PYTHON,
-        f"{ROOT / 'train.py'}",
-        *classic,
-        f"--tokens_per_iter={tokens // 2}",
-        "--log_interval=5",
-    ]
+    train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={tokens // 2}"]
     train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
-    train += ["--eval_interval=25", f"--eval_tokens={eval_tokens}", "--keep_checkpoints=1"]
+    train += [
+        "--log_interval=5",
+        "--eval_interval=25",
+        f"--eval_tokens={eval_tokens}",
+        "--keep_checkpoints=1",
+    ]
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
     pytest += ["-p", "no:cacheprovider"]
@@ -80,7 +78,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "compiled_sweep": (600, bench("sweep", classic, "--trials=3")),
     }
     if options.nanogpt:
-        found["peer"] = (300, bench("peer", classic, f"--nanogpt={options.nanogpt}"))
+        found["peer"] = (300, bench("peer", classic, f"--nanogpt={options.nanogpt.resolve()}"))
     if not Path(fast[0]).exists():
         del found["fast_step"]
     return found
