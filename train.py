@@ -11,6 +11,7 @@ import contextlib
 import gc
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -181,6 +182,8 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn
         if hardware.is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if sys.platform == "win32" and "riton" in reason:  # torch brings none there
+            reason += '; pip install "triton-windows<3.8"'
         warn(f"torch.compile does not work here ({reason}); continuing without it")
         config.compile, compiled = False, model.train()
         model.config = replace(model.config, loss_chunk=loss_chunk(config))

@@ -185,9 +185,7 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     check_encodings(files, arguments.encoding)
-    files_source = FilesSource(
-        files, arguments.text_field, arguments.encoding, arguments.skip_broken
-    )
+    reader = FilesSource(files, arguments.text_field, arguments.encoding, arguments.skip_broken)
     check_field(reader)
     source = OwnText(reader, arguments.val_fraction)
     if not tokenizer:

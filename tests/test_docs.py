@@ -13,15 +13,23 @@ import statistics
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import ROOT, write_dataset
+from packaging.requirements import Requirement
 
 import bench
 from configurator import FIELDS, load_config
 from reports import plan as planning
 from training.gpus import read_gpu_table, short_name
+from training.hardware import CUDA_BUILD
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "LOG.md"]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "results" / "LOG.md",
+]
 GUIDES = [page for page in PAGES if page.name != "LOG.md"]  # the log names scripts that are gone
 FOLDERS = ["", "data", "training", "reports", "common", "results"]
 
@@ -92,9 +100,54 @@ def test_the_first_two_bash_blocks_are_the_two_set_ups():
     assert tests[2:] == ['pytest -m "not slow"']
 
 
-def test_readme_installs_the_torch_that_was_tested():
-    version = re.search(r"pip install (torch==[\d.]+) ", README.read_text(encoding="utf-8"))
-    assert version[1] in (ROOT / "constraints.txt").read_text().splitlines()
+def constraint(package: str) -> Requirement:
+    """What constraints.txt says of it."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    (one,) = [requirement for requirement in found if requirement.name == package]
+    return one
+
+
+def test_the_constraints_leave_a_torch_with_cuda_alone_on_windows():
+    """PyPI's torch has none there, and pip would put it in the place of one that has."""
+    binds = constraint("torch").marker.evaluate
+    assert not binds({"sys_platform": "win32"})
+    assert binds({"sys_platform": "linux"}) and binds({"sys_platform": "darwin"})
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=page_name)
+def test_a_page_installs_the_torch_that_was_tested(page):
+    (tested,) = constraint("torch").specifier
+    versions = re.findall(r"torch==([\d.]+)", page.read_text(encoding="utf-8"))
+    assert all(version == tested.version for version in versions)
+    assert versions or page.name != "install.md"
+
+
+def test_the_program_names_the_command_of_the_install_page():
+    """For a torch without CUDA: the same version, and `+cu130`, or pip would leave a CPU build."""
+    (tested,) = constraint("torch").specifier
+    assert f"torch=={tested.version}+cu130 " in CUDA_BUILD
+    assert CUDA_BUILD in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def test_the_workflow_runs_what_people_run():
+    """GitHub's machines: the commands of `.ci/run` and of README, and the tested torch."""
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    linux, others = ([s["run"] for s in job["steps"] if "run" in s] for job in jobs.values())
+    assert linux == [".ci/run"] and (ROOT / ".ci" / "run").is_file()
+    (tested,) = constraint("torch").specifier
+    dev = "-r requirements-dev.txt -c constraints.txt"
+    assert others == [f"pip install torch=={tested.version} {dev}", 'pytest -m "not slow"']
+
+
+def test_the_form_asks_for_the_file_of_the_command_on_the_status_page():
+    form = ROOT / ".github" / "ISSUE_TEMPLATE" / "measurement.yml"
+    (command,) = [c for c in command_lines(ROOT / "docs" / "status.md") if len(c) == 1]
+    assert f"python {command[0]}\n" in form.read_text(encoding="utf-8")
+    assert yaml.safe_load(form.read_text(encoding="utf-8"))["name"] in (
+        (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
+    )
 
 
 def anchors(page: Path) -> set[str]:

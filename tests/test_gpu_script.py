@@ -1,158 +1,95 @@
 """
-results/gpu.sh: both queues on a CPU with tiny models, as on a machine without network, matplotlib
-and datasets.
+measure_gpu.py: the file that people with a GPU send, made here on a CPU with tiny models, and by
+rows that fail, hang or have run before.
 """
 
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tarfile
-import time
 from pathlib import Path
 
+import measure_gpu
 import pytest
 from helpers import ROOT
 
-needed = ("timeout", "setsid")
-has_tools = sys.platform != "win32" and all(map(shutil.which, needed))
-pytestmark = pytest.mark.skipif(not has_tools, reason="needs GNU tools")
-
-# The rows of each queue
-TRAINED = ["classic", "fast", "no_tables"]
-QUEUES = {
-    "1": ["machine", "prepare", "real_shapes", "step", "fast_step", "peer", "step_before"]
-    + ["fast_step_before", "fast_no_tables", *TRAINED, "compare", "loss_off", "cudnn_off"],
-    "2": ["machine", "fast_128", "other_tests", "max_autotune", "baseline_again", "peer_eager"]
-    + ["ladder"],
-}
-# Stands for nanoGPT's model.py: our own model behind its interface
-NANOGPT = """
-from model import GPT as Ours, GPTConfig as OurConfig
-from configurator import Config
-from training.build import adamw_groups
-import torch
-def GPTConfig(**sizes):
-    return OurConfig(**sizes)
-class GPT(Ours):
-    def forward(self, x, y):
-        return None, super().forward(x, y)
-    def configure_optimizers(self, decay, lr, betas, device_type):
-        return torch.optim.AdamW(adamw_groups(self, Config(weight_decay=decay)), lr=lr)
-"""
+PYTHON = sys.executable
 
 
-def start(
-    queue: str, folder: Path, rows: list[str] | None = None, **environment
-) -> subprocess.Popen:
-    """gpu.sh with its output below `folder`; all but `rows` were measured on another machine."""
-    (folder / "inputs/nanoGPT").mkdir(parents=True, exist_ok=True)
-    (folder / "inputs/nanoGPT/model.py").write_text(NANOGPT)
-    (folder / "inputs/done").mkdir(exist_ok=True)
-    before = {} if rows is None else dict.fromkeys(set(QUEUES[queue]) - {*rows}, {"step_ms": 1.0})
-    (folder / f"inputs/done/rows_{queue}.json").write_text(json.dumps(before))
-    for name in ("matplotlib", "datasets"):
-        module = folder / "missing" / f"{name}.py"
-        module.parent.mkdir(exist_ok=True)
-        module.write_text(f"raise ImportError('no {name} here')")
-    environment = os.environ | {"PYTHONPATH": str(folder / "missing")} | environment
-    environment |= {"GPU_INPUTS": str(folder / "inputs"), "WORK": str(folder / "work")}
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
-    return subprocess.Popen(
-        ["bash", "results/gpu.sh", queue, "dry"],
-        cwd=ROOT,
-        env=environment | {"OUT": str(folder / "out")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def measured(tmp_path, monkeypatch, capsys):
+    """main() with these rows in place of its own and a folder of its own: (output, the file)."""
+    monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
+
+    def run(rows: dict[str, tuple[int, list[str]]], *flags: str) -> tuple[str, dict]:
+        monkeypatch.setattr(measure_gpu, "rows", lambda *_: rows)
+        assert measure_gpu.main(["--dry_run", *flags]) == 0
+        (path,) = tmp_path.glob("*.json")
+        return capsys.readouterr().out, json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    return run
 
 
-def measured(folder: Path, queue: str) -> dict:
-    return json.loads((folder / f"out/rows_{queue}.json").read_text())
+def says(code: str) -> list[str]:
+    return [PYTHON, "-c", code]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("queue", QUEUES)
-def test_a_dry_run_brings_back_every_row_in_a_few_files(queue, tmp_path):
-    output, _ = start(queue, tmp_path).communicate(timeout=600)
-    files = {f"rows_{queue}.json", f"logs_{queue}.tgz", f"queue_{queue}.log"}
-    files |= {f"{run}.jsonl" for run in TRAINED} if queue == "1" else set()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == files, output
-    rows = measured(tmp_path, queue)
-    assert rows.keys() == {*QUEUES[queue]} and not [r for r in rows if "unfinished" in rows[r]]
-    if queue == "2":
-        assert all(row["tokens_per_sec"] > 0 for row in (rows["fast_128"], rows["max_autotune"]))
-    with tarfile.open(tmp_path / f"out/logs_{queue}.tgz") as archive:
-        logs = {Path(name).name for name in archive.getnames()}
-    assert logs >= {f"{row}.log" for row in QUEUES[queue]}
+def test_a_row_that_fails_hangs_or_is_not_there_does_not_stop_the_next_one(measured):
+    """Of one that hangs, what it has printed is kept: which tests have passed."""
+    hangs = says("import time; print('passed'); time.sleep(100)")
+    rows = {"hangs": (2, hangs), "missing": (9, ["no-such-program"])}
+    rows |= {"fails": (60, says("raise SystemExit('no memory')")), "last": (60, says("print(1)"))}
+    _, found = measured(rows)
+    assert list(found) == list(rows)
+    assert found["hangs"]["exit"] == "ended after 2 s" and found["hangs"]["log"] == ["passed"]
+    assert found["missing"]["exit"] not in (0, 1) and not found["missing"]["log"]
+    assert (found["fails"]["exit"], found["fails"]["log"]) == (1, ["no memory"])
+    assert (found["last"]["exit"], found["last"]["log"]) == (0, ["1"])
+
+
+def test_the_next_call_goes_on_with_the_rows_that_are_missing(measured):
+    ends_here = {"done": (60, says("print(1)")), "killed": (60, says("raise SystemExit(3)"))}
+    measured(ends_here)
+    again = {"done": (60, says("print(2)")), "killed": (60, says("print(3)"))}
+    output, found = measured(again | {"new": (60, says("print(4)"))})
+    assert "done: measured before" in output
+    assert [row["log"] for row in found.values()] == [["1"], ["3"], ["4"]]
+
+
+def test_when_the_time_is_up_no_further_row_begins(measured):
+    rows = {"long": (60, says("import time; time.sleep(100)")), "late": (60, says("print(1)"))}
+    output, found = measured(rows, "--minutes=0.05")
+    assert found["long"]["exit"] == "ended after 3 s" and "late" not in found
+    assert "late: no time left" in output
+
+
+def test_the_file_names_no_folder_of_the_person_who_sends_it(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "somebody")
+    paths = [tmp_path / "somebody" / "cache", ROOT / "train.py"]
+    _, found = measured({"row": (60, says(f"print(*{list(map(str, paths))})"))})
+    assert found["row"]["log"] == [f"~{os.sep}cache .{os.sep}train.py"]
+
+
+def test_where_torch_sees_no_gpu_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(measure_gpu, "DEVICE", "print()")
+    assert measure_gpu.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: torch sees no GPU here")
 
 
 @pytest.mark.slow
-def test_a_queue_outlives_its_call_and_the_next_call_waits_for_it(tmp_path):
-    output, _ = start("2", tmp_path, ["machine"], WAIT="0").communicate(timeout=60)
-    pid = int((tmp_path / "work/2/pid").read_text())
-    os.kill(pid, 0)  # raises where there is no such process
-    output, _ = start("2", tmp_path, ["machine"]).communicate(timeout=120)
-    assert int((tmp_path / "work/2/pid").read_text()) == pid
-    assert output.count("machine: exit 0") == 1 and "step_ms" in measured(tmp_path, "2")["ladder"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-@pytest.mark.slow
-def test_a_queue_that_is_killed_keeps_its_rows_and_goes_on_after_them(tmp_path):
-    rows = ["machine", "baseline_again"]
-    process = start("2", tmp_path, rows)
-    while (
-        process.poll() is None and not (tmp_path / "work/2/rows/baseline_again.unfinished").exists()
-    ):
-        time.sleep(0.05)
-    os.killpg(int((tmp_path / "work/2/pid").read_text()), signal.SIGKILL)
-    process.communicate(timeout=60)
-    stopped = measured(tmp_path, "2")
-    assert stopped["baseline_again"] == {"unfinished": {"exit": None}}
-
-    output, _ = start("2", tmp_path, rows).communicate(timeout=300)
-    assert "machine: measured before" in output and "baseline_again: exit 0" in output
-    finished = measured(tmp_path, "2")
-    assert finished["baseline_again"]["tokens_per_sec"] > 0
-    assert finished["machine"] == stopped["machine"]
-
-
-# python3, but for train.py and compare.py, which fail as without a dataset: in no time
-FAILING = """#!/bin/sh
-case $1 in train.py | compare.py) echo "error: dataset: no folder" >&2; exit 2 ;; esac
-exec {python} "$@"
-"""
-
-
-def test_a_row_that_fails_does_not_stop_the_next_one(tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").write_text(FAILING.format(python=shutil.which("python3")))
-    (tmp_path / "bin" / "python3").chmod(0o755)
-    (tmp_path / "work/1").mkdir(parents=True)
-    # a file in place of the dataset's folder
-    (tmp_path / "work/1/prose").write_text("")
-    rows = ["prepare", *TRAINED, "compare"]
-    output, _ = start("1", tmp_path, rows).communicate(timeout=300)
-    found = measured(tmp_path, "1")
-    assert [found[row]["unfinished"]["exit"] for row in rows if row != "prepare"] == [2] * 4, output
-    # its figures are of another machine, whose dataset is not here
-    assert found["prepare"] != {"step_ms": 1.0}
-
-
-@pytest.mark.parametrize("queue, line", [("3", "usage: "), ("1", "python3's torch sees no CUDA")])
-def test_what_cannot_be_measured_is_one_line(queue, line):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        ["bash", "results/gpu.sh", queue],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(line)
+def test_a_dry_run_brings_back_every_row_and_keeps_no_checkpoint(tmp_path, monkeypatch, capsys):
+    """The rows themselves, each with a command that this project has."""
+    monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
+    assert measure_gpu.main(["--dry_run", "--minutes=30"]) == 0, capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    failed = {name: row for name, row in rows.items() if row["exit"] != 0 and name != "driver"}
+    assert not failed
+    assert list(rows) == ["machine", "driver", "step", "train", "resume", "sweep", "gpu_tests"] + [
+        *("fast_step", "real_shapes", "compiled_sweep")
+    ]
+    for name in ("step", "fast_step"):
+        assert rows[name]["figures"]["tokens_per_sec"] > 0
+    steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]
+    assert steps == sorted({*steps, 0, 35, 45, 49})  # of both processes, none twice
+    assert any("resum" in line for line in rows["resume"]["log"])
+    assert not list(path.with_suffix("").glob("run/*.pt"))

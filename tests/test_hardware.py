@@ -167,12 +167,34 @@ def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
     assert device in problem
 
 
-@pytest.mark.parametrize("build, mend", [("12.8", "nvidia-smi"), (None, "install a CUDA build")])
-def test_a_missing_driver_is_told_from_a_torch_without_cuda(build, mend, monkeypatch):
+@pytest.mark.parametrize(
+    "platform, build, mend",
+    [
+        ("linux", "13.0", "nvidia-smi"),
+        ("linux", None, hardware.CUDA_BUILD),
+        ("win32", None, hardware.CUDA_BUILD),
+        ("darwin", None, "nvidia-smi"),
+    ],
+)
+def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, mend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(sys, "platform", platform)
     (problem,) = hardware.check_device(Config(device="cuda"))
     assert mend in problem
+
+
+def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
+    dataset, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    large = dict(batch_size=6400, gradient_accumulation_steps=1, eval_tokens=6400 * 16)
+    run_here(dataset, tmp_path / "large", device="auto", max_iters=1, **large)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "sees no GPU" in line]
+    assert hardware.CUDA_BUILD in line
+    run_here(dataset, tmp_path / "small", device="auto", max_iters=1)
+    assert "sees no GPU" not in capsys.readouterr().err
 
 
 def test_only_float16_scales_its_loss():

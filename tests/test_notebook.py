@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from documents import documents, write_parquet
 from helpers import ROOT, records
 from test_docs import known_flags
@@ -41,7 +42,13 @@ def test_the_one_thing_to_set_is_said_first_and_each_step_has_a_heading():
         'os.environ.setdefault("REPOSITORY", "https://github.com/YOUR-NAME/nightshift")  # set this'
     ]
     steps = [text for text in texts[1:] if text.startswith("## ")]
-    assert [text[3] for text in steps] == list("123456") and len(CELLS) == 6
+    assert [text[3] for text in steps] == list("1234567") and len(CELLS) == 7
+
+
+def test_it_leaves_the_torch_that_is_there():
+    """The tested one would be a download of 3 GB, for a driver that the lent GPU may not have."""
+    installs = [command for command in shell_commands() if command[0] == "pip"]
+    assert installs and not [words for words in installs if "constraints.txt" in words]
 
 
 def test_its_minutes_are_what_plan_estimates(capsys):
@@ -99,8 +106,9 @@ def test_without_a_gpu_it_stops_before_the_data(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     install = SHELL.sub("\\1pass", CELLS[0])
-    with pytest.raises(RuntimeError, match="no GPU here: Runtime, Change runtime type"):
+    with pytest.raises(RuntimeError, match="no GPU here: Runtime, Change runtime type") as error:
         exec(install, {})
+    assert f"torch {torch.__version__} " in str(error.value) and "nvidia-smi" in str(error.value)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="set REPOSITORY above"):
         exec(install, {})
@@ -108,15 +116,20 @@ def test_without_a_gpu_it_stops_before_the_data(monkeypatch, tmp_path):
 
 def test_on_colab_the_run_is_kept_in_drive(monkeypatch):
     monkeypatch.chdir(ROOT)
-    mounted = []
-    drive = SimpleNamespace(mount=mounted.append)
+    calls = []
+    drive = SimpleNamespace(mount=calls.append, flush_and_unmount=lambda: calls.append("flushed"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(drive=drive))
     monkeypatch.setenv("OUT", "")  # restored at the end
-    exec(SHELL.sub("\\1pass", CELLS[0]), {})
-    assert mounted == ["/content/drive"]
+    names = {}
+    exec(SHELL.sub("\\1pass", CELLS[0]), names)
+    assert calls == ["/content/drive"]
     assert os.environ["OUT"].startswith("/content/drive/MyDrive/")
     assert all("$OUT" in "".join(CELLS[i]) for i in (3, 4, 5))
+    exec(CELLS[6], names)
+    assert calls == ["/content/drive", "flushed"]
+    monkeypatch.setenv("OUT", "out/notebook")  # refused, or not on Colab
+    exec(CELLS[6], {"os": os})
 
 
 def run_command(command: str, outputs: list[str]) -> None:

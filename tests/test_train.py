@@ -29,6 +29,7 @@ from helpers import (
     run_process,
     write_dataset,
 )
+from torch._inductor.exc import TritonMissing
 
 import model
 import train
@@ -738,6 +739,25 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(
         and "no C compiler" in err
         and "long details" not in err
     )
+
+
+def test_where_triton_is_missing_on_windows_the_warning_says_what_to_install(
+    dataset, tmp_path, capsys, monkeypatch
+):
+    """torch's own requirements name Triton for Linux alone."""
+
+    def broken(model):
+        def call(*_):
+            raise TritonMissing(None)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert run_here(dataset, tmp_path / "linux", compile=True, max_iters=1) == 0
+    assert "pip install" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert run_here(dataset, tmp_path / "windows", compile=True, max_iters=1) == 0
+    assert 'pip install "triton-windows<3.8"' in capsys.readouterr().err
 
 
 def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeypatch):

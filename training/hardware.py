@@ -45,6 +45,8 @@ LEAST_SECONDS = 5.0  # of a line, to tell
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
 # (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
+# `+cu130` replaces a CPU build of the same version too, with which pip would be content
+CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
@@ -142,15 +144,20 @@ def check_device(config: Config) -> list[str]:
         return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
     device = torch.device("cpu" if wanted == "auto" else wanted)
     if device.type == "cuda" and not torch.cuda.is_available():
-        mend = "check the driver with nvidia-smi" if torch.version.cuda else "install a CUDA build"
         here = f"torch {torch.__version__} sees no CUDA GPU"
-        return [f"device: {wanted}, but {here}; {mend}, or --device=cpu"]
+        return [f"device: {wanted}, but {here}; {cuda_mend()}, or --device=cpu"]
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         return [f"device: there is no {wanted}; the GPUs here are cuda:0 to cuda:{last}"]
     if device.type == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
     return []
+
+
+def cuda_mend() -> str:
+    """What to do where torch sees no GPU. On Windows PyPI's torch cannot see one."""
+    has_cuda = torch.version.cuda or torch.version.hip or sys.platform == "darwin"
+    return "check the driver with nvidia-smi" if has_cuda else f"it has no CUDA: {CUDA_BUILD}"
 
 
 def choose_device(config: Config) -> torch.device:

@@ -1,0 +1,179 @@
+"""
+Measure a GPU: ten minutes, and one file to send (docs/status.md says where).
+
+    python tests/measure_gpu.py                an RTX 4070, or any card of 8 GB and more
+    python tests/measure_gpu.py 4090           the configs of another card: 3060, a100, h200, t4
+    python tests/measure_gpu.py --minutes=40   on a rented card: all rows
+    python tests/measure_gpu.py --dry_run      on a CPU with tiny models: whether the rows run
+
+It needs requirements-dev.txt, 4 GB of disk and no network. A row is a command in a process of its
+own. One that fails or takes too long does not stop the next. The file is written after each row:
+run the command again, and it goes on with the rows that are missing.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "out" / "measured"
+PYTHON = sys.executable
+CARDS = ["4070", "3060", "4090", "a100", "h200", "t4"]
+# what torch calls the GPU; nothing where it sees none
+DEVICE = """
+import torch
+found = "mps" if torch.backends.mps.is_available() else ""
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else found)
+"""
+SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
+# the tests that compile GPT-124M take as long as all the others
+REAL_SHAPES = "compiled_bfloat16 or data_parallel"
+TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=2", "--n_head=2"]
+TINY += ["--n_embd=32", "--block_size=16", "--batch_size=2"]
+LOG_LINES = 200  # of each row, the last ones
+
+
+def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tuple[int, list]]:
+    """name: the most seconds and the command of each row, the most valuable ones first."""
+    tokens, eval_tokens, sizes, tables, only = 65536, 65536, [], [], []
+    if options.dry_run:
+        tokens, eval_tokens, sizes, only = 64, 256, TINY, ["--collect-only"]
+        tables = ["--value_tables=1", "--bigram_rows=64"]
+    elif device == "mps":
+        sizes = ["--dtype=float32", "--compile=False"]
+    classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
+    fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes, *tables]
+
+    def bench(mode: str, config: list[str], *flags: str) -> list[str]:
+        size = f"--tokens_per_iter={tokens}"
+        return [PYTHON, f"{ROOT / 'bench.py'}", mode, *config, size, "--dataset=random", *flags]
+
+    train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={tokens // 2}"]
+    train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
+    train += [
+        "--log_interval=5",
+        "--eval_interval=25",
+        f"--eval_tokens={eval_tokens}",
+        "--keep_checkpoints=1",
+    ]
+    train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
+    pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
+    pytest += ["-p", "no:cacheprovider"]
+    found = {
+        "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
+        "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
+        "step": (180, bench("step", classic)),
+        "train": (180, [*train, "--max_iters=40"]),
+        "resume": (120, [*train, "--max_iters=50"]),
+        "sweep": (180, bench("sweep", classic, "--compile=False", "--trials=1")),
+        "gpu_tests": (420, [*pytest, "-m", "gpu", "-k", f"not ({REAL_SHAPES})"]),
+        # here ten minutes are over
+        "fast_step": (180, bench("step", fast)),
+        "real_shapes": (420, [*pytest, "-m", "gpu", "-k", REAL_SHAPES]),
+        "compiled_sweep": (600, bench("sweep", classic, "--trials=3")),
+    }
+    if options.nanogpt:
+        found["peer"] = (300, bench("peer", classic, f"--nanogpt={options.nanogpt.resolve()}"))
+    if not Path(fast[0]).exists():
+        del found["fast_step"]
+    return found
+
+
+def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
+    """What came of one row, for the file."""
+    figures, log, began = work / f"{name}.json", work / f"{name}.log", time.monotonic()
+    figures.unlink(missing_ok=True)
+    if str(ROOT / "bench.py") in command:
+        command = [*command, f"--json={figures}"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    with log.open("wb") as output:
+        try:
+            done = subprocess.run(
+                command, cwd=work, env=environment, timeout=seconds, stdout=output, stderr=output
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = f"ended after {seconds:.0f} s"
+        except OSError as error:  # no such program
+            code = str(error)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    row = dict(command=" ".join(command).replace(PYTHON, "python"))
+    row |= dict(exit=code, seconds=round(time.monotonic() - began, 1), log=lines[-LOG_LINES:])
+    records = work / "run" / "metrics.jsonl"
+    if figures.exists():
+        row["figures"] = json.loads(figures.read_text(encoding="utf-8"))
+    elif name == "resume" and records.exists():  # they are those of the row before, too
+        row["figures"] = [json.loads(line) for line in records.read_text("utf-8").splitlines()]
+    return row
+
+
+def without_names(value):
+    """The figures of a row without the paths of this machine, which may hold a person's name."""
+    if isinstance(value, dict):
+        return {key: without_names(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_names(inner) for inner in value]
+    if isinstance(value, str):
+        for folder, short in ((ROOT, "."), (Path.home(), "~")):
+            for path in (str(folder), folder.as_posix()):
+                value = value.replace(path, short)
+    return value
+
+
+def output_of(*command: str) -> str:
+    """What a program prints, nothing where it fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("card", nargs="?", choices=CARDS, default="4070")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to measure in turn")
+    parser.add_argument("--dry_run", action="store_true")
+    options = parser.parse_args(argv)
+    deadline = time.monotonic() + 60 * options.minutes
+    device = "dry_run" if options.dry_run else output_of(PYTHON, "-c", DEVICE)
+    if not device:
+        print("error: torch sees no GPU here (docs/install.md); or try --dry_run", file=sys.stderr)
+        return 2
+    commit = output_of("git", "describe", "--always", "--dirty") or "unknown"
+    work = OUT / re.sub(r"\W+", "_", f"{device} {options.card} {commit}")
+    work.mkdir(parents=True, exist_ok=True)
+    path = work.with_suffix(".json")
+    found = dict(device=device, card=options.card, commit=commit, rows={})
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    for name, (seconds, command) in rows(options, device, work).items():
+        left = deadline - time.monotonic()
+        if found["rows"].get(name, {}).get("exit") == 0:
+            print(f"{name}: measured before")
+            continue
+        if left < 0:
+            print(f"{name}: no time left")
+            continue
+        print(f"{name}: at most {min(seconds, left):.0f} s", flush=True)
+        row = measure(name, min(seconds, left), command, work)
+        print(*row["log"][-3:], f"{name}: exit {row['exit']}, {row['seconds']} s", sep="\n")
+        found["rows"][name] = without_names(row)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if found["rows"].get("resume", {}).get("exit") == 0:
+        for checkpoint in (work / "run").glob("*.pt"):
+            checkpoint.unlink()
+    print(f"the file to send: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
