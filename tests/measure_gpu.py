@@ -63,7 +63,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     ]
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
-    pytest += ["-p", "no:cacheprovider"]
+    pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
