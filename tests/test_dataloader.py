@@ -442,18 +442,19 @@ def test_an_empty_folder_and_a_missing_one_say_what_to_do(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "config, tokens",
+    "arguments, tokens",
     [
-        ("gpt124m_4070.py", "10B"),
-        ("fast124m_4070.py", "1.3B"),
-        ("fast124m_4070.py --hours=8", "2B"),
+        (["gpt124m_4070.py"], "10B"),
+        (["fast124m_4070.py"], "1.3B"),
+        (["fast124m_4070.py", "--hours=8"], "2B"),
     ],
 )
 def test_a_missing_dataset_is_made_with_as_many_tokens_as_the_run_reads(
-    config, tokens, tmp_path, monkeypatch
+    arguments, tokens, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (problem,) = check_dataset(load_config(f"{ROOT}/config/{config}".split()))
+    config, *changes = arguments
+    (problem,) = check_dataset(load_config([f"{ROOT}/config/{config}", *changes]))
     assert f"prepare_fineweb.py --tokens={tokens} --out=" in problem
 
 

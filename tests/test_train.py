@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -264,13 +265,13 @@ def assert_same_log(one: Path, two: Path) -> None:
 
 
 def test_a_lone_best_is_not_deleted_without_a_word(dataset, tmp_path):
-    run_here(dataset, tmp_path, max_iters=4)
-    for path in (*tmp_path.glob("ckpt-*.pt"), tmp_path / "metrics.jsonl"):
-        path.unlink()
+    run_here(dataset, tmp_path / "run", max_iters=4)
+    (tmp_path / "lone").mkdir()
+    shutil.copy(tmp_path / "run" / "best.pt", tmp_path / "lone")
     for init_from in ("scratch", "auto"):
         with pytest.raises(UserError, match="best.pt|holds an earlier run"):
-            run_here(dataset, tmp_path, init_from=init_from)
-    assert (tmp_path / "best.pt").exists()
+            run_here(dataset, tmp_path / "lone", init_from=init_from)
+    assert (tmp_path / "lone" / "best.pt").exists()
 
 
 def test_a_misspelt_start_is_told_what_was_meant(dataset, tmp_path):
