@@ -741,6 +741,33 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(
     )
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("factor, refused", [(1, 0), (1.01, 1), (0.99, 1), (math.nan, 1)])
+def test_a_compiler_whose_loss_is_another_is_refused(
+    factor, refused, dropout, dataset, tmp_path, monkeypatch, capsys
+):
+    """Either way it is the run without one: no random number, gradient or setting is left over."""
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *batch):
+            return factor * self.model(*batch)
+
+    run_here(dataset, tmp_path / "eager", dropout=dropout)
+    monkeypatch.setattr(torch, "compile", Compiled)
+    run_here(dataset, tmp_path / "compiled", dropout=dropout, compile=True, loss_chunk=1024)
+    err = capsys.readouterr().err
+    assert err.count("torch.compile does not work here (ArithmeticError: its loss is ") == refused
+    assert err.count("warning") == refused
+    eager, compiled = (load(tmp_path / run, 8) for run in ("eager", "compiled"))
+    assert_same_state(eager, compiled)
+    assert compiled["model_config"] == eager["model_config"]
+    assert compiled["config"]["compile"] == (not refused)
+
+
 def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeypatch):
     """A new term with a mistake in it, which the compiler meets first."""
 
