@@ -151,6 +151,16 @@ def test_cpu_uses_bfloat16_where_it_is_native(native, dtype, monkeypatch):
     assert hardware.best_dtype(torch.device("cpu")) == dtype
 
 
+def test_a_mac_does_not_compile_and_trains_in_float32(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    config = Config(compile=True)
+    assert hardware.set_up(config).dtype == FP32
+    assert not config.compile
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: compile: off; ")
+
+
 def test_dtype_is_chosen_for_the_device_that_was_asked_for(monkeypatch):
     """nanoGPT #281, #304: its dtype is chosen before --device is read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -311,9 +321,14 @@ def test_other_errors_are_not_explained():
         ("cpu", FP32, 1024, False, False),
         ("cuda", BF16, 64, True, True),
         ("cuda", BF16, 64, False, False),
+        # pytorch #195910: its kernel may look at later tokens
+        ("mps", BF16, 1024, True, False),
+        ("mps", FP32, 1024, True, False),
     ],
 )
-def test_plain_attention_only_where_it_is_faster_on_a_cpu(device, dtype, tokens, flash, fused):
+def test_plain_attention_where_it_is_faster_on_a_cpu_and_on_a_mac(
+    device, dtype, tokens, flash, fused
+):
     machine = Hardware(torch.device(device), dtype, "test", None)
     assert machine.flash(Config(block_size=tokens, flash=flash)) is fused
 

@@ -19,6 +19,7 @@ import torch
 
 from common.console import warn
 from configurator import Config, divisors
+from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
@@ -73,14 +74,15 @@ class Hardware:
         """
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
-    def flash(self, config: Config) -> bool:
+    def flash(self, config: Config | GPTConfig) -> bool:
         """
         Whether attention uses the fused kernel. On a CPU with a short context plain attention is
-        faster, so there the configuration's `flash` is not followed.
+        faster, so there the configuration's `flash` is not followed. Nor on MPS: in half precision
+        and without gradients its kernel may look at later tokens (pytorch #195910).
         """
         longest_plain = PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
         plain_is_faster = self.device.type == "cpu" and config.block_size <= longest_plain
-        return config.flash and not plain_is_faster
+        return config.flash and not plain_is_faster and self.device.type != "mps"
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything it was given."""
@@ -187,6 +189,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         forbid_spilling(device)
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
+    if device.type == "mps" and config.compile:
+        config.compile = False
+        warn("compile: off; torch's compiler for MPS is an early prototype")
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matrix products
     # leave the tensor cores idle.
