@@ -306,7 +306,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if is_finished(c, start):
         return 0
     hw = hardware.set_up(c, ranks.local_rank)
-    ranks.check_same("dtype", hw.dtype_name, "give --dtype: auto differs between these machines")
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state

@@ -741,6 +741,19 @@ def test_compile_falls_back_with_one_warning_where_no_compiler_works(
     )
 
 
+def test_a_resume_computes_in_what_the_run_was_begun_in(dataset, tmp_path, monkeypatch, capsys):
+    """On another machine auto would be another type, and the run another run."""
+    for best in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr("training.hardware.best_dtype", lambda _, best=best: (best, "test"))
+        run_here(dataset, tmp_path, dtype="auto", init_from="auto", max_iters=2, lr_decay_iters=8)
+        run_here(dataset, tmp_path, dtype="auto", init_from="auto", max_iters=4, lr_decay_iters=8)
+    assert [r["dtype"] for r in records(tmp_path, "start")] == ["bfloat16", "bfloat16"]
+    assert capsys.readouterr().out.count("dtype: ") == 1
+    run_here(dataset, tmp_path, dtype="float32", init_from="auto")
+    assert "resume: dtype = 'float32' (the checkpoint had 'bfloat16')" in capsys.readouterr().out
+    assert records(tmp_path, "start")[-1]["dtype"] == "float32"
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("factor, refused", [(1, 0), (1.01, 1), (0.99, 1), (math.nan, 1)])
 def test_a_compiler_whose_loss_is_another_is_refused(
