@@ -28,10 +28,7 @@ import json
 import math
 import multiprocessing
 import os
-import platform
-import re
 import statistics
-import sys
 import threading
 import time
 from argparse import Namespace
@@ -202,13 +199,11 @@ def measure(trainee: Trainee, trials: int) -> dict:
 
 def machine(hw: hardware.Hardware) -> dict:
     """What a figure was measured on, for the JSON."""
-    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    cpu_name = re.search(r"model name\s*: *(.+)", cpu)
     return dict(
         device=hw.name,
         dtype=hw.dtype_name,
         peak_tflops=hw.peak_tflops,
-        cpu=cpu_name[1] if cpu_name else platform.processor(),
+        cpu=hardware.processor_name(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         date=time.strftime("%Y-%m-%d"),

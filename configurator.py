@@ -104,7 +104,7 @@ class Config:
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
     min_lr: float = key(6e-5, "final rate; if unset and above the highest, a tenth of it", low=0.0)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
-    dtype: str = key("auto", "auto: bfloat16 where native, or float16 on CUDA, or float32", DTYPES)
+    dtype: str = key("auto", "auto: bfloat16 where faster, or float16 on CUDA, or float32", DTYPES)
     compile: bool = key(True, "compile the model; one warning instead where that fails")
     tf32: bool = key(True, "TF32 tensor cores for float32 matrix products on CUDA")
     deterministic: bool = key(False, "the same bits on every run on CUDA, at some cost in speed")

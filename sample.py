@@ -18,7 +18,7 @@ ends at the end of text.
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -88,11 +88,13 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     """The model on its device."""
-    hw = hardware.set_up(Config(device=config.device, dtype=config.dtype))
-    model = build_model(GPTConfig(**state["model_config"]))
+    machine = Config(device=config.device, dtype=config.dtype, compile=config.compile)
+    hw = hardware.set_up(machine)
+    saved = GPTConfig(**state["model_config"])
+    model = build_model(replace(saved, flash=hw.flash(saved)))
     model.load_state_dict(state["model"])
     model.to(hw.device, hw.dtype).eval()
-    if config.compile:
+    if machine.compile:
         compiled = torch.compile(model.next_logits, dynamic=True)
         model.next_logits = compiled  # type: ignore[method-assign]  # of this one model
     return model

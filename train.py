@@ -32,7 +32,14 @@ from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from model import Sampling, generate
 from training import hardware
-from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
+from training.build import (
+    build_model,
+    build_optimizer,
+    check_loss,
+    compile_model,
+    loss_chunk,
+    model_config,
+)
 from training.clock import Clock
 from training.hardware import Hardware
 from training.progress import Progress
@@ -172,12 +179,16 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn
     compiled = compile_model(model)
     # like real batches, strides too, or the first real one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
+    # compiled dropout draws other numbers: then the loss of an evaluation is compared
+    training = not (config.eval_only or config.dropout)
     try:
         if not config.eval_only:
             with hw.autocast():
                 loss = compiled(x, y)
             loss.backward()
-        evaluate(compiled, [(x, y)], hw.autocast())
+        total, count = evaluate(compiled, [(x, y)], hw.autocast())
+        compiled_loss = loss.item() if training else total / count
+        check_loss(compiled_loss, model, (x, y), training, hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way
         if hardware.is_out_of_memory(error):
             raise
@@ -298,7 +309,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         return 0
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
-    ranks.check_same("dtype", hw.dtype_name, "give --dtype: auto differs between these machines")
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state

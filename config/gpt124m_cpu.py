@@ -1,5 +1,5 @@
 # GPT-124M on a CPU: to try the whole machinery at full model size, not to finish a training.
-# Two cores with native bfloat16 do some 400 tokens/s: 10B tokens would take nine months.
+# Two cores that are fast in bfloat16 do some 400 tokens/s: 10B tokens would take nine months.
 out_dir = "out/gpt124m_cpu"
 init_from = "auto"  # the same command resumes where it was stopped
 dataset = "fineweb_edu"
@@ -15,5 +15,5 @@ eval_tokens = 8192
 log_interval = 1
 
 device = "cpu"
-dtype = "auto"  # bfloat16 where the processor supports it, else float32
+dtype = "auto"  # bfloat16 where the processor is faster in it, else float32
 compile = True  # takes a minute; then less memory, at about the same speed

@@ -1,5 +1,5 @@
 # A small GPT on the source code of Python's standard library, byte by byte: two minutes on two CPU
-# cores with bfloat16.
+# cores that are fast in bfloat16 (AMX, or AMD since Zen 4).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 init_from = "auto"  # the same command resumes where it was stopped

@@ -611,7 +611,7 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
         return rate * 1.05 if padded and not config.tie_weights else rate
 
     monkeypatch.setattr(bench, "measure_apart", fake_measurement(rate))
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: (torch.bfloat16, ""))
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), f"--png={tmp_path}/ladder.png")
     rows = {row["name"]: row for row in r["rows"]}
     assert "TF32" not in rows  # needs a GPU
@@ -634,7 +634,7 @@ def test_a_ladder_row_out_of_memory_is_marked_and_gains_skip_it(tmp_path, monkey
         return fake_measurement(lambda config: rate, most)(config, trials, **how)
 
     monkeypatch.setattr(bench, "measure_apart", attempt)
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: (torch.bfloat16, ""))
     rows = run(tmp_path, "ladder", *small(dtype="bfloat16"))["rows"]
     assert "gain" not in rows[0] and rows[-1]["total_gain"] == 1.5
     assert "float32                4 out of memory" in capsys.readouterr().out

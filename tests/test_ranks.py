@@ -434,6 +434,26 @@ def patched(code: str) -> list[str]:
     ]
 
 
+def test_rank_0_chooses_the_dtype_for_all(dataset, tmp_path):
+    """Two machines of which each would choose another one."""
+    code = """
+from training import hardware
+best = hardware.torch.bfloat16 if RANK == "0" else hardware.torch.float32
+hardware.best_dtype = lambda device: (best, "it is a test")
+original = hardware.set_up
+def set_up(*args):
+    hw = original(*args)
+    print("computes in", hw.dtype_name, file=sys.stderr)
+    return hw
+hardware.set_up = set_up
+"""
+    options = OPTIONS | dict(dtype="auto", max_iters=1)
+    codes, out, err = run_ranks(2, *patched(code), *flags(dataset, tmp_path / "run", **options))
+    assert codes == [0, 0], err
+    assert err.count("computes in bfloat16") == 2
+    assert out.count("dtype: bfloat16, since it is a test") == 1
+
+
 def test_gradients_are_exchanged_once_per_iteration(dataset, tmp_path):
     count = """
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -680,12 +700,6 @@ BAD_STARTS = {
         "ranks.torch.cuda.is_available = lambda: False",
         dict(device="cuda"),
         "device: ",
-    ),
-    "a card with another dtype": (
-        "from train import hardware, torch\n"
-        "hardware.best_dtype = lambda _: torch.float32 if RANK == '0' else torch.bfloat16",
-        dict(dtype="auto"),
-        "dtype: bfloat16 on rank 1, float32 on rank 0; give --dtype: ",
     ),
     "other data": (
         "os.chdir(RANK)",  # where each has another dataset x

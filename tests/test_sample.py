@@ -24,7 +24,7 @@ from configurator import read_config
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
 from model import GPT, GPTConfig, Sampling, generate, sample_next
-from training import checkpoint
+from training import checkpoint, hardware
 from training.checkpoint import find_newest
 from training.pretrained import read_weights
 
@@ -413,6 +413,16 @@ def answers(out: str) -> list[str]:
     *samples, rest = out.split(f"\n{sample.RULER}\n")
     assert rest.strip(" >\n") == ""
     return samples
+
+
+def test_a_mac_samples_with_plain_attention(run, monkeypatch):
+    """pytorch #195910. The checkpoint's own choice is the fused kernel."""
+    monkeypatch.setattr(hardware, "choose_device", lambda config: torch.device("mps"))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, *_: model)  # there is no Mac here
+    state = read_weights(run, best=True)
+    state["model_config"]["flash"] = True
+    model = sample.load_model(state, sample.SampleConfig())
+    assert not any(block.attn.flash for block in model.transformer.h)
 
 
 @pytest.mark.parametrize("end", ["", "\nimport this is not read"])

@@ -761,6 +761,46 @@ def test_where_triton_is_missing_on_windows_the_warning_says_what_to_install(
     assert 'pip install "triton-windows<3.8"' in capsys.readouterr().err
 
 
+def test_a_resume_computes_in_what_the_run_was_begun_in(dataset, tmp_path, monkeypatch, capsys):
+    """On another machine auto would be another type, and the run another run."""
+    for best in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr("training.hardware.best_dtype", lambda _, best=best: (best, "test"))
+        run_here(dataset, tmp_path, dtype="auto", init_from="auto", max_iters=2, lr_decay_iters=8)
+        run_here(dataset, tmp_path, dtype="auto", init_from="auto", max_iters=4, lr_decay_iters=8)
+    assert [r["dtype"] for r in records(tmp_path, "start")] == ["bfloat16", "bfloat16"]
+    assert capsys.readouterr().out.count("dtype: ") == 1
+    run_here(dataset, tmp_path, dtype="float32", init_from="auto")
+    assert "resume: dtype = 'float32' (the checkpoint had 'bfloat16')" in capsys.readouterr().out
+    assert records(tmp_path, "start")[-1]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("factor, refused", [(1, 0), (1.01, 1), (0.99, 1), (math.nan, 1)])
+def test_a_compiler_whose_loss_is_another_is_refused(
+    factor, refused, dropout, dataset, tmp_path, monkeypatch, capsys
+):
+    """Either way it is the run without one: no random number, gradient or setting is left over."""
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *batch):
+            return factor * self.model(*batch)
+
+    run_here(dataset, tmp_path / "eager", dropout=dropout)
+    monkeypatch.setattr(torch, "compile", Compiled)
+    run_here(dataset, tmp_path / "compiled", dropout=dropout, compile=True, loss_chunk=1024)
+    err = capsys.readouterr().err
+    assert err.count("torch.compile does not work here (ArithmeticError: its loss is ") == refused
+    assert err.count("warning") == refused
+    eager, compiled = (load(tmp_path / run, 8) for run in ("eager", "compiled"))
+    assert_same_state(eager, compiled)
+    assert compiled["model_config"] == eager["model_config"]
+    assert compiled["config"]["compile"] == (not refused)
+
+
 def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeypatch):
     """A new term with a mistake in it, which the compiler meets first."""
 

@@ -3,10 +3,12 @@ Which model and which optimizer a configuration asks for, and the arithmetic of 
 """
 
 import functools
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.console import warn
@@ -28,6 +30,7 @@ MATRIX_WEIGHT_DECAY = 0.05
 # Tokens whose logits exist at once. Eager code keeps 12 bytes of each logit. Compiled code keeps 2,
 # but it reads logits once less where it makes their gradient at once.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
+SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses are 5e-5 off at most (results/LOG.md)
 MOST_CHUNKS = 8  # compiled code of 16 kept the gradients of all logits
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264). Without dropout
 # small models still gained at five readings, and got worse at eight (docs/own_text.md).
@@ -75,6 +78,25 @@ def compile_model(model: nn.Module, **options) -> nn.Module:
     if isinstance(model, FastGPT):
         model.keep_rotary_tables()
     return torch.compile(model, **options)  # type: ignore[return-value]  # a module, of a module
+
+
+def check_loss(
+    compiled_loss: float, model: nn.Module, batch: tuple[Tensor, Tensor], training: bool, autocast
+) -> None:
+    """
+    Raises ArithmeticError where the compiled model's loss of a batch, (B, T) inputs and targets, is
+    not the model's own, in nats; in training mode, or as an evaluation has it. Leaves the model in
+    training mode.
+    """
+    own = model.config
+    # sequence by sequence: less memory than the compiled step has taken
+    model.train(training).config = replace(own, loss_chunk=LOSS_CHUNK // 4)
+    sequences = zip(*(part.split(1) for part in batch), strict=True)
+    with autocast, torch.set_grad_enabled(training):
+        loss = torch.stack([model(x, y).detach() for x, y in sequences]).mean().item()
+    model.train().config = own
+    if not math.isclose(compiled_loss, loss, rel_tol=SAME_LOSS):
+        raise ArithmeticError(f"its loss is {compiled_loss:.4f}, without it {loss:.4f}")
 
 
 class SkipInit(TorchFunctionMode):

@@ -19,6 +19,7 @@ import torch
 
 from common.console import warn
 from configurator import Config, divisors
+from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
@@ -76,14 +77,15 @@ class Hardware:
         """
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
-    def flash(self, config: Config) -> bool:
+    def flash(self, config: Config | GPTConfig) -> bool:
         """
         Whether attention uses the fused kernel. On a CPU with a short context plain attention is
-        faster, so there the configuration's `flash` is not followed.
+        faster, so there the configuration's `flash` is not followed. Nor on MPS: in half precision
+        and without gradients its kernel may look at later tokens (pytorch #195910).
         """
         longest_plain = PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
         plain_is_faster = self.device.type == "cpu" and config.block_size <= longest_plain
-        return config.flash and not plain_is_faster
+        return config.flash and not plain_is_faster and self.device.type != "mps"
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything it was given."""
@@ -168,17 +170,29 @@ def choose_device(config: Config) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def best_dtype(device: torch.device) -> torch.dtype:
+def processor_name() -> str:
+    """What the processor calls itself; its maker and family where there is no name."""
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    name = re.search(r"model name\s*: *(.+)", cpu)
+    return name[1] if name else platform.processor()
+
+
+def best_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """
-    bfloat16 where the hardware computes in it. A T4 claims support, but emulates (nanoGPT #525).
+    What --dtype=auto stands for: half precision where matrix products are faster in it, else
+    float32. And the reason. On a CPU a rule by its features, from measurements (results/LOG.md).
     """
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if native else torch.float16
-    if device.type == "cpu":
-        avx512, amx = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if avx512 or amx else torch.float32
-    return torch.float32
+        # is_bf16_supported() counts a T4's emulation (nanoGPT #525)
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16, "this GPU computes in it"
+        return torch.float16, "this GPU only emulates bfloat16"
+    if device.type == "mps":
+        return torch.float32, "half precision is untried on Macs"
+    amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    if amx or (avx512 and "AMD" in processor_name()):
+        return torch.bfloat16, "this processor has AMX, or is an AMD with AVX512_BF16"
+    return torch.float32, "this processor has no AMX, and is no AMD with AVX512_BF16"
 
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
@@ -195,7 +209,10 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         forbid_spilling(device)
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    if device.type == "mps" and config.compile:
+        config.compile = False
+        warn("compile: off; torch's compiler for MPS is an early prototype")
+    dtype = best_dtype(device)[0] if config.dtype == "auto" else getattr(torch, config.dtype)
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matrix products
     # leave the tensor cores idle.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -203,7 +220,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         # cuBLAS is deterministic only with fixed workspaces
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device) != dtype:
+    if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device)[0] != dtype:
         warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
     if device.type == "cuda" and torch.version.hip:
         warn("torch for AMD GPUs (ROCm): nobody has tried this program with it")

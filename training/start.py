@@ -25,9 +25,8 @@ from configurator import (
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from data.stream import open_stream
 from model import HOW_COMPUTED, GPTConfig
-from training import checkpoint
+from training import checkpoint, hardware
 from training.checkpoint import find_newest, holds_run, in_the_way, list_checkpoints
-from training.hardware import check_device, is_out_of_memory, out_of_memory_line
 from training.pretrained import load_pretrained
 from training.ranks import Ranks, check_gpus, check_shares, lost_rank
 from training.runlog import RunLog
@@ -59,23 +58,27 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
         config, problems = adopt(config, load_start(config, path))
     except UserError as error:
         problems = error.problems
-    problems += check_device(config)
+    problems += hardware.check_device(config)
     problems += [] if config.stream else check_dataset(config)
     problems += resolve(config) + check_shares(config, world_size) + check_gpus(config)
     raise_if_any(problems)
+    if config.dtype == "auto":  # rank 0 chooses for all
+        dtype, reason = hardware.best_dtype(hardware.choose_device(config))
+        config.dtype = str(dtype).removeprefix("torch.")
+        say(f"dtype: {config.dtype}, since {reason}")
     return config, path
 
 
 def explain(error: Exception, argv: list[str]) -> str:
     """The error line for memory that ran out and for a rank that has gone; else empty."""
-    if not is_out_of_memory(error):
+    if not hardware.is_out_of_memory(error):
         return lost_rank(error)
     config, _ = read_config(argv)
     saved = list_checkpoints(Path(config.out_dir))
     if saved and config.init_from in ("resume", "auto"):
         config, _ = adopt(config, load_start(config, saved[-1]))
     resolve(config)
-    return out_of_memory_line(config, int(os.environ.get("WORLD_SIZE", 1)))
+    return hardware.out_of_memory_line(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -134,6 +137,7 @@ def adopt(config: Config, start: dict) -> tuple[Config, list[str]]:
     if "progress" in start:
         saved, names, source = start["config"], FIXED_ON_RESUME, config.out_dir
         kept = [n for n in ("dataset", "tokenizer") if n in saved and n not in config.given]
+        kept += ["dtype"] if config.dtype == "auto" else []  # the type that the run was begun in
         config = replace(config, **{name: saved[name] for name in kept})
     elif (
         saved["vocab_size"] % config.pad_vocab_multiple
