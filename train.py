@@ -186,7 +186,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn
             with hw.autocast():
                 loss = compiled(x, y)
             loss.backward()
-        total, count = evaluate(compiled, [(x, y)], hw.autocast())
+        total, count = evaluate(compiled, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
         compiled_loss = loss.item() if training else total / count
         check_loss(compiled_loss, model, (x, y), training, hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way

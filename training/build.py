@@ -81,7 +81,11 @@ def compile_model(model: nn.Module, **options) -> nn.Module:
 
 
 def check_loss(
-    compiled_loss: float, model: nn.Module, batch: tuple[Tensor, Tensor], training: bool, autocast
+    compiled_loss: float,
+    model: GPT | FastGPT,
+    batch: tuple[Tensor, Tensor],
+    training: bool,
+    autocast,
 ) -> None:
     """
     Raises ArithmeticError where the compiled model's loss of a batch, (B, T) inputs and targets, is
