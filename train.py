@@ -31,15 +31,8 @@ from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from model import Sampling, generate
-from training import hardware
-from training.build import (
-    build_model,
-    build_optimizer,
-    check_loss,
-    compile_model,
-    loss_chunk,
-    model_config,
-)
+from training import build, hardware
+from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
 from training.clock import Clock
 from training.hardware import Hardware
 from training.progress import Progress
@@ -188,7 +181,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn
             loss.backward()
         total, count = evaluate(compiled, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
         compiled_loss = loss.item() if training else total / count
-        check_loss(compiled_loss, model, (x, y), training, hw.autocast())
+        build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way
         if hardware.is_out_of_memory(error):
             raise

@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(ImportError, AttributeError, OSError):
                 import fcntl
 
-                fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]
+                fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]  # Macs only
         patiently(os.replace, temporary, path)
         fsync_folder(path.parent)
     except BaseException:

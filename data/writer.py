@@ -273,11 +273,9 @@ def take(
             left_out[texts.kind] += 1
             left_out.setdefault(f"first {texts.kind}", texts.problem)
             continue
-        begun = False
         for part, (tokens, size) in zip(parts.values(), texts, strict=True):
             part.tokens += tokens
-            part.documents += bool(tokens) and not begun  # counted where it begins
-            begun = begun or bool(tokens)
+            part.documents += bool(tokens)
             part.bytes += size
             bar.update(len(tokens) // 2)
         if any(len(parts[split].tokens) >= 2 * room[split] for split in room):
