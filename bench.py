@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from common.child import keep_awake
 from common.console import (
     Parser,
     RunError,
@@ -585,6 +586,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0
+    keep_awake()
     mode = argv[0]
     if mode not in MODES:
         hint = did_you_mean(mode, MODES)

@@ -17,6 +17,7 @@ Losses of unequal tokenizers do not compare; their bits per byte do.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -269,7 +270,9 @@ def main(argv: list[str]) -> None:
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
 
-    paths, png = list(dict.fromkeys(args.runs)), args.png
+    # Windows' shells leave patterns to the program
+    named = [path for run in args.runs for path in sorted(glob(str(run))) or [run]]
+    paths, png = [Path(path) for path in dict.fromkeys(named)], args.png
     runs = open_runs(paths, args.gpu)
     names = [run.name for run in runs]
     rows = build_table(runs, args.loss)

@@ -25,6 +25,7 @@ import torch
 
 from common.console import complain, printable, raise_if_any, run_main, warn
 from configurator import DTYPES, Config, key, read_config
+from data.sources import decode
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, Sampling, generate_tokens
 from model_fast import FastGPT
@@ -55,18 +56,17 @@ class SampleConfig:
 
 
 def read_prompt(start: str) -> str:
-    """The prompt, from its file if `start` names one. Raises OSError."""
+    """The prompt, from its file if `start` names one. Raises OSError and UserError."""
     if not start.startswith("FILE:"):
         return start
-    path = Path(start.removeprefix("FILE:")).expanduser()
-    return path.read_text(encoding="utf-8", errors="replace")
+    return decode(str(Path(start.removeprefix("FILE:")).expanduser()), None)[0]
 
 
 def ask_prompts() -> Iterator[str]:
     """Lines that are typed, until an empty one or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() arrow keys and a history
-    complain("type a prompt; an empty line or Ctrl-D ends, Ctrl-C ends a sample")
+    complain("type a prompt; an empty line ends, Ctrl-C ends a sample")
     with contextlib.suppress(EOFError):
         while prompt := input("> "):
             yield prompt

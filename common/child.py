@@ -21,6 +21,7 @@ def start_child(*arguments, **options) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         bufsize=0,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows would have the region's own
         start_new_session=True,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # the same on Windows
         **options,

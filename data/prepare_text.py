@@ -163,7 +163,7 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
         return title, local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
     files, first = local_files(names, TEXT_FILES + ROW_FILES), Path(names[0])
     named = first.resolve() if first.exists() else Path(files[0])
-    return " ".join(names)[:200], files, named.stem
+    return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
 
 
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 import statistics
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 
 from common.console import UserError
@@ -33,7 +34,10 @@ def read_nanogpt_log(path: Path) -> Run:
     Its iteration times include evaluations and checkpoints. Where there was one, the time above the
     median is booked as that. FLOPs per token come from the configuration that it printed.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    content = path.read_bytes()
+    # PowerShell's own redirection writes UTF-16
+    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8"
+    text = content.decode(encoding, errors="replace").replace("\r\n", "\n")
     if ", tok/s " in text:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
     warnings, (config, unknown) = [], read_settings(text)

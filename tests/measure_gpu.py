@@ -12,6 +12,7 @@ run the command again, and it goes on with the rows that are missing.
 """
 
 import argparse
+import getpass
 import json
 import os
 import re
@@ -113,15 +114,21 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
 
 
 def without_names(value):
-    """The figures of a row without the paths of this machine, which may hold a person's name."""
+    """The figures of a row without this machine's folders and the user's name."""
     if isinstance(value, dict):
         return {key: without_names(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [without_names(inner) for inner in value]
     if isinstance(value, str):
-        for folder, short in ((ROOT, "."), (Path.home(), "~")):
-            for path in (str(folder), folder.as_posix()):
-                value = value.replace(path, short)
+        for folder, short in ((ROOT, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
+            if len(folder.parts) > 1:  # a container's home may be /
+                parts = [re.escape(part.strip("\\/")) for part in folder.parts]
+                path = r"[\\/]+".join(parts) + r"(?![\w.-])"  # a repr doubles backslashes
+                value = re.sub(path, lambda _, short=short: short, value, flags=re.IGNORECASE)
+        user = getpass.getuser()
+        # in names of temporary folders; or as Windows shortens it
+        name = rf"(?<=[\\/_-])({re.escape(user)}\b|{re.escape(user[:6])}~\d)"
+        value = re.sub(name, "USER", value, flags=re.IGNORECASE)
     return value
 
 
@@ -143,11 +150,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to measure in turn")
     parser.add_argument("--dry_run", action="store_true")
     options = parser.parse_args(argv)
-    deadline = time.monotonic() + 60 * options.minutes
+    if not output_of(PYTHON, "-c", "import torch; print(torch.__version__)"):
+        print("error: this Python has no torch; activate the venv first", file=sys.stderr)
+        return 2
     device = "dry_run" if options.dry_run else output_of(PYTHON, "-c", DEVICE)
     if not device:
         print("error: torch sees no GPU here (docs/install.md); or try --dry_run", file=sys.stderr)
         return 2
+    deadline = time.monotonic() + 60 * options.minutes
     commit = output_of("git", "describe", "--always", "--dirty") or "unknown"
     work = OUT / re.sub(r"\W+", "_", f"{device} {options.card} {commit}")
     work.mkdir(parents=True, exist_ok=True)

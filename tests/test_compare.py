@@ -257,6 +257,13 @@ def test_what_moves_a_short_runs_loss_is_said_with_the_flags_that_make_it_equal(
     assert len(found) == bool(flags) and all(f": {flags} trains as" in line for line in found)
 
 
+def test_powershells_utf_16_and_a_pattern_are_read(tmp_path, script):
+    for log in write_notes_logs(tmp_path):
+        log.write_text(log.read_text(), encoding="utf-16", newline="\r\n")
+    figures = compare_runs(script, tmp_path / "*.log", "--gpu=4070")["runs"]
+    assert round(figures["old"]["tokens_per_sec"]) == 134_433 and "new" in figures
+
+
 def test_a_log_of_the_cpu_is_not_given_a_cards_name_and_peak(tmp_path, script):
     log = write_notes_logs(tmp_path)[0]
     log.write_text(f"Overriding: device = cpu\n{log.read_text()}")

@@ -64,9 +64,19 @@ def test_when_the_time_is_up_no_further_row_begins(measured):
 
 def test_the_file_names_no_folder_of_the_person_who_sends_it(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "somebody")
-    paths = [tmp_path / "somebody" / "cache", ROOT / "train.py"]
-    _, found = measured({"row": (60, says(f"print(*{list(map(str, paths))})"))})
-    assert found["row"]["log"] == [f"~{os.sep}cache .{os.sep}train.py"]
+    monkeypatch.setattr("getpass.getuser", lambda: "somebody")
+    paths = [str(tmp_path / "somebody" / "cache"), str(ROOT / "train.py")]
+    paths += [
+        f"{tmp_path}\\\\SOMEBODY\\\\a",
+        f"{tmp_path / 'somebodyelse'}",
+        "/tmp/pytest-of-somebody/b",
+    ]
+    paths += ["C:\\TEMP\\SOMEBO~1\\c"]
+    _, found = measured({"row": (60, says(f"print(*{paths}, sep='\\n')"))})
+    home, root, doubled, other, temporary, short = found["row"]["log"]
+    assert (home, root) == (f"~{os.sep}cache", f".{os.sep}train.py")
+    assert doubled.startswith("~") and other.endswith("somebodyelse")
+    assert temporary == "/tmp/pytest-of-USER/b" and short == "C:\\TEMP\\USER\\c"
 
 
 def test_where_torch_sees_no_gpu_one_line_says_so(monkeypatch, capsys):

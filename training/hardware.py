@@ -31,6 +31,10 @@ def set_environment() -> None:
     home = os.path.expanduser("~")
     if os.access(home, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
+    if sys.platform == "win32":
+        os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
+        # else Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
+        os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
     # The user may have set it by its earlier name.

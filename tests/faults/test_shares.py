@@ -70,8 +70,8 @@ def test_a_disk_without_locks_is_said_once(dataset, tmp_path, monkeypatch, capsy
 def test_a_mac_empties_the_drives_cache_too_where_the_disk_can(refuses, tmp_path, monkeypatch):
     calls = []
 
-    def control(descriptor, command):
-        calls.append((os.fstat(descriptor).st_size, command))
+    def control(file, command):
+        calls.append((os.fstat(file.fileno()).st_size, command))
         if refuses:
             raise OSError(errno.ENOTSUP, "Operation not supported")
 
