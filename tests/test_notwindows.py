@@ -67,7 +67,7 @@ def run(start):
     return run
 
 
-SMALL = ["--n_layer=1", "--n_embd=32", "--eval_tokens=2048", "--eval_interval=4"]
+SMALL = ["--dtype=float32", "--n_layer=1", "--n_embd=32", "--eval_tokens=2048", "--eval_interval=4"]
 SMALL += ["--sample_tokens=5", "--lr_decay_iters=8", "--max_iters=8", "--out_dir=out/my run"]
 TRAIN = """
 print("code:", run("train", *sys.argv[1:]), "calls:", notwindows.Recorder.calls)

@@ -481,11 +481,11 @@ ranks.Ranks.data_parallel = counted
 STREAM = dict(OPTIONS, stream=True, tokenizer="byte", batch_size=16, block_size=128)
 
 
-def streaming(work: Path, other_work: Path | None = None) -> list[str]:
+def streaming(work: Path, other_work: Path | None = None, code: str = "") -> list[str]:
     """As `patched`, in that folder, with small shards; all ranks but the first may be elsewhere."""
     places = [str(work), str(other_work or work)]
     shards = "from data import stream; stream.SHARD_TOKENS, stream.TOKENS_AHEAD = 9000, 50_000"
-    return patched(f"os.chdir({places}[RANK != '0'])\n{shards}")
+    return patched(f"os.chdir({places}[RANK != '0'])\n{shards}\n{code}")
 
 
 @pytest.fixture(scope="module")
@@ -510,11 +510,16 @@ def test_two_ranks_train_on_a_stream_as_one(parquet, tmp_path):
 
 
 def test_machines_that_share_no_folder_for_a_stream_are_refused(parquet, tmp_path):
+    """One that an earlier run has left there is no shared one either."""
     (tmp_path / "other").mkdir()
-    run = flags(parquet, tmp_path / "run", **STREAM)
-    codes, _, err = run_ranks(2, *streaming(tmp_path, tmp_path / "other"), *run)
-    (line,) = error_lines(err)
-    assert codes == [2, 2] and "False on rank 1, True on rank 0; several machines need" in line
+    code = "stream.PATIENCE = 2"
+    for has_copy in (False, True):
+        run = flags(parquet, tmp_path / "run", **STREAM)
+        codes, _, err = run_ranks(2, *streaming(tmp_path, tmp_path / "other", code), *run)
+        (line,) = error_lines(err)
+        assert codes == [2, 2] and "on rank 0; several machines need one shared folder" in line
+        if not has_copy:
+            shutil.copytree(tmp_path / "data", tmp_path / "other" / "data")
 
 
 @pytest.mark.parametrize("batch_size", [15, pytest.param(16, marks=pytest.mark.slow)])

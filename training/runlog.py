@@ -371,7 +371,7 @@ class RunLog:
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to continue: {script} {command_line(*sys.argv)}{more}")
         self.tracker.close()
-        if self.drawing and complete:  # what stops a run may not wait for a picture
+        if self.drawing and not reason.startswith("SIG"):  # a stop may not wait for a picture
             self.drawing.draw_end(total)
         keep_transcript(None)
         unlock_folder()
