@@ -262,7 +262,7 @@ def test_memory_model_counts_the_tensors_alive(changes, dataset, words, monkeypa
     What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is
     fused varies. With the attention that a GPU would use.
     """
-    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
+    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", 0)
     folders = dict(tiny=dataset, words=words, none="none")
     t = trainee(**changes | dict(dataset=folders[changes.get("dataset", "words")]))
     measured = peak_bytes(t)
@@ -304,7 +304,7 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, words,
     What autograd saves for four layers, less that for two. The compiler decides this in the same
     way for a GPU. Autocast's copies of the matrices are among it.
     """
-    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
+    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", 0)
     keys = dict(model=model, dtype=dtype, compiled=compiled)
     two, _ = saved_bytes(words, n_layer=2, **keys)
     four, config = saved_bytes(words, n_layer=4, **keys)
@@ -321,7 +321,7 @@ def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(
     dtype, compiled, words, monkeypatch
 ):
     """But for the gates, of one number a head and not a channel, and the rows' numbers."""
-    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", {})
+    monkeypatch.setattr(hardware, "PLAIN_ATTENTION_TOKENS", 0)
     keys = dict(model="fast", n_layer=4, dtype=dtype, compiled=compiled)
     saved, modelled = [], []
     for tables, rows in ((0, 0), (2, 64)):

@@ -47,9 +47,9 @@ set_environment()
 # A run on a CPU has too many threads if they compute for a smaller share of a log line's time
 BUSY_SHARE = 0.6
 LEAST_SECONDS = 5.0  # of a line, to tell
-# The longest context, in tokens, at which plain attention beats the fused kernel on a CPU
-# (results/cpu/kernels.json)
-PLAIN_ATTENTION_TOKENS = {torch.bfloat16: 512, torch.float32: 64}
+# The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
+# bfloat16 (results/cpu/kernels.json)
+PLAIN_ATTENTION_TOKENS = 512
 # `+cu130` replaces a CPU build of the same version too, with which pip would be content
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
@@ -83,12 +83,12 @@ class Hardware:
 
     def flash(self, config: Config | GPTConfig) -> bool:
         """
-        Whether attention uses the fused kernel. On a CPU with a short context plain attention is
-        faster, so there the configuration's `flash` is not followed. Nor on MPS: in half precision
-        and without gradients its kernel may look at later tokens (pytorch #195910).
+        Whether attention uses the fused kernel. On a CPU in bfloat16 with a short context plain
+        attention is faster, so there the configuration's `flash` is not followed. Nor on MPS: in
+        half precision and without gradients its kernel may look at later tokens (pytorch #195910).
         """
-        longest_plain = PLAIN_ATTENTION_TOKENS.get(self.dtype, 0)
-        plain_is_faster = self.device.type == "cpu" and config.block_size <= longest_plain
+        short = config.block_size <= PLAIN_ATTENTION_TOKENS
+        plain_is_faster = self.device.type == "cpu" and self.dtype == torch.bfloat16 and short
         return config.flash and not plain_is_faster and self.device.type != "mps"
 
     def synchronize(self) -> None:
