@@ -174,7 +174,7 @@ def test_its_cells_run_in_order_in_a_fresh_folder(tmp_path, monkeypatch):
     clone = tmp_path / "nightshift"
     assert Path.cwd() == clone
     assert "end: max_iters after 4 iterations" in quickstart
-    assert "data/fineweb_100M: " in prepared and "4,000 tokens for training" in prepared
+    assert "data/fineweb_100M: 96 documents, 4,022 tokens for training" in prepared
     assert "end: max_iters after 4 iterations, 1.02k tokens" in trained
     start = records(clone / "out" / "notebook", "start")[0]
     assert (start["dtype"], start["config"]["model"]) == ("float16", "fast")
