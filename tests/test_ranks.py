@@ -556,7 +556,7 @@ def preparations(process) -> list:
 
 
 def end_of(processes: list) -> tuple[list[int], str]:
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=180)[1] for process in processes]
     return [process.returncode for process in processes], "".join(errors)
 
 
