@@ -232,7 +232,7 @@ def build_and_measure(config: Config, trials: int, **how) -> dict:
         return measure(Trainee(config, **how), trials)
 
 
-def end_with_parent() -> None:
+def end_with_the_bench() -> None:
     """Have this process end when its parent does, even if that is killed."""
 
     def wait() -> None:
@@ -247,7 +247,7 @@ def new_process() -> ProcessPoolExecutor:
     One process, which ends when this one does, in whatever way. Spawned rather than forked: CUDA
     does not survive a fork.
     """
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_the_bench)
 
 
 @contextlib.contextmanager
@@ -408,7 +408,8 @@ def ladder(config: Config, options: Namespace) -> dict:
     title = f"micro-batch {config.batch_size}"
     say(title)
     say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
-    how, rows, rates = dict[str, object](), [], []
+    how: dict = {}
+    rows, rates = [], []
     for name, changes, more_how in ladder_rows(device, config):
         config, how = replace(config, **changes), how | more_how
         row = dict(name=name) | measure_apart(config, options.trials or 3, **how)

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from common.console import complain, printable, raise_if_any, run_main, warn
+from common.files import read_text
 from configurator import DTYPES, Config, key, read_config
-from data.sources import decode
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, Sampling, generate_tokens
 from model_fast import FastGPT
@@ -56,10 +56,10 @@ class SampleConfig:
 
 
 def read_prompt(start: str) -> str:
-    """The prompt, from its file if `start` names one. Raises OSError and UserError."""
+    """The prompt, from its file if `start` names one. Raises OSError."""
     if not start.startswith("FILE:"):
         return start
-    return decode(str(Path(start.removeprefix("FILE:")).expanduser()), None)[0]
+    return read_text(Path(start.removeprefix("FILE:")).expanduser())
 
 
 def ask_prompts() -> Iterator[str]:

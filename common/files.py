@@ -3,6 +3,7 @@ Files that survive a kill and a full disk: all-or-nothing writes, locks, free sp
 with one line for what is wrong with it.
 """
 
+import codecs
 import contextlib
 import errno
 import functools
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 
 from common.console import UserError, warn
 
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 warn_once = functools.cache(warn)  # of a disk, which stays as it is
 
 
@@ -109,6 +111,16 @@ def try_lock(file: BinaryIO) -> bool:
             return False
         warn_once(f"{file.name}: this disk has no locks; start no second process here")
     return True
+
+
+def read_text(path: Path) -> str:
+    """
+    A text file of the user's: UTF-16 where it begins with a byte-order mark, as PowerShell writes
+    it, else UTF-8, with U+FFFD where it is not. Lines end in LF. Raises OSError.
+    """
+    content = path.read_bytes()
+    encoding = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig"
+    return content.decode(encoding, errors="replace").replace("\r\n", "\n")
 
 
 def read_json(path: Path, mend: str) -> dict:

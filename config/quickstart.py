@@ -1,5 +1,5 @@
 # A small GPT on the source code of Python's standard library, byte by byte: two minutes on two CPU
-# cores that are fast in bfloat16 (AMX, or AMD since Zen 4).
+# cores that are fast in bfloat16 (AMX, or an AMD with AVX512_BF16).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 init_from = "auto"  # the same command resumes where it was stopped

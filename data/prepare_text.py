@@ -28,18 +28,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, command_line, parse_count, raise_if_any, run_main, say
+from data import sources
 from data.shards import PREPARED_ON_DEMAND
-from data.sources import (
-    FIELD,
-    ROW_FILES,
-    TEXT_FILES,
-    FilesSource,
-    LeftOut,
-    RowBatch,
-    check_field,
-    decode,
-    local_files,
-)
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
 from data.writer import Plan, prepare, say_what_it_holds, tokens_of
 
@@ -64,7 +54,7 @@ class OwnText:
     shorter. So the text is read one document at a time, and validation is spread evenly over it.
     """
 
-    def __init__(self, files: FilesSource, fraction: float):
+    def __init__(self, files: sources.FilesSource, fraction: float):
         """Reads everything once, to know its size. Raises UserError."""
         self.files, self.fraction = files, fraction
         self.characters = self.bytes = self.documents = 0
@@ -73,13 +63,13 @@ class OwnText:
             self.bytes += len(text.encode(errors="replace"))
             self.documents += bool(text)
 
-    def __call__(self, file: int, row: int) -> Iterator[RowBatch]:
+    def __call__(self, file: int, row: int) -> Iterator[sources.RowBatch]:
         owed, piece = 0.0, self.fraction * self.characters / PIECES
         # also to continue from the beginning: what is owed follows from all that came before
         for number, first, rows in self.files(0, 0):
-            divided: list[LeftOut | tuple[str, str]] = []
+            divided: list[sources.LeftOut | tuple[str, str]] = []
             for text in rows:
-                if not text or isinstance(text, LeftOut):
+                if not text or isinstance(text, sources.LeftOut):
                     divided.append(text or ("", ""))
                     continue
                 owed += self.fraction * len(text)
@@ -112,9 +102,9 @@ def check_encodings(files: list[str], given: str | None) -> None:
     cannot be read.
     """
     problems, shown = [], []
-    for name in (name for name in files if name.lower().endswith(TEXT_FILES)):
+    for name in (name for name in files if name.lower().endswith(sources.TEXT_FILES)):
         try:
-            text, encoding = decode(name, given)
+            text, encoding = sources.decode(name, given)
         except UserError as error:
             problems += error.problems
             continue
@@ -142,7 +132,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--val_fraction", type=float, default=0.05, help="validation's share (default: %(default)s)"
     )
     add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
-    add("--text_field", default=FIELD, help="of rows: what holds it (default: %(default)s)")
+    add("--text_field", default=sources.FIELD, help="holds a row's text (default: %(default)s)")
     add("--skip_broken", action="store_true", help="leave out lines that are no JSON object")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
     arguments = parser.parse_args(argv)
@@ -160,8 +150,9 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     if not names:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
-        return title, local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
-    files, first = local_files(names, TEXT_FILES + ROW_FILES), Path(names[0])
+        return title, sources.local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
+    files = sources.local_files(names, sources.TEXT_FILES + sources.ROW_FILES)
+    first = Path(names[0])
     named = first.resolve() if first.exists() else Path(files[0])
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
 
@@ -185,8 +176,10 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     check_encodings(files, arguments.encoding)
-    reader = FilesSource(files, arguments.text_field, arguments.encoding, arguments.skip_broken)
-    check_field(reader)
+    reader = sources.FilesSource(
+        files, arguments.text_field, arguments.encoding, arguments.skip_broken
+    )
+    sources.check_field(reader)
     source = OwnText(reader, arguments.val_fraction)
     if not tokenizer:
         # on what is for training

@@ -15,7 +15,6 @@ Documents keep the order of the files and of their rows; training shuffles windo
 local_files() and hub_files() return, the same way at each start.
 """
 
-import codecs
 import glob
 import io
 import json
@@ -31,6 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.console import UserError, raise_if_any, say, warn
+from common.files import UTF16_MARKS
 
 
 @dataclass
@@ -54,7 +54,6 @@ MOST_WITHOUT = 0.01  # of the rows may lack it without a warning
 # tried several times before
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
 
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 TEXT_COLUMN = re.compile("(large_|dictionary<values=(large_)?)?(string|binary)|null")
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text

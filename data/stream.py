@@ -55,7 +55,7 @@ class Stream:
         nothing = ShardTokens([], 0)
         # as far as it has been seen
         self.data = Dataset(str(folder), nothing, nothing, 0, {}, complete=False)
-        self.in_use = self.closed = False
+        self.closed = self.has_warned = False
         self.checked = True  # whether what is there is of this source
         self.problems: list[str] = []  # error lines of the preparation
         self.before: list[str] = []  # shards_read() of the checkpoint that is resumed
@@ -84,16 +84,13 @@ class Stream:
         self.listener.start()
 
     def listen(self, lines) -> None:
-        """Pass on the warnings of the preparation, and keep its errors, which may matter later."""
+        """Pass on the warnings of the preparation, and keep its errors, which read() says."""
         for line in lines:
             text = line.decode(errors="replace").rstrip()
             if text == CHECKED:
                 self.checked = True
             elif text.startswith("error: "):
                 self.problems.append(text.removeprefix("error: "))
-                if self.in_use and not self.closed:
-                    problem = self.problems[-1].partition(f"; {CONTINUE}")[0]
-                    warn(f"{problem}; the run goes on to the last shard")
             else:
                 complain(text)
 
@@ -136,8 +133,11 @@ class Stream:
         them. Raises RunError where they will never be there.
         """
         wanted, began = (first + count) * self.block_size + 1, time.monotonic()
-        self.in_use = True
         self.ask(wanted)
+        if self.problems and not self.has_warned:
+            self.has_warned = True
+            problem = self.problems[0].partition(f"; {CONTINUE}")[0]
+            warn(f"{problem}; the run goes on to the last shard")
         while not (self.holds(wanted) or self.look(wanted, RESUME)):
             if self.closed:
                 raise RunError()  # nobody waits for it any more
@@ -146,7 +146,10 @@ class Stream:
                 prepared = len(self.data.train)
                 say(f"data: {prepared:,} tokens are prepared, waiting for {wanted:,}")
             time.sleep(MOMENT)
-        self.check_before()
+        if self.before and self.shards_read(first)[: len(self.before)] != self.before:
+            other = f"dataset: the text in {self.folder} is not what the run was trained on so far"
+            raise RunError(f"{other}; restore its source, or start a new run in another --out_dir")
+        self.before = []  # once is enough
         windows = (len(self.data.train) - 1) // self.block_size
         readings = (first + count - 1) // windows
         if readings > self.readings:
@@ -161,14 +164,6 @@ class Stream:
         train = self.data.train
         last = bisect.bisect_left(train.ends, sequences * self.block_size)
         return [self.data.listed[shard.path.name]["sha256"] for shard in train.shards[: last + 1]]
-
-    def check_before(self) -> None:
-        """Raises RunError where the shards are not those that the resumed run was trained on."""
-        listed = [self.data.listed[shard.path.name]["sha256"] for shard in self.data.train.shards]
-        if listed[: len(self.before)] != self.before:
-            other = f"dataset: the text in {self.folder} is not what the run was trained on so far"
-            raise RunError(f"{other}; restore its source, or start a new run in another --out_dir")
-        self.before = []
 
     def close(self) -> None:
         self.closed = True

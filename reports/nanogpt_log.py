@@ -6,10 +6,10 @@ import ast
 import math
 import re
 import statistics
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 
 from common.console import UserError
+from common.files import read_text
 from configurator import FIELDS, NANOGPT_FIELDS, Field, fit, translate
 from reports.records import Run, number, percentile
 from training.metrics import plain
@@ -34,10 +34,7 @@ def read_nanogpt_log(path: Path) -> Run:
     Its iteration times include evaluations and checkpoints. Where there was one, the time above the
     median is booked as that. FLOPs per token come from the configuration that it printed.
     """
-    content = path.read_bytes()
-    # PowerShell's own redirection writes UTF-16
-    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8"
-    text = content.decode(encoding, errors="replace").replace("\r\n", "\n")
+    text = read_text(path)
     if ", tok/s " in text:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
     warnings, (config, unknown) = [], read_settings(text)

@@ -331,6 +331,14 @@ def test_text_appears_while_it_grows_and_never_half_a_character(capsys):
     assert text.decode(samples[0]) == "> aé✓b"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_prompt_from_a_file_is_read_as_windows_writes_it(encoding, tmp_path):
+    (tmp_path / "prompt.txt").write_text("na\u00efve\n", encoding, newline="\r\n")
+    assert sample.read_prompt(f"FILE:{tmp_path / 'prompt.txt'}") == "na\u00efve\n"
+    (tmp_path / "other.txt").write_bytes(b"na\xefve")  # in an older encoding
+    assert sample.read_prompt(f"FILE:{tmp_path / 'other.txt'}") == "na\ufffdve"
+
+
 def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, tmp_path, script):
     (tmp_path / "prompt.txt").write_text("import os\n" * 10)
     code, out, err = script(
