@@ -97,7 +97,7 @@ def test_the_first_two_bash_blocks_are_the_two_set_ups():
     assert quickstart[:2] == [venv, install.format("requirements.txt")]
     assert quickstart[2:] == ["python train.py config/quickstart.py"]
     assert tests[:2] == [venv, install.format("requirements-dev.txt")]
-    assert tests[2:] == ['pytest -m "not slow"']
+    assert tests[2:] == ['pytest -m "not slow" -n 3']
 
 
 def constraint(package: str) -> Requirement:
@@ -138,7 +138,7 @@ def test_the_workflow_runs_what_people_run():
     assert linux == [".ci/run"] and (ROOT / ".ci" / "run").is_file()
     (tested,) = constraint("torch").specifier
     dev = "-r requirements-dev.txt -c constraints.txt"
-    assert others == [f"pip install torch=={tested.version} {dev}", 'pytest -m "not slow"']
+    assert others == [f"pip install torch=={tested.version} {dev}", 'pytest -m "not slow" -n 3']
 
 
 def test_the_form_asks_for_the_file_of_the_command_on_the_status_page():
