@@ -602,7 +602,7 @@ def main(argv: list[str]) -> int:
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
     # plan is arithmetic, perhaps for another machine: it needs no device
-    checks = () if mode == "plan" else (hardware.check_device,)
+    checks = [build.check_optimizer] + ([] if mode == "plan" else [hardware.check_device])
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
         if path := getattr(options, name, None):

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +34,8 @@ def key(
 ) -> Any:
     """
     One key: its default, its meaning and the values it may take (low and high included). `group`
-    opens a new group in --help. `of`: the one model or optimizer that reads it; other models refuse
-    it. Free text may be blank, and its ~ is not a home folder.
+    opens a new group in --help. `of`: the choice that reads it, as in of="model=fast"; with any
+    other it must keep its default. Free text may be blank, and its ~ is not a home folder.
     """
     metadata = dict(meaning=meaning, choices=choices, low=low, high=high)
     return field(default=default, metadata=metadata | dict(group=group, of=of, free_text=free_text))
@@ -43,8 +43,15 @@ def key(
 
 MODELS = ("gpt2", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
+# By lr_schedule: a function from the share of the decay that is over, 0 to 1, to the share of the
+# way from min_lr up to the highest rate. One whose name begins with wsd decays in the last
+# decay_fraction of the schedule, any other after warm-up.
+SCHEDULES: dict[str, Callable[[float], float]] = dict(
+    cosine=lambda over: 0.5 * (1 + math.cos(math.pi * over)),
+    linear=lambda over: 1 - over,
+    wsd=lambda over: 1 - over,
+    constant=lambda over: 1.0,
+)
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 NEVER = 2**40  # as a number of iterations: the clock decides
 
@@ -83,13 +90,13 @@ class Config:
     flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
     loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024, compiled 4096")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
-    value_tables: int = key(0, "tables of value embeddings: memory, no FLOPs", of="fast", low=0)
-    bigram_rows: int = key(0, "rows of token pairs; 0: no offset", of="fast", low=0, high=2**31)
+    value_tables: int = key(0, "tables of value embeddings; no FLOPs", of="model=fast", low=0)
+    bigram_rows: int = key(0, "rows of token pairs; 0: none", of="model=fast", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
-    optimizer: str = key("adamw", "muon: for hidden matrices", OPTIMIZERS, group="optimizer")
+    optimizer: str = key("adamw", "adamw | muon (for hidden matrices)", group="optimizer")
     learning_rate: float = key(6e-4, "highest rate (muon: of hidden matrices; 0.025)", low=0.0)
-    head_lr: float = key(0.004, "highest rate of the output head, tied or not", of="muon", low=0.0)
-    muon_momentum: float = key(0.95, "momentum", of="muon", low=0.0, high=0.9999999)
+    head_lr: float = key(0.004, "highest rate of the output head", of="optimizer=muon", low=0.0)
+    muon_momentum: float = key(0.95, "momentum", of="optimizer=muon", low=0.0, high=0.9999999)
     weight_decay: float = key(0.1, "of matrices and embeddings; muon: embeddings, head", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
@@ -98,8 +105,10 @@ class Config:
     hours: float = key(0.0, "length of the run and its schedule, instead of max_iters", low=0.0)
     until: str = key("", "clock time to end at, such as 07:00, instead of hours", free_text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
-    lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
-    decay_fraction: float = key(0.2, "share of the schedule in which wsd decays", low=0.0, high=1.0)
+    lr_schedule: str = key("cosine", "wsd: constant, then linear", tuple(SCHEDULES))
+    decay_fraction: float = key(
+        0.2, "share of the schedule that decays", of="lr_schedule=wsd", low=0.0, high=1.0
+    )
     warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
     min_lr: float = key(6e-5, "final rate; if unset and above the highest, a tenth of it", low=0.0)
@@ -160,7 +169,7 @@ KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite num
 # Files and flags
 
 
-def load_config(argv: list[str], checks: tuple[Callable[[Config], list[str]], ...] = ()) -> Config:
+def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]] = ()) -> Config:
     """
     The Config of a command line, with everything that follows from its keys filled in.
 
@@ -379,10 +388,11 @@ def check_model(config: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     for name, f in FIELDS.items():
-        of = f.metadata["of"]
-        # not those of optimizers: a flag may name another one than the config file around it
-        if of in MODELS and of != config.model and getattr(config, name) != f.default:
-            problems.append(f"{name}: only model={of} has it; else --{name}={f.default}")
+        choice, _, value = f.metadata["of"].partition("=")
+        # lr_schedule=wsd reads what the schedules whose names begin so read
+        foreign = choice and not getattr(config, choice).startswith(value)
+        if foreign and getattr(config, name) != f.default:
+            problems.append(f"{name}: only {choice}={value} reads it; else --{name}={f.default}")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
             most = config.n_layer // 2

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPTConfig, KVCache, cap_logits, mean_loss, plain_attention, product_dtype
+from model import (
+    GPTConfig,
+    KVCache,
+    cap_logits,
+    for_muon,
+    mean_loss,
+    plain_attention,
+    product_dtype,
+)
 
 # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts
 # (records)
@@ -81,6 +89,7 @@ class CausalSelfAttention(nn.Module):
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one product
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        for_muon(self.c_attn, parts=3 * (config.n_embd,))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         if has_table:
             gate_channels = min(GATE_CHANNELS, config.n_embd)
@@ -144,10 +153,13 @@ class FastGPT(nn.Module):
         tables = list(range(config.value_tables))
         self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
         blocks = [Block(config, number is not None) for number in self.table_of_layer]
+        value_tables = [nn.Embedding(vocab_size, n_embd) for _ in tables]
+        for table in value_tables:
+            for_muon(table, role="values")
         self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(vocab_size, n_embd),
-                value_tables=nn.ModuleList(nn.Embedding(vocab_size, n_embd) for _ in tables),
+                value_tables=nn.ModuleList(value_tables),
                 drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList(blocks),
             )
@@ -156,9 +168,11 @@ class FastGPT(nn.Module):
             # a hash table of token pairs, added to the token's embedding (modded-nanogpt, pull
             # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
+            for_muon(self.transformer.bigrams, role="bigrams")
         self.rotary: tuple[Tensor, Tensor] | None = None  # see keep_rotary_tables()
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        for_muon(self.lm_head, role="head")
         self.init_weights()
 
     def init_weights(self) -> None:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, run_main, say, warn
-from configurator import Config
+from configurator import SCHEDULES, Config
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
@@ -134,18 +134,11 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     # nanoGPT's warm-up: the first rate is above 0
     if it < warmup:
         return highest * (it + 1) / (warmup + 1)
-    if config.lr_schedule == "constant":
-        return highest
-    if it >= horizon:
-        return config.min_lr
-    # the decay starts after warm-up, with wsd in the last decay_fraction of the schedule
-    start = warmup
-    if config.lr_schedule == "wsd":
+    start: float = warmup
+    if config.lr_schedule.startswith("wsd"):
         start = max(start, horizon - round(config.decay_fraction * horizon))
-    progress = max(0, it - start) / max(1, horizon - start)
-    shapes = dict(cosine=0.5 * (1 + math.cos(math.pi * progress)))
-    shapes |= dict(linear=1 - progress, wsd=1 - progress)
-    return config.min_lr + shapes[config.lr_schedule] * (highest - config.min_lr)
+    over = 1.0 if it >= horizon else max(0, it - start) / max(1, horizon - start)
+    return config.min_lr + SCHEDULES[config.lr_schedule](over) * (highest - config.min_lr)
 
 
 def set_lr(optimizer, it: int, config: Config, share: float) -> float:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from common.console import UserError
 from configurator import (
     FIELDS,
-    MODELS,
     Config,
     key,
     load_config,
@@ -229,26 +228,30 @@ def test_the_fast_model_unties_its_head_unless_told_otherwise():
     assert "tie_weights" in problems_of("--model=fast", "--tie_weights=True")[0]
 
 
-KEYS_OF_A_MODEL = [n for n, f in FIELDS.items() if f.metadata["of"] in MODELS]
+# by a choice, two of which neither reads what the other does
+CHOICES = dict(model=("gpt2", "fast"), optimizer=("adamw", "muon"), lr_schedule=("cosine", "wsd"))
+OWNED = [name for name, f in FIELDS.items() if f.metadata["of"]]
 
 
-@pytest.mark.parametrize("name", KEYS_OF_A_MODEL)
-def test_a_key_of_one_model_is_refused_by_the_other(name):
-    of = FIELDS[name].metadata["of"]
-    (other,) = {*MODELS} - {of}
+@pytest.mark.parametrize("name", OWNED)
+def test_a_key_that_nobody_reads_is_refused(name):
+    """Whichever came first, the key or the choice; its default is no harm."""
+    choice, _, whose = FIELDS[name].metadata["of"].partition("=")
+    (other,) = {*CHOICES[choice]} - {whose}
     default, choices = FIELDS[name].default, FIELDS[name].metadata["choices"]
     value = choices[-1] if choices else 0.5 if FIELDS[name].type is float else 1
-    assert load_config([f"--model={of}", f"--{name}={value}"])
-    assert load_config([f"--model={other}", f"--{name}={default}"])
-    problem = f"{name}: only model={of} has it; else --{name}={default}"
-    assert problems_of(f"--model={other}", f"--{name}={value}") == [problem]
+    assert load_config([f"--{choice}={whose}", f"--{name}={value}"])
+    assert load_config([f"--{choice}={other}", f"--{name}={default}"])
+    problem = f"{name}: only {choice}={whose} reads it; else --{name}={default}"
+    assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
+    assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]
 
 
 def test_a_new_key_says_whose_it_is_and_the_other_model_refuses_it(tmp_path):
     """In a copy of this file, as somebody would add one."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
     text, before = (ROOT / "configurator.py").read_text(), "    bias: bool = key("
-    line = '    act: str = key("gelu", "activation", ("gelu", "relu"), of="gpt2")\n'
+    line = '    act: str = key("gelu", "activation", ("gelu", "relu"), of="model=gpt2")\n'
     assert text.count(before) == 1
     write(tmp_path, text.replace(before, line + before), "configurator.py")
 
@@ -258,15 +261,10 @@ def test_a_new_key_says_whose_it_is_and_the_other_model_refuses_it(tmp_path):
     assert run("--act=relu")[0] == 0 and run("--model=fast")[0] == 0
     code, _, err = run("--model=fast", "--act=relu")
     assert code == 2
-    assert err == "error: act: only model=gpt2 has it; else --act=gelu\n"
+    assert err == "error: act: only model=gpt2 reads it; else --act=gelu\n"
     helped = run("--help")[1]
-    assert "gpt2: activation (gelu | relu)" in helped and "muon: momentum" in helped
-
-
-def test_a_flag_may_name_another_optimizer_than_the_file_around_it():
-    """Its keys for the optimizer that it was written for then count for nothing."""
-    config = load_config(["config/fast124m_4070.py", "--optimizer=adamw"])
-    assert config.optimizer == "adamw" and config.head_lr != FIELDS["head_lr"].default
+    assert "model=gpt2: activation (gelu | relu)" in helped
+    assert "optimizer=muon: momentum" in helped
 
 
 def test_a_mistake_in_a_name_hides_what_may_only_follow_from_it(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+from common.console import UserError
 from configurator import Config
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, for_muon
 from model_fast import FastGPT
 from training import muon
 from training.build import build_optimizer
@@ -38,6 +39,11 @@ SMALL = GPTConfig(
 def fast_model(**changes) -> FastGPT:
     torch.manual_seed(0)
     return FastGPT(replace(SMALL, **changes))
+
+
+def told(module: nn.Module, **words) -> nn.Module:
+    for_muon(module, **words)
+    return module
 
 
 def give_gradients(model: nn.Module, seed: int) -> None:
@@ -78,7 +84,7 @@ def test_matrices_move_as_with_torchs_own_muon(monkeypatch):
     shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = copy.deepcopy(ours)
-    group = dict(params=ours, lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
+    group = dict(params=ours, lr=0.1, initial_lr=0.1, momentum=0.9, weight_decay=0.2, parts=())
     reference = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2)
     optimizers = (Muon([group], torch.bfloat16), reference)
     for _ in range(5):
@@ -93,9 +99,9 @@ def test_matrices_move_as_with_torchs_own_muon(monkeypatch):
 
 
 def test_each_neuron_moves_by_its_mean_square_over_time():
-    """NorMuon, by hand and matrix by matrix: tall, wide and three in one."""
+    """NorMuon, by hand and matrix by matrix: tall, wide, three in one, and two unlike in one."""
     torch.manual_seed(0)
-    shapes, parts = [(8, 4), (4, 8), (12, 4)], [1, 1, 3]
+    shapes, parts = [(8, 4), (4, 8), (12, 4), (10, 4)], [(8,), (4,), (4, 4, 4), (8, 2)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [p.detach().clone() for p in ours]
     keys = dict(lr=0.1, momentum=0.9, weight_decay=0.0)
@@ -103,14 +109,14 @@ def test_each_neuron_moves_by_its_mean_square_over_time():
         [dict(keys, params=[p], parts=n) for p, n in zip(ours, parts, strict=True)], torch.float32
     )
     momenta = [torch.zeros(shape) for shape in shapes]
-    squares = [[0.0] * n for n in parts]
+    squares = [[0.0] * len(rows) for rows in parts]
     for _ in range(4):
         for i, p in enumerate(ours):
             p.grad = torch.randn(p.shape)
             momenta[i] += 0.1 * (p.grad - momenta[i])
             look_ahead = p.grad + 0.9 * (momenta[i] - p.grad)
             for k, (matrix, u) in enumerate(
-                zip(theirs[i].chunk(parts[i]), look_ahead.chunk(parts[i]), strict=True)
+                zip(theirs[i].split(parts[i]), look_ahead.split(parts[i]), strict=True)
             ):
                 rows, cols = matrix.shape
                 o = orthogonalize(u[None], torch.float32)[0]
@@ -127,7 +133,7 @@ def test_a_matrix_without_a_gradient_yet_stays_finite():
     """What feeds a matrix of zeros has a gradient of zeros in the first iteration."""
     p = nn.Parameter(torch.randn(8, 4))
     optimizer = Muon(
-        [dict(params=[p], parts=1, lr=0.1, momentum=0.9, weight_decay=0.0)], torch.float32
+        [dict(params=[p], parts=(), lr=0.1, momentum=0.9, weight_decay=0.0)], torch.float32
     )
     before = p.detach().clone()
     p.grad = torch.zeros_like(p)
@@ -152,11 +158,15 @@ def test_a_checkpoint_of_muon_before_normuon_goes_on():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+VIEWS = ("flatten", "split_with_sizes", "unbind", "mT", "transpose")  # start no kernel
+
+
 def operators(step: Callable[[], None]) -> int:
     """How many operators a step calls itself: about as many kernels as it starts on a GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step()
-    parents = [e.cpu_parent for e in profiler.events() if e.name.startswith("aten::")]
+    called = [e for e in profiler.events() if e.name.startswith("aten::")]
+    parents = [e.cpu_parent for e in called if e.name.removeprefix("aten::") not in VIEWS]
     return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
 
 
@@ -166,7 +176,7 @@ def test_a_step_starts_few_kernels():
     give_gradients(model, 0)
     ours = build_optimizer(model, CONFIG, torch.bfloat16)
     roles = parameters_by_role(model)
-    theirs = torch.optim.Muon(roles["matrices"] + roles["qkv"])
+    theirs = torch.optim.Muon(roles["matrix", ()] + roles["matrix", (16, 16, 16)])
     ours.step()  # makes its state
     theirs.step()
     assert 5 * operators(ours.step) < operators(theirs.step)
@@ -180,8 +190,8 @@ def test_q_k_and_v_are_a_matrix_each():
     for p, grad in zip(apart, fused.grad.chunk(3), strict=True):
         p.grad = grad.clone()
     keys = dict(lr=1.0, initial_lr=1.0, momentum=0.9, weight_decay=0.0)
-    Muon([dict(keys, params=[fused], parts=3)], torch.float32).step()
-    Muon([dict(keys, params=apart, parts=1)], torch.float32).step()
+    Muon([dict(keys, params=[fused], parts=(16, 16, 16))], torch.float32).step()
+    Muon([dict(keys, params=apart, parts=())], torch.float32).step()
     torch.testing.assert_close(fused, torch.cat(apart))
 
 
@@ -191,19 +201,19 @@ def test_everything_else_moves_as_with_adamw():
     ours, roles = build_optimizer(model, CONFIG, torch.float32), parameters_by_role(twin)
     keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
     theirs = [
-        torch.optim.AdamW(roles["embedding"], lr=0.7, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["values"], lr=0.35, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["bigrams"], lr=0.07, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["head"], lr=0.01, weight_decay=0.01, **keys),
-        torch.optim.AdamW(roles["vectors"], lr=0.015, weight_decay=0.0, **keys),
+        torch.optim.AdamW(roles["embedding", ()], lr=0.7, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["values", ()], lr=0.35, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["bigrams", ()], lr=0.07, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["head", ()], lr=0.01, weight_decay=0.01, **keys),
+        torch.optim.AdamW(roles["vector", ()], lr=0.015, weight_decay=0.0, **keys),
     ]
     for step in range(5):
         for net in (model, twin):
             give_gradients(net, step)
         for optimizer in (ours, *theirs):
             optimizer.step()
-    for role in ("embedding", "values", "bigrams", "head", "vectors"):
-        for p, q in zip(parameters_by_role(model)[role], roles[role], strict=True):
+    for role in ("embedding", "values", "bigrams", "head", "vector"):
+        for p, q in zip(parameters_by_role(model)[role, ()], roles[role, ()], strict=True):
             torch.testing.assert_close(p, q)
 
 
@@ -219,11 +229,34 @@ def test_every_parameter_has_one_role(model):
     assert sorted(found) == sorted(id(p) for p in model.parameters())
 
 
-def test_a_parameter_without_a_role_is_an_error():
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (nn.Conv1d(4, 4, 3), r"\[4, 4, 3\], without a role"),
+        (nn.Linear(16, 32, bias=False), r"\[32, 16\], without a role"),  # a second head
+        (told(nn.Linear(16, 48), role="heads"), r"\[48, 16\], role 'heads'"),
+        (told(nn.Linear(16, 48), parts=(16, 16)), r"its parts \(16, 16\) do not add up to its 48"),
+    ],
+)
+def test_a_weight_that_leaves_it_open_is_an_error(module, words):
+    """Outside of the blocks, where it may be anything."""
     model = fast_model()
-    model.convolution = nn.Conv1d(4, 4, 3)
-    with pytest.raises(ValueError, match="convolution.weight"):
+    model.another = module
+    with pytest.raises(UserError, match=rf"another.weight: {words}"):
         parameters_by_role(model)
+
+
+def test_a_weight_may_say_what_it_is():
+    model = fast_model()
+    model.another = told(nn.Linear(16, 32), role="head")
+    model.projection = told(nn.Linear(16, 16))
+    model.transformer.h[0].mlp.gate = nn.Linear(16, 8)
+    for roles in map(parameters_by_role, (model, copy.deepcopy(model))):
+        assert [p.shape for p in roles["head", ()]] == [(32, 16), (32, 16)]
+        # of two blocks, attention's projection and the MLP's two
+        shapes = [tuple(p.shape) for p in roles["matrix", ()]]
+        assert shapes == [(16, 16), (64, 16), (16, 64), (8, 16)] + [*shapes[:3], (16, 16)]
+        assert [p.shape for p in roles["matrix", (16, 16, 16)]] == [(48, 16), (48, 16)]
 
 
 def test_a_skipped_update_changes_nothing():

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from common.console import warn
+from common.console import did_you_mean, warn
 from configurator import Config
 from model import GPT, ChunkedLoss, GPTConfig
 from model_fast import FastGPT
@@ -142,26 +142,32 @@ def make_adamw(groups: list[dict], fused: bool, dtype: torch.dtype) -> torch.opt
 
 
 def muon_groups(model: nn.Module, config: Config) -> list[dict]:
-    roles = parameters_by_role(model)
     muon = dict(momentum=config.muon_momentum, weight_decay=MATRIX_WEIGHT_DECAY)
     adam = dict(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
     embedding_lr = EMBEDDING_LR[config.model]
-    return [
-        dict(muon, params=roles["matrices"], initial_lr=config.learning_rate, parts=1),
-        # q, k and v are a matrix each
-        dict(muon, params=roles["qkv"], initial_lr=config.learning_rate, parts=3),
-        dict(adam, params=roles["embedding"], initial_lr=embedding_lr),
-        dict(adam, params=roles["values"], initial_lr=VALUE_RATE * embedding_lr),
-        dict(adam, params=roles["bigrams"], initial_lr=BIGRAM_RATE * embedding_lr),
-        dict(adam, params=roles["head"], initial_lr=config.head_lr),
-        dict(adam, params=roles["vectors"], initial_lr=VECTOR_LR, weight_decay=0.0),
-    ]
+    of_role: dict[str, dict] = dict(
+        matrix=dict(muon, initial_lr=config.learning_rate),
+        embedding=dict(adam, initial_lr=embedding_lr),
+        values=dict(adam, initial_lr=VALUE_RATE * embedding_lr),
+        bigrams=dict(adam, initial_lr=BIGRAM_RATE * embedding_lr),
+        head=dict(adam, initial_lr=config.head_lr),
+        vector=dict(adam, initial_lr=VECTOR_LR, weight_decay=0.0),
+    )
+    roles = parameters_by_role(model).items()
+    return [dict(of_role[role], params=params, parts=parts) for (role, parts), params in roles]
 
 
-# By --optimizer, whose choices are in configurator.py: (model, config) -> parameter groups, each
-# with its highest learning rate as initial_lr; and (groups, fused=, dtype=), see build_optimizer,
-# -> the optimizer.
+# By --optimizer: (model, config) -> parameter groups, each with its highest learning rate as
+# initial_lr; and (groups, fused=, dtype=), see build_optimizer, -> the optimizer.
 OPTIMIZERS = dict(adamw=(adamw_groups, make_adamw), muon=(muon_groups, Muon))
+
+
+def check_optimizer(config: Config) -> list[str]:
+    """The problem of a configuration that asks for an optimizer that is not in OPTIMIZERS."""
+    if config.optimizer in OPTIMIZERS:
+        return []
+    names = f"{', '.join(OPTIMIZERS)}{did_you_mean(config.optimizer, OPTIMIZERS)}"
+    return [f"optimizer: {config.optimizer!r} is none of {names}"]
 
 
 def optimizer_groups(model: nn.Module, config: Config) -> list[dict]:

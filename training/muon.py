@@ -10,18 +10,23 @@ of a shape, takes the parts of a fused q, k, v matrix apart, and skips an update
 a gradient is not finite.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn as nn
 from torch import Tensor
+
+from common.console import raise_if_any
 
 # a, b, c of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
 # how long NorMuon's mean squares remember (track 3 of modded-nanogpt's records)
 NORMUON_BETA = 0.95
-# by a module's name in model_fast.py
-EMBEDDING_ROLES = dict(value_tables="values", bigrams="bigrams")
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
+# what a weight may be: matrices move by Muon, the others by Adam, each at a rate of its own
+ROLES = ("matrix", "embedding", "values", "bigrams", "head", "vector")
+MEND = f"role=...), one of {', '.join(ROLES)}"
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,8 +68,9 @@ def normalize(directions: Tensor, mean: Tensor) -> Tensor:
 
 class Muon(torch.optim.AdamW):
     """
-    Groups with a `momentum` are matrices for Muon (`parts`: how many matrices are stacked in each),
-    the others go to AdamW with their `betas`. `dtype` is that of Newton-Schulz's products.
+    Groups with a `momentum` are matrices for Muon (`parts`: the rows of each matrix that is stacked
+    in one, or () for one whole), the others go to AdamW with their `betas`. `dtype` is that of
+    Newton-Schulz's products.
 
     Every rank moves all matrices: ranks of one kind of GPU get the same bits from the averaged
     gradients, so nothing is exchanged.
@@ -92,76 +98,84 @@ class Muon(torch.optim.AdamW):
         Matrices of one shape move together, in a few kernels: one by one they would take hundreds
         of small ones.
         """
-        by_shape: dict[torch.Size, list[Tensor]] = {}
+        by_shape: dict[torch.Size, list[tuple[Tensor, ...]]] = {}
         for p in group["params"]:
             if p.grad is not None:
-                by_shape.setdefault(p.shape, []).append(p)
+                for matrix in self.matrices(p, p.grad, group["parts"]):
+                    by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
             # a skipped update is one whose rates are all 0
-            applied = 1 - (same[0].new_zeros(()) if found_inf is None else found_inf)
+            applied = 1 - (same[0][0].new_zeros(()) if found_inf is None else found_inf)
             self.move(group, same, applied)
 
-    def move(self, group: dict, same: list[Tensor], applied: Tensor) -> None:
-        """
-        Move n matrices of one shape, `same`. With momentum mu and gradient g: a matrix shrinks by
-        the share lr * weight_decay, m <- m + (1 - mu) (g - m), and it moves by lr * sqrt(max(1,
-        rows / cols)) against the orthogonal matrix nearest to g + mu (m - g), Nesterov's
-        look-ahead, evened out by `normalize`.
-        """
-        mu, lr, parts = group["momentum"], group["lr"] * applied, group["parts"]
-        rows, cols = same[0].size(0) // parts, same[0].size(1)  # of each matrix that is stacked
-        for p in same:
-            state = self.state[p]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(p)
-            if "mean_squares" not in state:  # checkpoints from before NorMuon lack it too
-                state["mean_squares"] = torch.zeros_like(mean_squares(p.view(parts, rows, cols)))
-        momenta = [self.state[p]["momentum"] for p in same]
-        means = [self.state[p]["mean_squares"] for p in same]
+    def matrices(
+        self, p: Tensor, grad: Tensor, parts: tuple[int, ...]
+    ) -> Iterable[tuple[Tensor, ...]]:
+        """Each matrix in a weight, its gradient, its momentum and NorMuon's mean squares of it."""
+        state, lengths = self.state[p], [max(rows, p.size(1)) for rows in parts or (len(p),)]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        if "mean_squares" not in state:  # checkpoints from before NorMuon lack it too
+            state["mean_squares"] = p.new_zeros(sum(lengths))
+        whole = p, grad, state["momentum"], state["mean_squares"].flatten()
+        if not parts:
+            return [whole]
+        split = [tensor.split(parts) for tensor in whole[:3]]
+        return zip(*split, whole[3].split(lengths), strict=True)
 
-        m = torch.stack(momenta)  # (n, parts * rows, cols), and so is g
-        g = torch.stack([p.grad for p in same if p.grad is not None])
+    def move(self, group: dict, same: list[tuple[Tensor, ...]], applied: Tensor) -> None:
+        """
+        Move n matrices of one shape, each given with its gradient, momentum and mean squares. With
+        momentum mu and gradient g: a matrix shrinks by the share lr * weight_decay, m <- m + (1 -
+        mu) (g - m), and it moves by lr * sqrt(max(1, rows / cols)) against the orthogonal matrix
+        nearest to g + mu (m - g), Nesterov's look-ahead, evened out by `normalize`.
+        """
+        matrices, gradients, momenta, squares = zip(*same, strict=True)
+        mu, lr, (rows, cols) = group["momentum"], group["lr"] * applied, matrices[0].shape
+        m, g = torch.stack(momenta), torch.stack(gradients)  # (n, rows, cols)
         g.masked_fill_(applied == 0, 0)  # NaN times a rate of 0 would be NaN
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
-        look_ahead = g.lerp_(m, mu).view(-1, rows, cols)  # (n * parts, rows, cols)
         # in float32: float16 has no room for small rates
-        directions = orthogonalize(look_ahead, self.dtype).float()
+        directions = orthogonalize(g.lerp_(m, mu), self.dtype).float()
 
-        # (n * parts, rows, 1) or (n * parts, 1, cols)
-        mean = torch.cat(means).lerp_(mean_squares(directions), (1 - NORMUON_BETA) * applied)
-        torch._foreach_copy_(means, mean.split(parts))
+        now = mean_squares(directions)  # (n, rows, 1) or (n, 1, cols)
+        mean = torch.stack(squares).view_as(now).lerp_(now, (1 - NORMUON_BETA) * applied)
+        torch._foreach_copy_(squares, mean.flatten(1).unbind())
         updates = normalize(directions, mean) * (lr * max(1, rows / cols) ** 0.5)
-        torch._foreach_mul_(same, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(same, updates.view(-1, *same[0].shape).unbind())
+        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(matrices, updates.unbind())
 
     def __setstate__(self, state: dict) -> None:
         # AdamW's looks for a step in each parameter's state, and matrices have none
         torch.optim.Optimizer.__setstate__(self, state)
 
 
-def parameters_by_role(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+def parameters_by_role(model) -> dict[tuple[str, tuple[int, ...]], list[nn.Parameter]]:
     """
-    matrices (of hidden layers), qkv (three in one), embedding, values (value embeddings), bigrams
-    (token pairs), head and vectors. A head tied to the embedding counts as head. Raises ValueError
-    for a parameter that has no role here.
+    A model's parameters by what Muon does with them, (role, parts): as their modules say by
+    model.for_muon(), else a vector, an embedding, or a whole matrix of a block. A head tied to the
+    embedding is a head. In the order of ROLES. Raises UserError for a weight that leaves it open.
     """
-    roles: dict[str, list[nn.Parameter]]
-    roles = dict(matrices=[], qkv=[], head=[], embedding=[], values=[], bigrams=[], vectors=[])
-    modules = dict(model.named_modules())
-    # a tied head goes under its last name
-    names = {p: name for name, p in model.named_parameters(remove_duplicate=False)}
-    for p, name in names.items():
-        owner = modules[name.rpartition(".")[0]]
-        if name == "lm_head.weight":
-            role = "head"
-        elif isinstance(owner, nn.Embedding):
-            role = EMBEDDING_ROLES.get(name.split(".")[1], "embedding")
-        elif p.dim() < 2:
-            role = "vectors"
-        elif isinstance(owner, nn.Linear):
-            role = "qkv" if name.endswith("c_attn.weight") else "matrices"
-        else:
-            raise ValueError(f"{name}: no matrix, embedding, head or vector; Muon has no rule")
-        roles[role].append(p)
-    return roles
+    said: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
+    for module in model.modules():
+        usual = "embedding" if isinstance(module, nn.Embedding) else ""
+        for p in module.parameters(recurse=False):
+            if p not in said or hasattr(module, "muon"):
+                said[p] = getattr(module, "muon", (usual, ()))
+    in_blocks, problems = {*model.transformer.h.parameters()}, []
+    roles: dict[tuple[str, tuple[int, ...]], list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        role, parts = said[p]
+        if p.dim() < 2:
+            role, parts = "vector", ()
+        elif not role and p.dim() == 2 and p in in_blocks:
+            role = "matrix"
+        if role not in ROLES or (role == "matrix" and p.dim() != 2):
+            words = f"{[*p.shape]}, {f'role {role!r}' if role else 'without a role'}"
+            problems.append(f"{name}: {words}; where its module is made: for_muon(module, {MEND}")
+        elif parts and sum(parts) != len(p):
+            problems.append(f"{name}: its parts {parts} do not add up to its {len(p)} rows")
+        roles.setdefault((role, parts), []).append(p)
+    raise_if_any(problems)
+    return dict(sorted(roles.items(), key=lambda item: (ROLES.index(item[0][0]), item[0][1])))

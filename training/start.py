@@ -26,6 +26,7 @@ from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_deman
 from data.stream import open_stream
 from model import HOW_COMPUTED, GPTConfig
 from training import checkpoint, hardware
+from training.build import check_optimizer
 from training.checkpoint import find_newest, holds_run, in_the_way, list_checkpoints
 from training.pretrained import load_pretrained
 from training.ranks import Ranks, check_gpus, check_shares, lost_rank
@@ -58,7 +59,7 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
         config, problems = adopt(config, load_start(config, path))
     except UserError as error:
         problems = error.problems
-    problems += hardware.check_device(config)
+    problems += check_optimizer(config) + hardware.check_device(config)
     problems += [] if config.stream else check_dataset(config)
     problems += resolve(config) + check_shares(config, world_size) + check_gpus(config)
     raise_if_any(problems)
