@@ -32,7 +32,7 @@ import statistics
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
@@ -92,11 +92,11 @@ class Trainee:
         torch.manual_seed(config.seed)
         data = real_or_random_data(config)
         gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
-        self.model = build.build_model(gpt_config).to(hw.device)
+        self.model: torch.nn.Module = build.build_model(gpt_config).to(hw.device)
         if host_sync:
             self.model.register_forward_pre_hook(lambda *_: hw.synchronize())
-        # what train_step calls
-        self.step_model = build.compile_model(self.model) if config.compile else self.model
+        if config.compile:
+            build.compile_model(self.model)
         self.optimizer = build.build_optimizer(self.model, config, hw.dtype)
         self.scaler = hw.grad_scaler()
         self.batches = TrainBatches(data, config, hw.device)
@@ -109,7 +109,7 @@ class Trainee:
     def step(self) -> Tensor:
         """One iteration. Returns its mean loss, nats per token."""
         loss_sum, targets, _ = train_step(
-            self.step_model,
+            self.model,
             self.optimizer,
             self.scaler,
             self.micro_batches(),
@@ -526,9 +526,9 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dic
 class LossOnly(torch.nn.Module):
     """nanoGPT's model returns (logits, loss); train_step wants the loss."""
 
-    def __init__(self, model: Callable):
+    def __init__(self, model):
         super().__init__()
-        self.model = model
+        self.model, self.config = model, model.config
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.model(x, y)[1]
@@ -549,8 +549,7 @@ def use_nanogpt(side: Trainee, folder: Path) -> None:
     # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
     groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
     side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
-    side.model = model
-    side.step_model = LossOnly(torch.compile(model) if c.compile else model)
+    side.model = LossOnly(torch.compile(model) if c.compile else model)
 
 
 # -----------------------------------------------------------------------------

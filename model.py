@@ -39,8 +39,9 @@ class GPTConfig:
     bigram_rows: int = 0
 
 
-# fields that only change how the model is computed; all others are its architecture
-HOW_COMPUTED = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
+# Fields that a resume may change: how the model is computed, and how its loss is weighed. All
+# others are its architecture.
+FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 
 # -----------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
+        return mean_loss(x, self.lm_head.weight, targets, self.config)
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
@@ -197,7 +198,7 @@ class GPT(nn.Module):
 # The loss
 
 
-def loss_sum(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | None) -> Tensor:
     """
     What training minimises and evaluation reports: the loss of logits (n, V), not capped yet,
     against targets (n,), summed over those that are not -1, in nats. The one place for it: a term
@@ -208,26 +209,28 @@ def loss_sum(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
 
 
 def mean_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, config: GPTConfig, cap: float | None = None
 ) -> Tensor:
     """
     `loss_sum` of the head's logits against targets (B, T), divided by the number of those that are
     not -1; without any, the loss and its gradients are 0. x is (B, T, C), the head's weight (V, C),
     `cap` as in `cap_logits`.
 
-    With a chunk > 0 the logits of only so many tokens exist at once. Their gradient is made along
-    with them, before it is divided, so that float16 has room for it without GradScaler's factor.
+    With a loss_chunk > 0 the logits of only so many tokens exist at once. Their gradient is made
+    along with them, before it is divided, so that float16 has room for it without GradScaler's
+    factor.
     """
+    chunk = config.loss_chunk
     x, targets = x.flatten(0, 1), targets.flatten()
     count = (targets != -1).sum().clamp(min=1)  # a masked micro-batch must not cost the update
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
-        return loss_sum(F.linear(x, weight), targets, cap)
+        return loss_sum(F.linear(x, weight), targets, config, cap)
 
     if not 0 < chunk < len(x):
         return loss(x, targets) / count
     if torch.is_grad_enabled():
-        return ChunkedLoss.apply(x, weight, targets, chunk, cap, product_dtype(x))
+        return ChunkedLoss.apply(x, weight, targets, config, cap, product_dtype(x))
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
     return torch.stack([loss(*part) for part in parts]).sum() / count
 
@@ -251,14 +254,15 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, cap, dtype) -> Tensor:
+    def forward(ctx, x, weight, targets, config, cap, dtype) -> Tensor:
+        chunk = config.loss_chunk
         head = weight.detach().to(dtype).requires_grad_()
         dx, losses = [], []
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(x_part @ head.T, y_part, cap)
+                loss = loss_sum(x_part @ head.T, y_part, config, cap)
             dx_part, dhead = torch.autograd.grad(loss, (x_part, head))
             losses.append(loss.detach())
             dx.append(dx_part)

@@ -203,7 +203,7 @@ class FastGPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk, LOGIT_CAP)
+        return mean_loss(x, self.lm_head.weight, targets, self.config, LOGIT_CAP)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

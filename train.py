@@ -158,11 +158,11 @@ def set_lr(optimizer, it: int, config: Config, share: float) -> float:
 # Around the iterations
 
 
-def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn.Module:
-    """The compiled model, made on throw-away data. Where that fails: a warning, and the model."""
+def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
+    """Compile the model, on throw-away data. Where that fails, a warning, and it stays as it is."""
     say("compiling: this takes about a minute")
     began, random_states = time.perf_counter(), hardware.get_rng_state(hw.device)
-    compiled = compile_model(model)
+    compile_model(model)
     # like real batches, strides too, or the first real one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
     # compiled dropout draws other numbers: then the loss of an evaluation is compared
@@ -170,9 +170,9 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn
     try:
         if not config.eval_only:
             with hw.autocast():
-                loss = compiled(x, y)
+                loss = model(x, y)
             loss.backward()
-        total, count = evaluate(compiled, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
+        total, count = evaluate(model, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
         compiled_loss = loss.item() if training else total / count
         build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way
@@ -182,12 +182,11 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> torch.nn
         if sys.platform == "win32" and "riton" in reason:  # torch brings none there
             reason += '; pip install "triton-windows<3.8"'
         warn(f"torch.compile does not work here ({reason}); continuing without it")
-        config.compile, compiled = False, model.train()
-        model.config = replace(model.config, loss_chunk=loss_chunk(config))
+        config.compile, model._compiled_call_impl = False, None  # what compile() has set
+        model.train().config = replace(model.config, loss_chunk=loss_chunk(config))
     model.zero_grad()
     hardware.set_rng_state(random_states, hw.device)
     say(f"compile: {time.perf_counter() - began:.1f}s")
-    return compiled
 
 
 def reason_to_end(config: Config, iter_num: int, over: str | None) -> str | None:
@@ -299,23 +298,25 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Model and optimizer; on resume, in their saved state
     torch.manual_seed(c.seed)  # the same weights on every rank
-    raw_model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
+    model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
     torch.manual_seed(c.seed + ranks.rank)  # but other dropout
-    optimizer = build_optimizer(raw_model, c, hw.dtype)
+    optimizer = build_optimizer(model, c, hw.dtype)
     scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
-    p = restore(start, raw_model, optimizer, scaler, c, hw, ranks.rank)
+    p = restore(start, model, optimizer, scaler, c, hw, ranks.rank)
 
     # Log, clock and data. From here on out_dir is this run's
     clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
     log = RunLog(c, hw, ranks, clock, start if path else {})
     check_folder(c, path, p.best_iter, log)
     say_start(c, start, ranks)
-    log.start(data, raw_model.config)
+    log.start(data, model.config)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
     del start  # frees the loaded checkpoint
     log.lap("start-up")
 
-    model = compile_or_warn(raw_model, c, data.vocab, hw) if c.compile else raw_model
+    if c.compile:
+        compile_or_warn(model, c, data.vocab, hw)
+    final = model  # whose weights are evaluated, sampled from, saved and exported
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling has left
     gc.freeze()  # the collector would look through a million objects of torch's each time
@@ -336,13 +337,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         due = reason in COMPLETE or (evaluation_due and not reason)
         if due and (c.eval_only or p.evaluated_at != p.iter_num):
             log.lap("steps")
-            losses = estimate_loss(model, data, batches, c, hw, signals)
+            losses = estimate_loss(final, data, batches, c, hw, signals)
             if losses:
                 is_best, unsaved = p.note_evaluation(losses[1]), True
                 save_due |= p.iter_num > 0 and (is_best or c.always_save_checkpoint)
                 log.evaluation(p, losses[0])
                 if c.sample_tokens and ranks.is_main and p.iter_num > 0:
-                    sample_text(raw_model, data, p, log)
+                    sample_text(final, data, p, log)
             else:
                 reason = signals.name or "data"  # the resumed run begins with this evaluation
             clock.note("evaluation", log.lap("evaluation"), done=losses is not None)
@@ -352,7 +353,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         signals.loop_is_over = reason not in (None, signals.name)
         if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
             log.lap("steps")
-            state = checkpoint_state(data, raw_model, optimizer, scaler, p, log)
+            state = checkpoint_state(data, final, optimizer, scaler, p, log)
             unsaved = retry = not save_checkpoint(state, log, signals, last=reason is not None)
             if retry:  # best.pt is still the one before
                 p.best_val_loss, p.best_iter = best_on_disk

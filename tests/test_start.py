@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, flags, run_process
 
 from configurator import FIELDS, Config
-from model import HOW_COMPUTED, GPTConfig
+from model import FREE_ON_RESUME, GPTConfig
 from training.start import adopt
 
 FOLLOWS_FROM_DATA = {"vocab_size"}
@@ -32,7 +32,7 @@ def test_a_field_of_the_model_is_architecture_unless_it_is_listed(name, resumed)
     if resumed:
         start |= dict(config=asdict(Config()), progress={})
     config, problems = adopt(asked, start)
-    if name in HOW_COMPUTED:
+    if name in FREE_ON_RESUME:
         assert problems == [] and getattr(config, name) == another(name)
     else:
         (problem,) = problems
@@ -40,7 +40,7 @@ def test_a_field_of_the_model_is_architecture_unless_it_is_listed(name, resumed)
 
 
 def test_what_changes_how_the_model_is_computed_are_fields_of_it():
-    assert HOW_COMPUTED < {f.name for f in fields(GPTConfig)}
+    assert FREE_ON_RESUME < {f.name for f in fields(GPTConfig)}
 
 
 @pytest.mark.slow

@@ -782,16 +782,11 @@ def test_a_compiler_whose_loss_is_another_is_refused(
 ):
     """Either way it is the run without one: no random number, gradient or setting is left over."""
 
-    class Compiled(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, *batch):
-            return factor * self.model(*batch)
+    def compile(call):  # of the model
+        return lambda *batch: factor * call(*batch)
 
     run_here(dataset, tmp_path / "eager", dropout=dropout)
-    monkeypatch.setattr(torch, "compile", Compiled)
+    monkeypatch.setattr(torch, "compile", compile)
     run_here(dataset, tmp_path / "compiled", dropout=dropout, compile=True, loss_chunk=1024)
     err = capsys.readouterr().err
     assert err.count("torch.compile does not work here (ArithmeticError: its loss is ") == refused
@@ -805,7 +800,7 @@ def test_a_compiler_whose_loss_is_another_is_refused(
 def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeypatch):
     """A new term with a mistake in it, which the compiler meets first."""
 
-    def wrong(logits, targets, cap, **how):
+    def wrong(logits, targets, config, cap):
         return (logits @ logits).sum()
 
     monkeypatch.setattr(model, "loss_sum", wrong)
@@ -817,9 +812,9 @@ def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeyp
 def test_the_silence_of_compiling_is_announced_before_it(dataset, tmp_path, capsys, monkeypatch):
     seen = []
 
-    def compile(model):
+    def compile(call):
         seen.append(capsys.readouterr().out.splitlines()[-1])
-        return model
+        return call
 
     monkeypatch.setattr(torch, "compile", compile)
     assert run_here(dataset, tmp_path, compile=True, max_iters=1) == 0
@@ -829,21 +824,20 @@ def test_the_silence_of_compiling_is_announced_before_it(dataset, tmp_path, caps
 def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
     dataset, tmp_path, monkeypatch, capsys
 ):
-    class HalfCompiled(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
+    def compile(call):
+        def half_compiled(*batch):
+            assert gpt.training, "no kernel for this"
+            return call(*batch)
 
-        def forward(self, *batch):
-            assert self.training, "no kernel for this"
-            return self.model(*batch)
+        return half_compiled
 
-    monkeypatch.setattr(torch, "compile", HalfCompiled)
+    monkeypatch.setattr(torch, "compile", compile)
     config = load_config(flags(dataset, tmp_path, compile=True))
     gpt = build_model(model_config(config, 64))
-    chosen = train.compile_or_warn(gpt, config, 64, set_up(config))
+    train.compile_or_warn(gpt, config, 64, set_up(config))
     assert "no kernel for this" in capsys.readouterr().err
-    assert chosen is gpt and gpt.training and gpt.transformer.h[0].training
+    assert gpt.training and gpt.transformer.h[0].training
+    gpt.eval()(torch.zeros(1, 4, dtype=torch.long))  # not by what does not compile
     assert not config.compile and all(p.grad is None for p in gpt.parameters())
 
 

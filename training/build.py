@@ -71,13 +71,16 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
     return FastGPT(config) if config.model == "fast" else GPT(config)
 
 
-def compile_model(model: nn.Module, **options) -> nn.Module:
-    """torch.compile(model, **options): what it takes to have the model in one graph stands here."""
+def compile_model(model: nn.Module, **options) -> None:
+    """
+    model.compile(**options): from now on its calls run compiled, and only model.forward does not.
+    What it takes to have the model in one graph stands here.
+    """
     # the compiler cannot follow its call of autograd, and need not
     torch.compiler.allow_in_graph(ChunkedLoss)
     if isinstance(model, FastGPT):
         model.keep_rotary_tables()
-    return torch.compile(model, **options)  # type: ignore[return-value]  # a module, of a module
+    model.compile(**options)
 
 
 def check_loss(
@@ -89,15 +92,15 @@ def check_loss(
 ) -> None:
     """
     Raises ArithmeticError where the compiled model's loss of a batch, (B, T) inputs and targets, is
-    not the model's own, in nats; in training mode, or as an evaluation has it. Leaves the model in
-    training mode.
+    not that of its forward(), in nats; in training mode, or as an evaluation has it. Leaves the
+    model in training mode.
     """
     own = model.config
     # sequence by sequence: less memory than the compiled step has taken
     model.train(training).config = replace(own, loss_chunk=LOSS_CHUNK // 4)
     sequences = zip(*(part.split(1) for part in batch), strict=True)
     with autocast, torch.set_grad_enabled(training):
-        loss = torch.stack([model(x, y).detach() for x, y in sequences]).mean().item()
+        loss = torch.stack([model.forward(x, y).detach() for x, y in sequences]).mean().item()
     model.train().config = own
     if not math.isclose(compiled_loss, loss, rel_tol=SAME_LOSS):
         raise ArithmeticError(f"its loss is {compiled_loss:.4f}, without it {loss:.4f}")

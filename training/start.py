@@ -24,7 +24,7 @@ from configurator import (
 )
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from data.stream import open_stream
-from model import HOW_COMPUTED, GPTConfig
+from model import FREE_ON_RESUME, GPTConfig
 from training import checkpoint, hardware
 from training.build import check_optimizer
 from training.checkpoint import find_newest, holds_run, in_the_way, list_checkpoints
@@ -34,7 +34,7 @@ from training.runlog import RunLog
 from training.state import check_checkpoint
 
 # vocab_size is no key: it follows from the dataset
-ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in HOW_COMPUTED | {"vocab_size"}]
+ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in FREE_ON_RESUME | {"vocab_size"}]
 # A resumed run must keep these
 FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
 
