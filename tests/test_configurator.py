@@ -298,6 +298,15 @@ def test_nanogpt_habits_are_no_errors():
     assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_config_file_is_read_as_notepad_and_powershells_redirection_write_it(encoding, tmp_path):
+    """python configurator.py config/quickstart.py > mine.py: PowerShell writes UTF-16 with CRLF."""
+    config = Config(out_dir="out/Größe", n_layer=3)
+    path = tmp_path / "mine.py"
+    path.write_text(print_config(config), encoding=encoding, newline="\r\n")
+    assert load_config([str(path)]) == config
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     text=st.text(min_size=1).filter(str.strip),
