@@ -513,6 +513,14 @@ def test_threads_that_wait_for_one_another_are_counted(threads, wall, processor,
     assert re.search(says, hw(None).too_many_threads(wall, processor))
 
 
+def test_on_windows_the_number_of_threads_is_set_as_its_shells_do_it(monkeypatch):
+    """`OMP_NUM_THREADS=6 python train.py` is no command there."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    mend = "; $env:OMP_NUM_THREADS=6 (cmd: set OMP_NUM_THREADS=6) on a line before the command "
+    assert hw(None).too_many_threads(10, 64).endswith(f"{mend}may be faster")
+
+
 def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, capsys):
     """A processor clock that stands still: no core has computed anything of this run."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

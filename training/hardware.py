@@ -124,8 +124,10 @@ class Hardware:
             return ""
         why = "other programs keep the processor busy, or the model is small for so many"
         share = f"the {threads} threads computed for {cores / threads:.0%} of the time"
-        better = f"OMP_NUM_THREADS={max(1, int(cores))} before the command may be faster"
-        return f"{share}: {why}; {better}"
+        better = f"OMP_NUM_THREADS={max(1, int(cores))}"
+        if sys.platform == "win32":
+            better = f"$env:{better} (cmd: set {better}) on a line"
+        return f"{share}: {why}; {better} before the command may be faster"
 
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
