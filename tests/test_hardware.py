@@ -410,6 +410,14 @@ def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
     assert not any(name in os.environ for name in ALLOCATOR_NAMES)
 
 
+def test_windows_hears_nothing_of_the_symbolic_links_that_it_lacks(fresh_linux, monkeypatch):
+    hardware.set_environment()
+    assert "HF_HUB_DISABLE_SYMLINKS_WARNING" not in os.environ
+    monkeypatch.setattr(sys, "platform", "win32")
+    hardware.set_environment()
+    assert os.environ["HF_HUB_DISABLE_SYMLINKS_WARNING"] == "1"
+
+
 @pytest.mark.parametrize(
     "platform_name, in_wsl, limits",
     [("win32", False, [0.75]), ("linux", True, [0.75]), ("linux", False, [])],
