@@ -272,6 +272,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         exec(compile(read_text(path), str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
+        if "unicodeescape" in said:  # "C:\\Users"
+            said += "; write paths with /"
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
     found, problems = {}, []
     for name, value in variables.items():

@@ -406,6 +406,12 @@ def test_bad_config_file_is_one_clear_line_that_names_the_file(text, tmp_path):
     assert "\n" not in line and line.startswith(path)
 
 
+def test_a_path_as_windows_writes_it_is_told_how_a_config_file_writes_it(tmp_path):
+    (line,) = problems_of(write(tmp_path, r'dataset = "C:\Users\me\texts"'))
+    assert line.endswith("; write paths with /")
+    assert "paths" not in problems_of(write(tmp_path, "n_layer = = 2"))[0]
+
+
 def test_a_rate_below_min_lr_does_not_rise():
     assert load_config(["--learning_rate=1e-5"]).min_lr == pytest.approx(1e-6)
     muon = load_config(["--optimizer=muon", "--head_lr=1e-5"])
