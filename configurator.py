@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from common.console import UserError, did_you_mean, raise_if_any, run_main
+from common.files import read_text
 
 
 def key(
@@ -277,9 +278,11 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     # `variables` will hold only what the file sets: it finds the values so far among the builtins
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
     try:
-        exec(compile(path.read_text(encoding="utf-8-sig"), str(path), "exec"), variables)
+        exec(compile(read_text(path), str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
+        if "unicodeescape" in said:  # "C:\\Users"
+            said += "; write paths with /"
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
     found, problems = {}, []
     for name, value in variables.items():

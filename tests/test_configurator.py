@@ -296,6 +296,15 @@ def test_nanogpt_habits_are_no_errors():
     assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_config_file_is_read_as_notepad_and_powershells_redirection_write_it(encoding, tmp_path):
+    """python configurator.py config/quickstart.py > mine.py: PowerShell writes UTF-16 with CRLF."""
+    config = Config(out_dir="out/Größe", n_layer=3)
+    path = tmp_path / "mine.py"
+    path.write_text(print_config(config), encoding=encoding, newline="\r\n")
+    assert load_config([str(path)]) == config
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     text=st.text(min_size=1).filter(str.strip),
@@ -393,6 +402,12 @@ def test_bad_config_file_is_one_clear_line_that_names_the_file(text, tmp_path):
     path = write(tmp_path, text)
     (line,) = problems_of(path)
     assert "\n" not in line and line.startswith(path)
+
+
+def test_a_path_as_windows_writes_it_is_told_how_a_config_file_writes_it(tmp_path):
+    (line,) = problems_of(write(tmp_path, r'dataset = "C:\Users\me\texts"'))
+    assert line.endswith("; write paths with /")
+    assert "paths" not in problems_of(write(tmp_path, "n_layer = = 2"))[0]
 
 
 def test_a_rate_below_min_lr_does_not_rise():

@@ -123,6 +123,27 @@ def test_a_page_installs_the_torch_that_was_tested(page):
     assert versions or page.name != "install.md"
 
 
+def test_powershell_asks_nothing_where_a_block_is_pasted():
+    """It would take the next line for the answer; without one it is no."""
+    blocks = code_blocks(ROOT / "docs" / "install.md", "powershell")
+    lines = [line for block in blocks for line in block.splitlines() if "ExecutionPolicy" in line]
+    assert lines and all(line.endswith(" -Force") for line in lines)
+
+
+@pytest.mark.upstream
+def test_a_laptops_4070_has_room_for_the_configs_that_the_install_page_gives_it(capsys):
+    """With 1 GB for its desktop, of the 90 % that plan takes for free."""
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    small = [["config/gpt124m_4070.py"], ["config/fast40m_4070.py", "--batch_size=8"]]
+    assert all(f"`{word}`" in text for command in small for word in command)
+    for command, fits in [*((c, True) for c in small), (["config/fast124m_4070.py"], False)]:
+        config = [str(ROOT / command[0]), *command[1:]]
+        bench.main(["plan", *config, "--gpu=RTX 4070 Laptop"])
+        out = capsys.readouterr().out
+        modelled, room = (float(n) for n in re.findall(r"([\d.]+) GiB(?: modelled|[;,])", out)[:2])
+        assert (modelled + 1 < room) is fits
+
+
 def test_the_program_names_the_command_of_the_install_page():
     """For a torch without CUDA: the same version, and `+cu130`, or pip would leave a CPU build."""
     (tested,) = constraint("torch").specifier

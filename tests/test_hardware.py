@@ -410,6 +410,14 @@ def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
     assert not any(name in os.environ for name in ALLOCATOR_NAMES)
 
 
+def test_windows_hears_nothing_of_the_symbolic_links_that_it_lacks(fresh_linux, monkeypatch):
+    hardware.set_environment()
+    assert "HF_HUB_DISABLE_SYMLINKS_WARNING" not in os.environ
+    monkeypatch.setattr(sys, "platform", "win32")
+    hardware.set_environment()
+    assert os.environ["HF_HUB_DISABLE_SYMLINKS_WARNING"] == "1"
+
+
 @pytest.mark.parametrize(
     "platform_name, in_wsl, limits",
     [("win32", False, [0.75]), ("linux", True, [0.75]), ("linux", False, [])],
@@ -511,6 +519,14 @@ print(grown())
 def test_threads_that_wait_for_one_another_are_counted(threads, wall, processor, says, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert re.search(says, hw(None).too_many_threads(wall, processor))
+
+
+def test_on_windows_the_number_of_threads_is_set_as_its_shells_do_it(monkeypatch):
+    """`OMP_NUM_THREADS=6 python train.py` is no command there."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    mend = "; $env:OMP_NUM_THREADS=6 (cmd: set OMP_NUM_THREADS=6) on a line before the command "
+    assert hw(None).too_many_threads(10, 64).endswith(f"{mend}may be faster")
 
 
 def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, capsys):

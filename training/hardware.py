@@ -35,6 +35,7 @@ def set_environment() -> None:
         os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
         # else Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
         os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # of --init_from=gpt2
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
     # The user may have set it by its earlier name.
@@ -124,8 +125,10 @@ class Hardware:
             return ""
         why = "other programs keep the processor busy, or the model is small for so many"
         share = f"the {threads} threads computed for {cores / threads:.0%} of the time"
-        better = f"OMP_NUM_THREADS={max(1, int(cores))} before the command may be faster"
-        return f"{share}: {why}; {better}"
+        better = f"OMP_NUM_THREADS={max(1, int(cores))}"
+        if sys.platform == "win32":
+            better = f"$env:{better} (cmd: set {better}) on a line"
+        return f"{share}: {why}; {better} before the command may be faster"
 
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
