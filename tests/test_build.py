@@ -30,8 +30,8 @@ def test_an_optimizer_keeps_as_many_numbers_as_memory_counts(optimizer, model):
         p.grad = torch.ones_like(p)
     made.step()
     kept = 0
-    for p, state in made.state.items():
-        kept += sum(x.numel() for x in state.values() if getattr(x, "shape", None) == p.shape)
+    for state in made.state.values():
+        kept += sum(x.numel() for x in state.values() if x.dim())
     assert memory_bytes(config, gpt_config, "float32", 1)["optimizer"] == 4 * kept
 
 

@@ -78,9 +78,10 @@ def test_parts_of_gpt124m_by_hand():
     assert parts["weights"] == 6 * 124_373_760 - 2 * 1024 * 768
     assert parts["gradients"] == 4 * 124_373_760
     assert parts["optimizer"] == 8 * 124_373_760
-    # one momentum of 12 * 12 * 768^2 weights
+    # one momentum of 12 * 12 * 768^2 weights, and a number for each index of their longer sides
     with_muon = memory_bytes(Config(optimizer="muon"), GPT124M, BF16, 8)
-    assert with_muon["optimizer"] == 8 * 124_373_760 - 4 * 84_934_656
+    sides = 12 * (4 * 768 + 2 * 3072)
+    assert with_muon["optimizer"] == 8 * 124_373_760 - 4 * 84_934_656 + 4 * sides
     assert parts["logits"] == 2 * 50304 * (8 * 1024 + 768)
     assert parts["activations"] == 8 * 1024 * (12 * (32 * 768 + 16 + 48) + 4 * 768)
     chunked = memory_bytes(Config(compile=False), replace(GPT124M, loss_chunk=1024), BF16, 8)

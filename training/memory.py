@@ -5,18 +5,16 @@ The bytes are counted from the tensors that autograd keeps. docs/memory.md expla
 tests/test_gpus.py checks them on a CPU, and against torch's allocator on simulated cards.
 """
 
+import functools
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from common.console import warn
 from configurator import Config, divisors
 from model import GPTConfig
-from training.build import (
-    MOST_CHUNKS,
-    build_shapes,
-    count_parameters,
-    optimizer_groups,
-)
+from training.build import MOST_CHUNKS, build_optimizer, build_shapes, count_parameters
 
 # CUDA's context and its libraries' workspaces: an estimate, outside of what torch allocates
 CONTEXT_BYTES = 0.55e9
@@ -51,9 +49,6 @@ def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """GPU memory that training takes, in bytes, by part. `dtype`: that of matrix products."""
     params, shapes = count_parameters(model), build_shapes(model)
-    groups = optimizer_groups(shapes, config)
-    # Muon keeps one number of each weight, Adam two
-    kept = sum((1 if "momentum" in g else 2) * p.numel() for g in groups for p in g["params"])
     tokens = batch_size * model.block_size
     # autocast's, of each matrix; a tied embedding is the head's too
     others = [module for module in shapes.modules() if not isinstance(module, nn.Embedding)]
@@ -64,7 +59,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     allocated = dict(
         weights=4 * params + copies,
         gradients=4 * params,
-        optimizer=4 * kept,
+        optimizer=optimizer_bytes(model, config.optimizer),
         activations=activation_bytes(model, tokens, dtype, config.compile),
         logits=logit_bytes(model, tokens, dtype, config.compile),
     )
@@ -73,6 +68,24 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
         # the last logit tensors that are freed leave a gap as large as one in a product's dtype
         reserved += element_bytes(dtype) * logits_at_once(model, tokens)
     return allocated | dict(fragmentation=reserved, context=CONTEXT_BYTES)
+
+
+@functools.cache
+def optimizer_bytes(model: GPTConfig, optimizer: str) -> int:
+    """What the optimizer keeps of the weights: it updates tensors without memory once."""
+    shapes, config = build_shapes(model), Config(model=model.model, optimizer=optimizer)
+    try:
+        made = build_optimizer(shapes, config, torch.float32)
+        for p in shapes.parameters():
+            p.grad = torch.empty_like(p)
+        made.step()
+    except (NotImplementedError, RuntimeError) as error:  # it looks at values
+        warn(f"the memory of optimizer={optimizer} is taken for Adam's: {error}")
+        return 8 * count_parameters(model)
+    finally:
+        shapes.zero_grad()
+    kept = [tensor for of_weight in made.state.values() for tensor in of_weight.values()]
+    return sum(t.nbytes for t in kept if isinstance(t, Tensor) and t.dim())  # without counters
 
 
 def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
