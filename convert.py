@@ -122,18 +122,24 @@ def check_logits(state: dict, weights: dict, hf: dict) -> None:
     else:
         problem = f"model.py computes something else than GPT-2; {NO_CLASS}"
         try:
-            exported = gpt2_logits(weights, hf, idx)
+            exported, unused = gpt2_logits(weights, hf, idx)
         except (KeyError, RuntimeError):
             raise UserError(f"its tensors are not GPT-2's: {problem}") from None
+        if unused:
+            names = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
+            raise UserError(f"GPT-2 has no {names}; {NO_CLASS}")
     largest = (exported - logits).abs().max()
     if not largest <= TOLERANCE * logits.abs().max():
         raise UserError(f"logits differ by {largest:.2g}: {problem}")
 
 
-def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -> torch.Tensor:
+def gpt2_logits(
+    weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor
+) -> tuple[torch.Tensor, list[str]]:
     """
     idx (1, T) -> logits (1, T, V), as transformers' GPT-2 computes them from an export, without
-    model.py. Raises KeyError or RuntimeError where tensors have another name or shape than GPT-2's.
+    model.py; and the names of the tensors that it did not need. Raises KeyError or RuntimeError
+    where one is missing or has another shape.
     """
     unused = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
 
@@ -154,10 +160,7 @@ def gpt2_logits(weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor) -
         x = x + linear(y, f"h.{layer}.attn.c_proj", C)
         hidden = linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc", 4 * C)
         x = x + linear(F.gelu(hidden, approximate="tanh"), f"h.{layer}.mlp.c_proj", C)
-    logits = norm(x, "ln_f") @ unused.pop("lm_head.weight", wte).T
-    if unused:
-        raise KeyError(f"not in GPT-2: {', '.join(unused)}")
-    return logits
+    return norm(x, "ln_f") @ unused.pop("lm_head.weight", wte).T, [*unused]
 
 
 def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
