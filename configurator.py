@@ -107,9 +107,7 @@ class Config:
     until: str = key("", "clock time to end at, such as 07:00, instead of hours", free_text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear", tuple(SCHEDULES))
-    decay_fraction: float = key(
-        0.2, "share of the schedule that decays", of="lr_schedule=wsd", low=0.0, high=1.0
-    )
+    decay_fraction: float = key(0.2, "share that decays", of="lr_schedule=wsd", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
     min_lr: float = key(6e-5, "final rate; if unset and above the highest, a tenth of it", low=0.0)

@@ -48,7 +48,7 @@ FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 # The layers
 
 
-def for_muon(module: nn.Module, role: str = "matrix", parts: tuple[int, ...] = ()) -> None:
+def mark(module: nn.Module, role: str = "matrix", parts: tuple[int, ...] = ()) -> None:
     """
     Say what optimizer=muon shall do with a module's weight, where it is no plain matrix of a block:
     its role (training/muon.py lists them), and the rows of each matrix that is stacked in it.
@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        for_muon(self.c_attn, parts=3 * (config.n_embd,))  # q, k and v
+        mark(self.c_attn, parts=3 * (config.n_embd,))  # q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
@@ -135,7 +135,7 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        for_muon(self.lm_head, role="head")
+        mark(self.lm_head, role="head")
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
         self.init_weights()

@@ -16,15 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import (
-    GPTConfig,
-    KVCache,
-    cap_logits,
-    for_muon,
-    mean_loss,
-    plain_attention,
-    product_dtype,
-)
+from model import GPTConfig, KVCache, cap_logits, mark, mean_loss, plain_attention, product_dtype
 
 # the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts
 # (records)
@@ -89,7 +81,7 @@ class CausalSelfAttention(nn.Module):
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one product
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        for_muon(self.c_attn, parts=3 * (config.n_embd,))
+        mark(self.c_attn, parts=3 * (config.n_embd,))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         if has_table:
             gate_channels = min(GATE_CHANNELS, config.n_embd)
@@ -155,7 +147,7 @@ class FastGPT(nn.Module):
         blocks = [Block(config, number is not None) for number in self.table_of_layer]
         value_tables = [nn.Embedding(vocab_size, n_embd) for _ in tables]
         for table in value_tables:
-            for_muon(table, role="values")
+            mark(table, role="values")
         self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(vocab_size, n_embd),
@@ -168,11 +160,11 @@ class FastGPT(nn.Module):
             # a hash table of token pairs, added to the token's embedding (modded-nanogpt, pull
             # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
-            for_muon(self.transformer.bigrams, role="bigrams")
+            mark(self.transformer.bigrams, role="bigrams")
         self.rotary: tuple[Tensor, Tensor] | None = None  # see keep_rotary_tables()
         # a head of its own: tying costs loss here (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        for_muon(self.lm_head, role="head")
+        mark(self.lm_head, role="head")
         self.init_weights()
 
     def init_weights(self) -> None:

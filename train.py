@@ -316,7 +316,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     if c.compile:
         compile_or_warn(model, c, data.vocab, hw)
-    final = model  # whose weights are evaluated, sampled from, saved and exported
+    final = model  # its weights are evaluated, sampled from, saved and exported
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling has left
     gc.freeze()  # the collector would look through a million objects of torch's each time

@@ -131,7 +131,7 @@ def read_records(text: str, tokens_per_iter: float) -> list[dict]:
             ms = math.nan if it in evals or it == 0 or not ms else ms
             hours, speed = ((it + 1) * usual_ms + pauses_ms) / 3.6e6, tokens_per_iter / ms * 1e3
             values = dict(hours=hours, loss=loss, step_ms=ms, tokens_per_sec=speed)
-            values |= dict(tokens_trained=(it + 1) * tokens_per_iter)
+            values |= dict(tokens_after=(it + 1) * tokens_per_iter)
             records.append(so_far | dict(kind="step", **values))
     return records
 

@@ -16,16 +16,7 @@ from training.metrics import read_record
 
 # The kinds of records that are columns, and those of their values that are kept
 COLUMNS = {
-    "step": (
-        "iter",
-        "tokens",
-        "tokens_trained",
-        "hours",
-        "loss",
-        "step_ms",
-        "tokens_per_sec",
-        "mfu",
-    ),
+    "step": ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu"),
     "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte"),
 }
 # A straight line to a loss may span this share of the way so far. For a loss that falls like
@@ -66,7 +57,7 @@ class Run:
         # by the last record; a step at N has made N + 1 iterations, and its tokens are those before
         step, evals = self.step, self.eval
         self.iterations = highest(step["iter"] + 1, evals["iter"], self.end.get("iters"))
-        self.tokens = highest(step["tokens_trained"], evals["tokens"], self.end.get("tokens"))
+        self.tokens = highest(step["tokens_after"], evals["tokens"], self.end.get("tokens"))
         self.hours = highest(step["hours"], evals["hours"], self.end.get("hours"))
 
 

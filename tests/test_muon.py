@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from common.console import UserError
 from configurator import Config
-from model import GPT, GPTConfig, for_muon
+from model import GPT, GPTConfig, mark
 from model_fast import FastGPT
 from training import muon
 from training.build import build_optimizer
@@ -42,7 +42,7 @@ def fast_model(**changes) -> FastGPT:
 
 
 def told(module: nn.Module, **words) -> nn.Module:
-    for_muon(module, **words)
+    mark(module, **words)
     return module
 
 

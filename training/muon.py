@@ -154,26 +154,25 @@ class Muon(torch.optim.AdamW):
 def parameters_by_role(model) -> dict[tuple[str, tuple[int, ...]], list[nn.Parameter]]:
     """
     A model's parameters by what Muon does with them, (role, parts): as their modules say by
-    model.for_muon(), else a vector, an embedding, or a whole matrix of a block. A head tied to the
+    model.mark(), else a vector, an embedding, or a whole matrix of a block. A head tied to the
     embedding is a head. In the order of ROLES. Raises UserError for a weight that leaves it open.
     """
-    said: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
-    for module in model.modules():
-        usual = "embedding" if isinstance(module, nn.Embedding) else ""
-        for p in module.parameters(recurse=False):
-            if p not in said or hasattr(module, "muon"):
-                said[p] = getattr(module, "muon", (usual, ()))
+    # the last one counts: of a tied head and its embedding, the one that says something
+    modules = sorted(model.modules(), key=lambda module: hasattr(module, "muon"))
+    owners = {p: module for module in modules for p in module.parameters(recurse=False)}
     in_blocks, problems = {*model.transformer.h.parameters()}, []
     roles: dict[tuple[str, tuple[int, ...]], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
-        role, parts = said[p]
+        role, parts = getattr(owners[p], "muon", ("", ()))
         if p.dim() < 2:
             role, parts = "vector", ()
-        elif not role and p.dim() == 2 and p in in_blocks:
+        elif not role and isinstance(owners[p], nn.Embedding):
+            role = "embedding"
+        elif not role and p in in_blocks:
             role = "matrix"
         if role not in ROLES or (role == "matrix" and p.dim() != 2):
             words = f"{[*p.shape]}, {f'role {role!r}' if role else 'without a role'}"
-            problems.append(f"{name}: {words}; where its module is made: for_muon(module, {MEND}")
+            problems.append(f"{name}: {words}; where its module is made: mark(module, {MEND}")
         elif parts and sum(parts) != len(p):
             problems.append(f"{name}: its parts {parts} do not add up to its {len(p)} rows")
         roles.setdefault((role, parts), []).append(p)

@@ -239,7 +239,7 @@ class RunLog:
         values = dict(
             iter=self.last["iter"],
             tokens=self.last["tokens"],
-            tokens_trained=p.tokens,
+            tokens_after=p.tokens,
             loss=loss_sum / targets if targets else math.nan,
             lr=self.last["lr"],
             grad_norm=self.grad_norm.item(),
