@@ -23,8 +23,9 @@ KEYS = 60
 MAIN_LINES = 110  # train.main tells the story of a run
 
 
-def tracked_files() -> list[str]:
-    command = ["git", "ls-files", "*.py"]
+def files_of_the_house() -> list[str]:
+    """Tracked, and new ones that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -32,7 +33,7 @@ def tracked_files() -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
-FILES = tracked_files()
+FILES = files_of_the_house()
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
 # tests and config files are long lists, which nobody reads from end to end
 CODE = [name for name in FILES if not name.startswith(("tests/", "config/"))]
@@ -176,7 +177,8 @@ def test_code_lines_are_counted_without_blanks_comments_and_docstrings():
 @pytest.mark.upstream
 def test_the_house_does_not_grow_unseen():
     lines = sum(count_code_lines(TEXTS[name]) for name in CODE)
-    assert lines <= CODE_LINES, "delete something, or raise the limit where an issue allows it"
+    mend = "delete something, or raise CODE_LINES and say why in the commit"
+    assert lines <= CODE_LINES, f"{lines} code lines, {CODE_LINES} allowed: {mend}"
 
 
 @pytest.mark.upstream
