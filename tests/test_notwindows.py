@@ -6,7 +6,7 @@ them. And what the program says and does only there, or on a Mac.
 import json
 import signal
 import sys
-from pathlib import Path
+from pathlib import PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 
 import pytest
@@ -230,10 +230,11 @@ def test_the_fast_recipe_streams_and_resumes(run, tmp_path):
 
 
 def test_commands_are_quoted_as_the_systems_own_shell_wants_it(monkeypatch):
-    words = ["python", "train.py", Path("config", "mine.py"), "--out_dir=R&D 1"]
+    words = ["python", "train.py", PurePosixPath("config/mine.py"), "--out_dir=R&D 1"]
+    monkeypatch.setattr(console, "sys", SimpleNamespace(platform="linux"))
     assert console.command_line(*words) == "python train.py config/mine.py '--out_dir=R&D 1'"
     monkeypatch.setattr(console, "sys", SimpleNamespace(platform="win32"))
-    words[2] = r"config\mine.py"
+    words[2] = PureWindowsPath("config/mine.py")
     assert console.command_line(*words) == r'python train.py config\mine.py "--out_dir=R&D 1"'
 
 

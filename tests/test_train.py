@@ -755,9 +755,10 @@ def test_where_triton_is_missing_on_windows_the_warning_says_what_to_install(
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(train, "sys", SimpleNamespace(platform="linux"))  # for it alone
     assert run_here(dataset, tmp_path / "linux", compile=True, max_iters=1) == 0
     assert "pip install" not in capsys.readouterr().err
-    monkeypatch.setattr(train, "sys", SimpleNamespace(platform="win32"))  # for it alone
+    monkeypatch.setattr(train, "sys", SimpleNamespace(platform="win32"))
     assert run_here(dataset, tmp_path / "windows", compile=True, max_iters=1) == 0
     assert 'pip install "triton-windows<3.8"' in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from helpers import records, run_here
 
 from common.files import fsync_folder, replacing
 
-fcntl = pytest.importorskip("fcntl")
+fcntl = pytest.importorskip("fcntl", reason="Windows syncs no folder and has no fcntl")
 
 
 def refuse_folders(monkeypatch, number: int) -> None:
