@@ -303,6 +303,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     optimizer = build_optimizer(model, c, hw.dtype)
     scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
     p = restore(start, model, optimizer, scaler, c, hw, ranks.rank)
+    final = model  # its weights are evaluated, sampled from, saved and exported
 
     # Log, clock and data. From here on out_dir is this run's
     clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
@@ -316,7 +317,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     if c.compile:
         compile_or_warn(model, c, data.vocab, hw)
-    final = model  # its weights are evaluated, sampled from, saved and exported
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling has left
     gc.freeze()  # the collector would look through a million objects of torch's each time

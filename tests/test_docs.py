@@ -64,7 +64,7 @@ def command_lines(page: Path) -> list[list[str]]:
 def known_flags(script: str, arguments: list[str], capsys) -> set[str]:
     """The names of the flags that a script documents."""
     if script in ("train.py", "configurator.py"):
-        experiments = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+        experiments = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
         return {*FIELDS, *re.findall(r"^\+    (\w+): \w+ = key\(", experiments, re.MULTILINE)}
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     subcommand = arguments[:1] if script in ("bench.py", "convert.py") else []

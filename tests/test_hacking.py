@@ -1,4 +1,4 @@
-"""docs/experiment.md: its diffs fit the code as it is, and what they change is alive."""
+"""docs/hacking.md: its diffs fit the code as it is, and what they change is alive."""
 
 import math
 import os
@@ -12,9 +12,12 @@ from helpers import ROOT, TINY, assert_same_state, flags, load, records, run_her
 from test_docs import code_blocks
 
 pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it again
-PAGE = ROOT / "docs" / "experiment.md"
-DIFFS = dict(
-    zip(("key", "optimizer", "loss", "figure", "schedule"), code_blocks(PAGE, "diff"), strict=True)
+PAGE = ROOT / "docs" / "hacking.md"
+NAMES = ("key", "mixture", "documents", "optimizer", "loss", "average", "figure", "schedule")
+DIFFS = dict(zip(NAMES, code_blocks(PAGE, "diff"), strict=True))
+# lines that nanoGPT takes for each, estimated by somebody who hacks it every day
+NANOGPT = dict(
+    key=12, mixture=24, documents=9, optimizer=18, loss=12, average=14, figure=15, schedule=6
 )
 HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n|\n)+?)(?=@@|---|\Z)", re.MULTILINE)
 LION = dict(optimizer="lion", learning_rate=1e-3)
@@ -118,6 +121,12 @@ def test_a_diff_of_the_page_fits_in_one_place_only(name, tmp_path):
         assert (tmp_path / file).read_text() == (ROOT / file).read_text()
 
 
+@pytest.mark.parametrize("name", DIFFS)
+def test_a_diff_takes_hardly_more_lines_than_with_nanogpt(name):
+    added = re.findall(r"^\+(?!\+\+) *\S", DIFFS[name], re.MULTILINE)
+    assert 0 < len(added) <= 1.5 * NANOGPT[name]
+
+
 def test_the_diffs_of_the_page_go_together(tmp_path):
     copy_program(tmp_path, *DIFFS)
 
@@ -143,7 +152,7 @@ def test_the_key_changes_the_model_and_nobody_takes_it_for_another(dataset, tmp_
     assert run(folder, "sample.py", "--out_dir=run", "--device=cpu", "--num_samples=1")[0] == 0
 
     refused = {
-        "mlp: only model=gpt2 has it": flags(dataset, folder / "fast", mlp="swiglu", model="fast"),
+        "mlp: only model=gpt2 reads it": flags(dataset, folder / "fast", mlp="swiglu", model="fast"),
         "mlp 'swiglu' (asked for: 'gelu')": flags(
             dataset, folder / "run", mlp="gelu", init_from="resume"
         ),
@@ -155,6 +164,112 @@ def test_the_key_changes_the_model_and_nobody_takes_it_for_another(dataset, tmp_
         assert code == 2 and words in err, err
     code, plan, _ = run(folder, "bench.py", "plan", "--gpu=4070", "--mlp=swiglu")
     assert code == 0, plan
+
+
+@pytest.fixture
+def resumes(train):
+    """resumes(folder, **changes) -> the last checkpoint; eight iterations, and four and four."""
+
+    def check(folder: Path, **changes) -> dict:
+        changes |= dict(dropout=0.1)
+        train(folder, "straight", **changes)
+        train(folder, "halves", **changes, lr_decay_iters=8, max_iters=4)
+        train(folder, "halves", **changes, lr_decay_iters=8, init_from="resume")
+        straight = load(folder / "straight", 8)
+        assert_same_state(straight, load(folder / "halves", 8))
+        return straight
+
+    return check
+
+
+# In the copy: logits through the caches, one token after another, against a full forward pass.
+SAMPLED_RIGHT = """
+import sys, torch
+from model import GPTConfig
+from training.build import build_model
+state = torch.load(sys.argv[1], weights_only=True)
+model = build_model(GPTConfig(**state["model_config"])).eval()
+model.load_state_dict(state["model"])
+torch.manual_seed(0)
+idx = torch.randint(20, (2, 16))
+idx[0, [0, 5]] = idx[1, 9] = 0  # documents
+expected, caches = model(idx), model.new_caches(16)
+for n in range(16):
+    new = model.next_logits(idx[:, n : n + 1], caches)
+    torch.testing.assert_close(new, expected[:, n], atol=1e-4, rtol=1e-4)
+"""
+
+
+def assert_sampled_right(folder: Path, out: str) -> None:
+    code, _, err = run(folder, "-c", SAMPLED_RIGHT, folder / out / "ckpt-00000008.pt")
+    assert code == 0, err
+
+
+@pytest.mark.slow
+def test_the_mixture_counts_what_runs_and_resumes(dataset, tmp_path, train, resumes):
+    folder = copy_program(tmp_path / "copy", "mixture")
+    state = resumes(folder, experts=4)
+    assert state["model"]["transformer.h.1.mlp.router.weight"].shape == (4, 32)
+    assert_sampled_right(folder, "straight")
+    matrices = 128 * 32 + 2 * (12 * 32**2 + 4 * 32)  # the head, and of a block one expert
+    flops = first(folder / "straight", "start")["flops_per_token"]
+    assert flops == pytest.approx(6 * matrices + 12 * 2 * 32 * 16, rel=1e-6)
+    # a loss weight may be changed, the number of experts not; and Muon asks the router
+    more = dict(experts=4, balance=0.1, optimizer="muon", learning_rate=0.02)
+    train(folder, "muon", **more)
+    train(folder, "muon", **more | dict(balance=0.0, init_from="resume", max_iters=9))
+    code, _, err = run(
+        folder, "train.py", *flags(dataset, folder / "muon", experts=2, init_from="resume")
+    )
+    assert code == 2 and "experts 4 (asked for: 2)" in err
+    code, _, err = run(folder, "convert.py", "ckpt-to-hf", folder / "muon", folder / "hf")
+    assert code == 2 and "transformers has no class" in err
+
+
+@pytest.mark.slow
+def test_documents_do_not_see_each_other(tmp_path, resumes):
+    folder = copy_program(tmp_path / "copy", "documents")
+    resumes(folder)
+    assert_sampled_right(folder, "straight")
+    code = """
+import torch
+from data.loader import to_batch
+from model import GPT, GPTConfig
+block = torch.randint(1, 20, (1, 17))
+block[0, 6] = 0
+x, y = to_batch(block, torch.device("cpu"))
+assert y[0, 5] == -1 and (y != -1).sum() == 15
+model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64)).eval()
+other = x.clone()
+other[0, :6] = 1 + x[0, :6]
+torch.testing.assert_close(model(x)[:, 6:], model(other)[:, 6:], atol=0, rtol=0)
+assert not torch.equal(model(x)[:, :6], model(other)[:, :6])
+"""
+    code, _, err = run(folder, "-c", code)
+    assert code == 0, err
+
+
+@pytest.mark.slow
+def test_the_average_is_what_is_evaluated_sampled_exported_and_fine_tuned(
+    dataset, tmp_path, train, resumes
+):
+    folder = copy_program(tmp_path / "copy", "average")
+    options = dict(eval_interval=8, checkpoint_interval=1, keep_checkpoints=9)
+    state = resumes(folder, **options)
+    before = load(folder / "straight", 7)
+    for name, average in state["model"].items():
+        expected = before["model"][name].lerp(state["raw"][name], 1e-3)
+        torch.testing.assert_close(average, expected)
+    assert not torch.equal(state["model"]["lm_head.weight"], state["raw"]["lm_head.weight"])
+    assert_sampled_right(folder, "straight")
+    # evaluated again, as weights to start from: the loss that the run has logged
+    again = dict(init_from=folder / "straight" / "best.pt", eval_only=True, dropout=0.1)
+    code, stdout, err = run(folder, "train.py", *flags(dataset, folder / "again", **again))
+    assert code == 0, err
+    (logged,) = [r["val_loss"] for r in records(folder / "straight", "eval") if r["iter"] == 8]
+    assert f"val loss {logged:.4f}" in stdout
+    code, _, err = run(folder, "convert.py", "ckpt-to-hf", folder / "straight", folder / "hf")
+    assert code == 0, err
 
 
 @pytest.mark.slow
