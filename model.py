@@ -255,9 +255,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, config, cap, dtype) -> Tensor:
-        chunk = config.loss_chunk
         head = weight.detach().to(dtype).requires_grad_()
-        dx, losses = [], []
+        dx, losses, chunk = [], [], config.loss_chunk
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()

@@ -152,7 +152,9 @@ def test_the_key_changes_the_model_and_nobody_takes_it_for_another(dataset, tmp_
     assert run(folder, "sample.py", "--out_dir=run", "--device=cpu", "--num_samples=1")[0] == 0
 
     refused = {
-        "mlp: only model=gpt2 reads it": flags(dataset, folder / "fast", mlp="swiglu", model="fast"),
+        "mlp: only model=gpt2 reads it": flags(
+            dataset, folder / "fast", mlp="swiglu", model="fast"
+        ),
         "mlp 'swiglu' (asked for: 'gelu')": flags(
             dataset, folder / "run", mlp="gelu", init_from="resume"
         ),

@@ -108,16 +108,14 @@ class Muon(torch.optim.AdamW):
             applied = 1 - (same[0][0].new_zeros(()) if found_inf is None else found_inf)
             self.move(group, same, applied)
 
-    def matrices(
-        self, p: Tensor, grad: Tensor, parts: tuple[int, ...]
-    ) -> Iterable[tuple[Tensor, ...]]:
+    def matrices(self, p: Tensor, grad: Tensor, parts: tuple[int, ...]) -> Iterable[tuple]:
         """Each matrix in a weight, its gradient, its momentum and NorMuon's mean squares of it."""
         state, lengths = self.state[p], [max(rows, p.size(1)) for rows in parts or (len(p),)]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(p)
         if "mean_squares" not in state:  # checkpoints from before NorMuon lack it too
             state["mean_squares"] = p.new_zeros(sum(lengths))
-        whole = p, grad, state["momentum"], state["mean_squares"].flatten()
+        whole = p, grad, state["momentum"], state["mean_squares"].view(-1)
         if not parts:
             return [whole]
         split = [tensor.split(parts) for tensor in whole[:3]]
