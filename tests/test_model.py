@@ -524,13 +524,8 @@ def test_gpu_reduced_precision_follows_float32(dtype):
 
 
 def test_a_cache_that_two_runs_of_a_block_share_is_full_before_it_is_wrong():
-    class Twice(GPT):
-        """Its first two blocks share a cache."""
-
-        def new_caches(self, room):
-            first, _, *others = super().new_caches(room)
-            return [first, first, *others]
-
-    model = Twice(GPTConfig(**SMALL))
+    """It has room for the tokens of one."""
+    (cache, *_), of_a_run = GPT(GPTConfig(**SMALL)).new_caches(20), torch.zeros(1, 4, 20, 12)
+    cache.extend(of_a_run, of_a_run)
     with pytest.raises(ValueError, match="a KVCache is full"):
-        generate(model, torch.zeros(1, 1, dtype=torch.long), 20, SMALL["vocab_size"])
+        cache.extend(of_a_run, of_a_run)
