@@ -77,12 +77,10 @@ def test_the_count_is_the_same_whatever_computes_the_model(kind, changes):
 
 
 class MiddleTwice(GPT):
-    def hidden(self, idx, caches=None):
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
+    def __init__(self, config):
+        super().__init__(config)
         first, *middle, last = self.transformer.h
-        for block in (first, *middle, *middle, last):
-            x = block(x)
-        return self.transformer.ln_f(x)
+        self.transformer.h = torch.nn.ModuleList([first, *middle, *middle, last])
 
 
 def test_blocks_that_run_twice_count_twice(patch):
@@ -90,17 +88,17 @@ def test_blocks_that_run_twice_count_twice(patch):
     assert count_flops(GPT124M)[0] == 22 * (LAYER + ATTENTION) + HEAD
 
 
-def in_windows(layer, x, cache=None):
+def in_windows(layer, x, *_):
     """Sequences of 1024 in windows of 256: each token meets a quarter of the keys."""
     q, k, v = (part.unflatten(2, (-1, 256)) for part in qkv(layer, x))
     return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3))
 
 
-def own_products(layer, x, cache=None):
+def own_products(layer, x, *_):
     return joined(layer, plain_attention(*qkv(layer, x), 0.0, True))
 
 
-def wider_queries(layer, x, cache=None):
+def wider_queries(layer, x, *_):
     """Heads of 128 in the first of two products, and of 64 in the second."""
     q, k, v = qkv(layer, x)
     q, k = F.pad(q, (0, 64)), F.pad(k, (0, 64))
@@ -142,7 +140,7 @@ def test_a_mixture_counts_the_experts_that_its_tokens_reach(patch):
     assert words == "counted" and flops == one_expert
 
 
-def needs_a_gpu(layer, x, cache=None):
+def needs_a_gpu(layer, x, *_):
     raise RuntimeError("this kernel needs a GPU\nand more lines")
 
 

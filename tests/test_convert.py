@@ -253,12 +253,14 @@ def use_exact_gelu(patch) -> None:
 def see_all_but_the_farthest(patch) -> None:
     """A window of 15 in a context of 16: the last token does not see the first."""
 
-    def attention(q, k, v, dropout_p, is_causal):
-        scores = q @ k.mT * q.size(-1) ** -0.5
-        seen = torch.ones(q.size(2), q.size(2)).tril().triu(-14)
-        return scores.masked_fill(seen == 0, -torch.inf).softmax(-1) @ v
+    stock = model_py.CausalSelfAttention.forward
 
-    patch.setattr(model_py, "plain_attention", attention)
+    def forward(self, x, *others):
+        y = stock(self, x, *others)
+        y[:, -1] = stock(self, x[:, 1:])[:, -1]
+        return y
+
+    patch.setattr(model_py.CausalSelfAttention, "forward", forward)
 
 
 class GatedMLP(model_py.MLP):

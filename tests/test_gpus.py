@@ -289,6 +289,7 @@ def saved_bytes(words: str, compiled: bool = False, **keys) -> tuple[int, GPTCon
     return sum(x.untyped_storage().nbytes() for x in storages.values()), t.model.config
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "model, dtype, compiled",
     [
@@ -314,6 +315,7 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled, words,
     assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, dtype, compiled), rel=0.002)
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     ("dtype", "compiled"),
     [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],

@@ -524,17 +524,8 @@ def test_gpu_reduced_precision_follows_float32(dtype):
 
 
 def test_a_cache_that_two_runs_of_a_block_share_is_full_before_it_is_wrong():
-    class Twice(GPT):
-        """Each block runs twice, with the cache of its first run."""
-
-        def hidden(self, idx, caches=None):
-            past = caches[0].length if caches else 0
-            positions = torch.arange(past, past + idx.size(1))
-            x = self.transformer.wte(idx) + self.transformer.wpe(positions)
-            for block, cache in zip(self.transformer.h, caches, strict=True):
-                x = block(block(x, cache), cache)
-            return self.transformer.ln_f(x)
-
-    model = Twice(GPTConfig(**SMALL))
+    """It has room for the tokens of one."""
+    (cache, *_), of_a_run = GPT(GPTConfig(**SMALL)).new_caches(20), torch.zeros(1, 4, 20, 12)
+    cache.extend(of_a_run, of_a_run)
     with pytest.raises(ValueError, match="a KVCache is full"):
-        generate(model, torch.zeros(1, 1, dtype=torch.long), 20, SMALL["vocab_size"])
+        cache.extend(of_a_run, of_a_run)
