@@ -391,7 +391,7 @@ def check_model(config: Config) -> list[str]:
     for name, f in FIELDS.items():
         choice, _, value = f.metadata["of"].partition("=")
         # lr_schedule=wsd reads what the schedules whose names begin so read
-        foreign = choice and not getattr(config, choice).startswith(value)
+        foreign = choice and not str(getattr(config, choice)).startswith(value)
         if foreign and getattr(config, name) != f.default:
             problems.append(f"{name}: only {choice}={value} reads it; else --{name}={f.default}")
     if config.model == "fast":

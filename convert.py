@@ -115,6 +115,8 @@ def check_logits(state: dict, weights: dict, hf: dict) -> None:
     generator = torch.Generator().manual_seed(0)
     # block_size of them: a sliding window matters only beyond its length
     idx = torch.randint(vocab, (1, config.block_size), generator=generator)
+    if hf["eos_token_id"] is not None:  # a model may attend within a document alone
+        idx[0, config.block_size // 2] = hf["eos_token_id"]
     logits = model(idx)[..., :vocab]
     if isinstance(model, FastGPT):
         exported = model.logits(model.hidden(idx))[..., :vocab]

@@ -304,7 +304,8 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
 
 def memory_lines(p: dict) -> list[str]:
     parts = ", ".join(f"{name} {size:.2f}" for name, size in p["vram_parts_gib"].items())
-    line = f"memory   {p['vram_gib']:.1f} GiB modelled for batch_size {p['batch_size']}: {parts}"
+    whose = f"modelled for batch_size {p['batch_size']} and the shipped blocks"
+    line = f"memory   {p['vram_gib']:.1f} GiB {whose}: {parts}"
     if p["fits"] is None:
         return [line]
     verdict = "fits into" if p["fits"] else "DOES NOT FIT into"

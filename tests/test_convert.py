@@ -263,6 +263,16 @@ def see_all_but_the_farthest(patch) -> None:
     patch.setattr(model_py.CausalSelfAttention, "forward", forward)
 
 
+def see_one_document(patch):
+    """After an end-of-text, of bytes 0, nothing is as it was."""
+    whole = model_py.GPT.forward
+
+    def forward(self, idx, targets=None):
+        return whole(self, idx) + (idx == 0).cumsum(1)[..., None]
+
+    patch.setattr(model_py.GPT, "forward", forward)
+
+
 class GatedMLP(model_py.MLP):
     def __init__(self, config):
         super().__init__(config)
@@ -275,7 +285,7 @@ class GatedMLP(model_py.MLP):
 NOT_GPT2 = ("model.py computes something else than GPT-2", "transformers has no class")
 
 
-@pytest.mark.parametrize("change", [use_exact_gelu, see_all_but_the_farthest])
+@pytest.mark.parametrize("change", [use_exact_gelu, see_all_but_the_farthest, see_one_document])
 def test_a_model_that_computes_something_else_is_not_exported_as_gpt2(
     change, tmp_path, script, patch_model
 ):
