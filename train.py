@@ -89,7 +89,8 @@ def train_step(
     else:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(grads)
-    if optimizer.defaults.get("fused"):
+    # not the first update: skipped, it leaves torch's fused SGD what lies in memory as momentum
+    if optimizer.defaults.get("fused") and optimizer.state:
         if not scaler.is_enabled():
             # where it is 1 a fused optimizer skips the update, without asking the host
             optimizer.found_inf = (~grad_norm.isfinite()).float()

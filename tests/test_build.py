@@ -14,9 +14,10 @@ from training.memory import memory_bytes
 
 
 def test_an_optimizer_that_is_not_in_the_table_is_refused():
-    assert [build.check_optimizer(Config(optimizer=name)) for name in OPTIMIZERS] == [[], []]
+    assert not any(build.check_optimizer(Config(optimizer=name)) for name in OPTIMIZERS)
     (problem,) = build.check_optimizer(Config(optimizer="moun"))
-    assert problem == "optimizer: 'moun' is none of adamw, muon; did you mean muon?"
+    names = ", ".join(OPTIMIZERS)
+    assert problem == f"optimizer: 'moun' is none of {names}; did you mean muon?"
 
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])

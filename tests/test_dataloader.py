@@ -8,7 +8,6 @@ import pickle
 import threading
 import time
 from itertools import pairwise
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -30,7 +29,15 @@ from data.loader import (
     eval_batches,
     to_batch,
 )
-from data.shards import HEADER_INTS, ShardTokens, check_dataset, open_dataset, open_shard, split_of
+from data.shards import (
+    HEADER_INTS,
+    Dataset,
+    ShardTokens,
+    check_dataset,
+    open_dataset,
+    open_shard,
+    split_of,
+)
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
 
@@ -102,7 +109,7 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(
 
     def sequences(batch_size, world_size, count):
         config = Config(batch_size=batch_size, block_size=8, seed=seed)
-        data = type("Data", (), dict(train=tokens, stream=None))
+        data = Dataset("", tokens, tokens, vocab=1, tokenizer={})
         numbers = range(world_size)
         ranks = [TrainBatches(data, config, CPU, consumed, n, world_size) for n in numbers]
         rows = []
@@ -143,7 +150,7 @@ def make_batches():
     made = []
 
     def make(source: Source, consumed=0, rank=0, world_size=1) -> TrainBatches:
-        data = SimpleNamespace(train=None, stream=source)
+        data = Dataset("", None, None, vocab=1, tokenizer={}, stream=source)
         config = Config(batch_size=2, block_size=8)
         made.append((TrainBatches(data, config, CPU, consumed, rank, world_size), source))
         return made[-1][0]

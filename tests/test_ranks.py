@@ -610,7 +610,8 @@ step, updates = Muon.step, 0
 def counted(self):
     global updates
     step(self)
-    updates += 1
+    # a start makes an update of tensors without memory, to count what the optimizer keeps
+    updates += not self.param_groups[0]["params"][0].is_meta
     if updates == 2:
         weights = [group["params"] for group in self.param_groups]
         held = tree_leaves([weights, self.state_dict()["state"]])

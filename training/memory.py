@@ -7,12 +7,13 @@ tests/test_gpus.py checks them on a CPU, and against torch's allocator on simula
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.console import warn
-from configurator import Config, divisors
+from configurator import Config, config_values, divisors
 from model import GPTConfig
 from training.build import MOST_CHUNKS, build_optimizer, build_shapes, count_parameters
 
@@ -59,7 +60,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     allocated = dict(
         weights=4 * params + copies,
         gradients=4 * params,
-        optimizer=optimizer_bytes(model, config.optimizer),
+        optimizer=optimizer_bytes(model, tuple(config_values(config).items())),
         activations=activation_bytes(model, tokens, dtype, config.compile),
         logits=logit_bytes(model, tokens, dtype, config.compile),
     )
@@ -71,16 +72,16 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
 
 
 @functools.cache
-def optimizer_bytes(model: GPTConfig, optimizer: str) -> int:
+def optimizer_bytes(model: GPTConfig, keys: tuple[tuple[str, Any], ...]) -> int:
     """What the optimizer keeps of the weights: it updates tensors without memory once."""
-    shapes, config = build_shapes(model), Config(model=model.model, optimizer=optimizer)
+    shapes, config = build_shapes(model), Config(**dict(keys))
     try:
         made = build_optimizer(shapes, config, torch.float32)
         for p in shapes.parameters():
             p.grad = torch.empty_like(p)
         made.step()
     except (NotImplementedError, RuntimeError) as error:  # it looks at values
-        warn(f"the memory of optimizer={optimizer} is taken for Adam's: {error}")
+        warn(f"the memory of optimizer={config.optimizer} is taken for Adam's: {error}")
         return 8 * count_parameters(model)
     finally:
         shapes.zero_grad()
