@@ -293,7 +293,20 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
             hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
             problems.append(f"{path}: {name}: unknown key{hint}")
     raise_if_any(problems)
+    if base := find_base(path, str(variables.get("dataset", ""))):
+        found |= {n: str(base / found[n]) for n in ("dataset", "out_dir") if n in found}
     return found
+
+
+def find_base(path: Path, dataset: str) -> Path | None:
+    """
+    The folder that a config file's `dataset` and `out_dir` count from where it is not the shell's:
+    the file's own or the one above, if only that holds the dataset. None for a name in data/.
+    """
+    if Path(dataset).name == dataset or Path(dataset).is_dir():
+        return None
+    folders = Path(os.path.abspath(path)).parents[:2]
+    return next((folder for folder in folders if (folder / dataset).is_dir()), None)
 
 
 def is_helper(name: str, value: Any) -> bool:
