@@ -53,6 +53,8 @@ def test_a_file_sees_the_values_so_far(tmp_path):
 @pytest.mark.parametrize(
     "text, expected",
     [
+        ("layers = 2\nn_layer = n_head = layers", dict(n_layer=2, n_head=2)),  # nanoGPT's way
+        ("size = 4\ndef f():\n    return 2 * size\nbatch_size = f()", dict(batch_size=8)),
         ("_n = 4\ndef double(x):\n    return _n * x\nbatch_size = double(2)", dict(batch_size=8)),
         ("def f():\n    return n_layer + 1\nn_layer = 5\nn_head = f()", dict(n_layer=5, n_head=6)),
         ("n_embd = sum(n_head for _ in range(2))", dict(n_embd=24)),
@@ -376,7 +378,8 @@ BAD_FILES = {
     "raises two lines": "raise ValueError('a\\nb')",
     "exits": "import sys\nsys.exit(0)",
     "unknown key": "learning_rat = 1e-3",
-    "helper without underscore": "tokens = 5",
+    "a name that nothing reads": "tokens = 5",
+    "a name that is only changed": "learning_rat = 1e-3\nlearning_rat *= 2",
     "int for string": "out_dir = 5",
     "nan": "learning_rate = float('nan')",
     "number for bool": "compile = 2",
