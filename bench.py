@@ -23,6 +23,7 @@ Examples:
     python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT
 """
 
+import common  # before torch  # noqa: F401  isort: skip
 import contextlib
 import json
 import math

@@ -19,6 +19,7 @@ from dataclasses import replace
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile: no traceback
+    import common  # before torch  # noqa: F401
 
 import torch
 from torch import Tensor

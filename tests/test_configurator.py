@@ -413,6 +413,17 @@ def test_a_path_as_windows_writes_it_is_told_how_a_config_file_writes_it(tmp_pat
     assert "paths" not in problems_of(write(tmp_path, "n_layer = = 2"))[0]
 
 
+def test_a_decimal_comma_is_told_to_be_a_point(tmp_path):
+    """In much of Europe 0,2 is how one writes it."""
+    (line,) = problems_of("--dropout=0,2")
+    assert line == "--dropout: needs a finite number, got (0, 2); a comma: write 0.2"
+    (line,) = problems_of(write(tmp_path, "dropout = 0,2"))
+    assert line.endswith("c.py: dropout: needs a finite number, got (0, 2); a comma: write 0.2")
+    assert problems_of("--dropout=0,05")[0].endswith("got '0,05'; a comma: write 0.05")
+    assert "comma" not in problems_of("--dropout=x")[0]
+    assert "comma" not in problems_of("--batch_size=1,000")[0]
+
+
 def test_a_rate_below_min_lr_does_not_rise():
     assert load_config(["--learning_rate=1e-5"]).min_lr == pytest.approx(1e-6)
     muon = load_config(["--optimizer=muon", "--head_lr=1e-5"])
