@@ -7,14 +7,16 @@ import contextlib
 import importlib
 import json
 import math
+import os
 import re
 import shlex
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, write_dataset
+from helpers import ON_WINDOWS, ROOT, write_dataset
 from packaging.requirements import Requirement
 
 import bench
@@ -560,3 +562,28 @@ def prose_lines(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_no_line_of_prose_is_longer_than_160_characters(page):
     assert [line for line in prose_lines(page) if len(line) > 160] == []
+
+
+@pytest.mark.skipif(ON_WINDOWS, reason="a script for clusters")
+def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_own(tmp_path):
+    """With stand-ins for Slurm's commands: srun starts its command on each of the two machines."""
+    text = (ROOT / "docs" / "several_gpus.md").read_text()
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", text, re.DOTALL)
+    stand_ins = dict(
+        scontrol="printf 'first\\nsecond\\n'",
+        srun='for n in 0 1; do SLURM_NODEID=$n "${@:2}"; done',
+        torchrun='echo "$@"',
+    )
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.sh").write_text(script)
+    given = dict(SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="4012345", SLURM_NNODES="2")
+    given |= dict(SLURM_CPUS_PER_TASK="32", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = ["bash", "-eu", tmp_path / "train.sh"]
+    out = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == [
+        f"--nnodes=2 --node_rank={rank} --master_addr=first --master_port=22345 --nproc_per_node=8 "
+        "--shutdown-timeout=100 train.py config/gpt124m_a100.py"
+        for rank in (0, 1)
+    ]
