@@ -554,6 +554,27 @@ def test_what_a_further_gpu_brings_is_the_roofline_that_the_page_describes(
     check("several_gpus.md", start, [seconds, *ratios])
 
 
+@pytest.mark.parametrize("name", ["gpt350m", "gpt774m"])
+def test_a_larger_models_command_is_planned_as_the_page_says(name, tmp_path, monkeypatch):
+    commands = command_lines(ROOT / "docs" / "several_gpus.md")
+    (flags,) = [c[2:] for c in commands if f"--out_dir=out/{name}" in c]
+    monkeypatch.chdir(tmp_path)
+    p = plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=8", *flags)
+    assert p["fits"] and p["gpu"] == "A100-SXM4-40GB"
+    hours = [p["hours"], *p["hours_range"]]
+    values = [p["params"] / 1e6, p["vram_gib"], *hours]
+    row = after("several_gpus.md", f"| {name} |")
+    for value, shown in zip(values, re.findall(r"[\d.]+", row), strict=True):
+        assert rounds_to(value, shown), (row, value)
+
+
+def test_the_plans_line_about_the_link_is_the_page_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=16")
+    (line,) = re.findall("^link .*$", capsys.readouterr().out, re.MULTILINE)
+    assert line == "link " + after("several_gpus.md", "link ")
+
+
 def prose_lines(page: Path) -> list[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     return [line for line in text.splitlines() if not line.startswith("|")]
