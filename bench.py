@@ -23,6 +23,7 @@ Examples:
     python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT
 """
 
+import common  # before torch  # noqa: F401  isort: skip
 import contextlib
 import json
 import math
@@ -564,6 +565,7 @@ FLAGS: dict[str, tuple] = {
     "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
     "gpu": (str, "NAME", "a card of training/gpus.csv such as 4070, or all; else this machine's"),
     "gpus": (parse_count, "N", "how many of them share the work; 1 if not given"),
+    "link_gbits": (float, "G", "what joins them, Gbit/s, such as 100; assumed if not given"),
     "iter_seconds": (float, "S", "seconds that an iteration takes on one GPU"),
     "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
     "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's own"),
@@ -571,7 +573,7 @@ FLAGS: dict[str, tuple] = {
     "price_kwh": (float, "P", "price of a kWh, for the cost"),
     "json": (str, "PATH", "write all figures as JSON"),
 }
-PLAN_FLAGS = ["gpu", "gpus", "iter_seconds", "from_run", "dataset_tokens", "watts", "price_kwh"]
+PLAN_FLAGS = "gpu gpus link_gbits iter_seconds from_run dataset_tokens watts price_kwh".split()
 # name: its function, and its flags beside json
 MODES = {
     "step": (step, ["trials", "profile"]),

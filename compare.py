@@ -14,6 +14,7 @@ a fifth of the way so far, or would begin at iteration 0, because the loss falls
 Losses of unequal tokenizers do not compare; their bits per byte do.
 """
 
+import common  # before torch  # noqa: F401  isort: skip
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

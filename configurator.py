@@ -276,12 +276,14 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     # `variables` will hold only what the file sets: it finds the values so far among the builtins
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
     try:
-        exec(compile(read_text(path), str(path), "exec"), variables)
+        tree = ast.parse(read_text(path), str(path))
+        exec(compile(tree, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
         if "unicodeescape" in said:  # "C:\\Users"
             said += "; write paths with /"
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
+    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found, problems = {}, []
     for name, value in variables.items():
         if name in known:
@@ -289,15 +291,28 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
                 found[name] = fit(value, known[name], name)
             except UserError as error:
                 problems.append(f"{path}: {error}")
-        elif not (name in defaults or is_helper(name, value)):
-            hint = f"{did_you_mean(name, known)}; a helper variable starts with _"
+        elif not (name in defaults or name in read or is_helper(name, value)):
+            hint = f"{did_you_mean(name, known)}; a helper is read by the file or starts with _"
             problems.append(f"{path}: {name}: unknown key{hint}")
     raise_if_any(problems)
+    if base := find_base(path, str(variables.get("dataset", ""))):
+        found |= {n: str(base / found[n]) for n in ("dataset", "out_dir") if n in found}
     return found
 
 
+def find_base(path: Path, dataset: str) -> Path | None:
+    """
+    The folder that a config file's `dataset` and `out_dir` count from where it is not the shell's:
+    the file's own or the one above, if only that holds the dataset. None for a name in data/.
+    """
+    if Path(dataset).name == dataset or Path(dataset).is_dir():
+        return None
+    folders = Path(os.path.abspath(path)).parents[:2]
+    return next((folder for folder in folders if (folder / dataset).is_dir()), None)
+
+
 def is_helper(name: str, value: Any) -> bool:
-    """Whether a config file may set this name, which is no key."""
+    """Whether a config file may set this name, which is no key, although nothing in it reads it."""
     return name.startswith("_") or callable(value) or isinstance(value, ModuleType)
 
 
@@ -332,7 +347,9 @@ def fit(value: Any, f: Field, where: str) -> Any:
             if kind(value) == value:
                 value = kind(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
+        parts = re.fullmatch(r"\(?(\d+), ?(\d+)\)?", str(value)) if kind is float else None
+        hint = f"; a comma: write {parts[1]}.{parts[2]}" if parts else ""
+        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}{hint}")
     if m["choices"] and value not in m["choices"]:
         hint = did_you_mean(value, m["choices"])
         raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")

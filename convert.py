@@ -10,6 +10,7 @@ CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a conv
 --init_from=OUT.pt. No code in the files is ever executed.
 """
 
+import common  # before torch  # noqa: F401  isort: skip
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -15,6 +15,7 @@ ignored. All samples are one batch: the first is printed as it grows, the others
 ends at the end of text.
 """
 
+import common  # before torch  # noqa: F401  isort: skip
 import contextlib
 import sys
 from collections.abc import Iterator

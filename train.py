@@ -19,6 +19,7 @@ from dataclasses import replace
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile: no traceback
+    import common  # before torch  # noqa: F401
 
 import torch
 from torch import Tensor
@@ -291,7 +292,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if path:
         ranks.check_same(str(path), path.exists(), "several machines need one shared --out_dir")
     start = load_start(c, path)  # the checkpoint, or weights of others; empty from scratch
-    if is_finished(c, start):
+    if ranks.from_main(is_finished, c, start):
         return 0
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)

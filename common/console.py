@@ -202,6 +202,8 @@ def run_main(
             complain(f"error: {where}{error.strerror or error}")
         except OSError:  # it is the console: its reader has gone, as head does; or a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ModuleNotFoundError:
+        raise  # to common/__init__.py
     except Exception as error:
         line = explain(error, sys.argv[1:])
         complain(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))

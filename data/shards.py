@@ -162,10 +162,9 @@ class Dataset:
 
 
 def dataset_folder(name: str) -> Path:
-    """data/NAME, or NAME as a path where only that is a folder."""
-    if Path(name).is_dir() and not Path("data", name).is_dir():
-        return Path(name)
-    return Path("data", name)
+    """data/NAME, or NAME as a path where only that is a folder, or none is and it has a /."""
+    is_path = Path(name).is_dir() or Path(name).name != name
+    return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
 
 def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
@@ -191,6 +190,9 @@ def missing_dataset(name: str, tokens: int) -> str:
     """The message where the folder is not there."""
     folder = dataset_folder(name)
     problem = f"dataset: there is no folder {folder}"
+    if folder == Path(name) and not folder.is_absolute():  # most likely a shell in another folder
+        where = "nor beside the config file or one folder above; cd to where it is"
+        problem += f" in {Path.cwd()}, {where}"
     if name == "openwebtext":  # the default of --dataset: most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
@@ -200,7 +202,7 @@ def missing_dataset(name: str, tokens: int) -> str:
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     make = f"make it with: python data/{command} --out={folder}"
     make += "; or give its folder, such as nanoGPT's: --dataset=PATH"
-    return f"{problem}{did_you_mean(name, made)}; {make}"
+    return f"{problem}{did_you_mean(Path(name).name, made)}; {make}"
 
 
 def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:

@@ -34,6 +34,9 @@ LAPTOP_MFU = (0.25, 0.50, 0.80)
 OTHER_MFU = (0.25, 0.35, 0.50)
 MFU_MARGIN = 0.1  # around published ones, which are of another program on another machine
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
+# Assumed where --link_gbits is not given, GB/s: PCIe 4.0 without peer access in a machine, where
+# gpus.csv has no other link; 100 Gbit/s between machines. A tenth of the bits arrive as bytes.
+PCIE_GBS, NETWORK_GBS, GPUS_OF_A_MACHINE = 12, 10, 8
 # The driver needs the rest of a card's memory. Torch shows less than the size in its data sheet,
 # least where ECC is on (a T4 14.6 of 16 GiB), and a desktop takes its share.
 USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
@@ -159,11 +162,12 @@ def make_plan(
     All figures of a run; `hours`: those that a run by the clock has. In the plan, hours and kwh are
     the iterations alone. hours_total, kwh_total and cost include the evaluations and checkpoints.
     watts is what one GPU draws, without the rest of the machine. Several GPUs share the work
-    evenly; what averaging their gradients takes is not in the hours (docs/several_gpus.md).
+    evenly, and average their gradients after it.
     """
     gpus, watts, most_iters = options.gpus, options.watts, config.max_iters
     params, flops = build.count_parameters(model), build.count_flops(model)[0]
     p = card | pace | memory_figures(config, model, card, options)
+    p |= exchange_figures(p, params, options)
     if hours:
         config = with_iterations(config, hours, p)
     tokens, dataset_tokens = config.iter_tokens * config.max_iters, options.dataset_tokens
@@ -183,6 +187,23 @@ def make_plan(
         p |= dict(kwh=p["hours"] * kilowatts, kwh_total=p["hours_total"] * kilowatts)
         p["cost"] = options.price_kwh and p["kwh_total"] * options.price_kwh
     return p | disk_figures(config, p)
+
+
+def exchange_figures(p: dict, params: int, options: Namespace) -> dict:
+    """
+    The time of an iteration with the averaging of its float32 gradients, of which each GPU sends
+    and receives 2 (N - 1) / N times all; nothing overlaps (docs/several_gpus.md). The range is that
+    of the pace, and of a link twice as fast to one half as fast.
+    """
+    n, links = options.gpus, {short_name(row): row["link_gbs"] for row in read_gpu_table()}
+    inside = float(links.get(p["gpu"].removeprefix("NVIDIA ")) or PCIE_GBS)
+    assumed = NETWORK_GBS if n > GPUS_OF_A_MACHINE else inside
+    link = (options.link_gbits or 10 * assumed) / 10
+    seconds = 2 * (n - 1) / n * 4 * params / (link * 1e9)
+    low, high = p["iter_seconds_range"]
+    span = [low + seconds / 2, high + 2 * seconds]
+    times = dict(iter_seconds=p["iter_seconds"] + seconds, iter_seconds_range=span)
+    return times | dict(exchange_seconds=seconds, link_gbs=link)
 
 
 def memory_figures(config: Config, model: GPTConfig, card: dict, options: Namespace) -> dict:
@@ -282,6 +303,9 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
     low, high = p["hours_range"]
     span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
+    known = "8 GPUs a machine, 100 Gbit/s between" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
+    average = f"{p['exchange_seconds']:.3f} s of it average gradients at {p['link_gbs']:g} GB/s"
+    link = f"\nlink     {average} (--link_gbits, or assumed: {known})" if p["gpus"] > 1 else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return [
@@ -292,7 +316,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
         f"compute  {compute}",
         f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
-        f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",
+        f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}{link}",
         f"time     {hours_text(p['hours'])}{span} of iterations; {hours_text(p['hours_total'])} "
         f"with {p['evaluations']} evaluations of {p['eval_seconds']:.1f} s and "
         f"{p['checkpoints']} checkpoints of {p['checkpoint_seconds']:.1f} s",

@@ -176,18 +176,50 @@ def test_plan_says_what_fits(tmp_path, capsys):
 
 
 def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
-    p = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8")
+    p = run(tmp_path, "plan", GPT124M, "--gpu=a100")
     assert p["mfu"] == pytest.approx((0.52 + 0.57) / 2)
     assert "others measured 52-57% in bfloat16 on this card" in capsys.readouterr().out
     low, high = p["hours_range"]
     assert low / p["hours"] == pytest.approx(0.545 / (1.1 * 0.57))
     assert high / p["hours"] == pytest.approx(0.545 / (0.9 * 0.52))
-    one = run(tmp_path, "plan", GPT124M, "--gpu=a100")
-    assert one["hours"] == pytest.approx(8 * p["hours"])
-    again = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--gpus=8", "--recompute=True")
+    again = run(tmp_path, "plan", GPT124M, "--gpu=a100", "--recompute=True")
     # the blocks' share of the FLOPs, a third of which is their forward pass
     blocks = 1 - 6 * 768 * 50304 / p["flops_per_token"]
     assert again["hours"] / p["hours"] == pytest.approx(1 + blocks / 3)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "seconds", "link"),
+    [
+        ("a100", ["--gpus=8"], 0.004, "230 GB/s (--link_gbits, or assumed: 1 machine)"),
+        ("4070", ["--gpus=2"], 0.041, "12 GB/s (--link_gbits, or assumed: 1 machine)"),
+        (
+            "a100",
+            ["--gpus=16"],
+            0.093,
+            "10 GB/s (--link_gbits, or assumed: 8 GPUs a machine, 100 G",
+        ),
+        ("a100", ["--gpus=16", "--link_gbits=3200"], 0.003, "320 GB/s ("),
+    ],
+)
+def test_several_gpus_average_their_gradients_in_the_planned_time(
+    gpu, flags, seconds, link, tmp_path, capsys
+):
+    """124.4M parameters: 4 * 124.4e6 * 2 * 15 / 16 / 10e9 = 0.093 s."""
+    one = run(tmp_path, "plan", GPT124M, f"--gpu={gpu}")
+    assert "link " not in capsys.readouterr().out
+    p = run(tmp_path, "plan", GPT124M, f"--gpu={gpu}", *flags)
+    n, exchange = p["gpus"], p["exchange_seconds"]
+    assert exchange == pytest.approx(seconds, abs=6e-4)
+    assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / n + exchange)
+    assert (
+        f"\nlink     {exchange:.3f} s of it average gradients at {link}" in capsys.readouterr().out
+    )
+    # the range: a link twice as fast, and half as fast
+    low, high = (hours / n for hours in one["hours_range"])
+    assert p["hours_range"] == pytest.approx(
+        [low + p["max_iters"] * exchange / 7200, high + p["max_iters"] * exchange / 1800]
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +315,8 @@ def test_plan_from_a_run(dataset, tmp_path):
     assert p["iter_seconds"] == pytest.approx(2 * median / 1000)
     assert p["dataset_tokens"] == 1537 and p["epochs"] == pytest.approx(10 * 256 / 1537)
     two = run(tmp_path, "plan", *tiny, "--n_embd=32", "--gpus=2")
-    assert two["iter_seconds"] == pytest.approx(median / 1000)  # the run had one
+    alone = two["iter_seconds"] - two["exchange_seconds"]
+    assert alone == pytest.approx(median / 1000)  # the run had one
     with pytest.raises(UserError, match="give the run's own config file"):
         run(tmp_path, "plan", *tiny, "--n_embd=64")
     # logs until November 2026 have FLOPs by a formula, which counts norms too

@@ -53,6 +53,8 @@ def test_a_file_sees_the_values_so_far(tmp_path):
 @pytest.mark.parametrize(
     "text, expected",
     [
+        ("layers = 2\nn_layer = n_head = layers", dict(n_layer=2, n_head=2)),  # nanoGPT's way
+        ("size = 4\ndef f():\n    return 2 * size\nbatch_size = f()", dict(batch_size=8)),
         ("_n = 4\ndef double(x):\n    return _n * x\nbatch_size = double(2)", dict(batch_size=8)),
         ("def f():\n    return n_layer + 1\nn_layer = 5\nn_head = f()", dict(n_layer=5, n_head=6)),
         ("n_embd = sum(n_head for _ in range(2))", dict(n_embd=24)),
@@ -376,7 +378,8 @@ BAD_FILES = {
     "raises two lines": "raise ValueError('a\\nb')",
     "exits": "import sys\nsys.exit(0)",
     "unknown key": "learning_rat = 1e-3",
-    "helper without underscore": "tokens = 5",
+    "a name that nothing reads": "tokens = 5",
+    "a name that is only changed": "learning_rat = 1e-3\nlearning_rat *= 2",
     "int for string": "out_dir = 5",
     "nan": "learning_rate = float('nan')",
     "number for bool": "compile = 2",
@@ -408,6 +411,17 @@ def test_a_path_as_windows_writes_it_is_told_how_a_config_file_writes_it(tmp_pat
     (line,) = problems_of(write(tmp_path, r'dataset = "C:\Users\me\texts"'))
     assert line.endswith("; write paths with /")
     assert "paths" not in problems_of(write(tmp_path, "n_layer = = 2"))[0]
+
+
+def test_a_decimal_comma_is_told_to_be_a_point(tmp_path):
+    """In much of Europe 0,2 is how one writes it."""
+    (line,) = problems_of("--dropout=0,2")
+    assert line == "--dropout: needs a finite number, got (0, 2); a comma: write 0.2"
+    (line,) = problems_of(write(tmp_path, "dropout = 0,2"))
+    assert line.endswith("c.py: dropout: needs a finite number, got (0, 2); a comma: write 0.2")
+    assert problems_of("--dropout=0,05")[0].endswith("got '0,05'; a comma: write 0.05")
+    assert "comma" not in problems_of("--dropout=x")[0]
+    assert "comma" not in problems_of("--batch_size=1,000")[0]
 
 
 def test_a_rate_below_min_lr_does_not_rise():

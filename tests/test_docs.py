@@ -7,14 +7,16 @@ import contextlib
 import importlib
 import json
 import math
+import os
 import re
 import shlex
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, write_dataset
+from helpers import ON_WINDOWS, ROOT, write_dataset
 from packaging.requirements import Requirement
 
 import bench
@@ -552,6 +554,27 @@ def test_what_a_further_gpu_brings_is_the_roofline_that_the_page_describes(
     check("several_gpus.md", start, [seconds, *ratios])
 
 
+@pytest.mark.parametrize("name", ["gpt350m", "gpt774m"])
+def test_a_larger_models_command_is_planned_as_the_page_says(name, tmp_path, monkeypatch):
+    commands = command_lines(ROOT / "docs" / "several_gpus.md")
+    (flags,) = [c[2:] for c in commands if f"--out_dir=out/{name}" in c]
+    monkeypatch.chdir(tmp_path)
+    p = plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=8", *flags)
+    assert p["fits"] and p["gpu"] == "A100-SXM4-40GB"
+    hours = [p["hours"], *p["hours_range"]]
+    values = [p["params"] / 1e6, p["vram_gib"], *hours]
+    row = after("several_gpus.md", f"| {name} |")
+    for value, shown in zip(values, re.findall(r"[\d.]+", row), strict=True):
+        assert rounds_to(value, shown), (row, value)
+
+
+def test_the_plans_line_about_the_link_is_the_page_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=16")
+    (line,) = re.findall("^link .*$", capsys.readouterr().out, re.MULTILINE)
+    assert line == "link " + after("several_gpus.md", "link ")
+
+
 def prose_lines(page: Path) -> list[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     return [line for line in text.splitlines() if not line.startswith("|")]
@@ -560,3 +583,28 @@ def prose_lines(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_no_line_of_prose_is_longer_than_160_characters(page):
     assert [line for line in prose_lines(page) if len(line) > 160] == []
+
+
+@pytest.mark.skipif(ON_WINDOWS, reason="a script for clusters")
+def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_own(tmp_path):
+    """With stand-ins for Slurm's commands: srun starts its command on each of the two machines."""
+    text = (ROOT / "docs" / "several_gpus.md").read_text()
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", text, re.DOTALL)
+    stand_ins = dict(
+        scontrol="printf 'first\\nsecond\\n'",
+        srun='for n in 0 1; do SLURM_NODEID=$n "${@:2}"; done',
+        torchrun='echo "$@"',
+    )
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.sh").write_text(script)
+    given = dict(SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="4012345", SLURM_NNODES="2")
+    given |= dict(SLURM_CPUS_PER_TASK="32", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = ["bash", "-eu", tmp_path / "train.sh"]
+    out = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == [
+        f"--nnodes=2 --node_rank={rank} --master_addr=first --master_port=22345 --nproc_per_node=8 "
+        "--shutdown-timeout=100 train.py config/gpt124m_a100.py"
+        for rank in (0, 1)
+    ]

@@ -12,11 +12,11 @@ import tokenize
 import tomllib
 
 import pytest
-from helpers import ROOT, start_process
+from helpers import ROOT, run_process, start_process
 
 from configurator import FIELDS
 
-CODE_LINES = 5_835
+CODE_LINES = 5_895
 FILE_LINES = {"train.py": 400, "model.py": 380}
 FUNCTION_LINES = 60
 KEYS = 60
@@ -264,3 +264,41 @@ def test_every_script_starts_where_nothing_of_this_project_is_imported():
     for name, process in processes.items():
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and out and not err, f"{name}: {err}"
+
+
+TYPED = [name.replace(".", "/") + ".py" for name in ["train", "configurator", *SCRIPTS]]
+
+
+def start_with(change: str, file: str) -> tuple[int, str, str]:
+    """A script in a fresh Python of which something was changed."""
+    code = f"import runpy, sys; {change}; runpy.run_path({file!r}, run_name='__main__')"
+    return run_process("-c", f"import sys; sys.argv = [{file!r}, '--help']; {code}", cold=True)
+
+
+@pytest.mark.parametrize("file", TYPED)
+def test_an_old_python_is_one_line(file):
+    """Whatever it lacks: the script and the first module of ours that it imports do parse."""
+    for name in (file, "common/__init__.py"):
+        ast.parse(TEXTS[name], feature_version=(3, 8))
+    code, out, err = start_with("sys.hexversion = 0x030A0DF0", file)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f" is Python {sys.version.split()[0]}; install 3.11 or newer: docs/install.md" in err
+
+
+@pytest.mark.parametrize(
+    "file", [name for name in TYPED if name != "configurator.py"]
+)  # it needs none
+def test_a_missing_package_is_one_line(file):
+    """As where nobody has activated the environment."""
+    code, out, err = start_with("sys.modules |= dict.fromkeys(['torch', 'numpy', 'tqdm'])", file)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert re.match(r"error: \S+ lacks the package (torch|numpy|tqdm); ", err)
+    assert err.endswith("or: pip install -r requirements.txt -c constraints.txt\n")
+
+
+@pytest.mark.parametrize("name, code, first", [("tiktoken.x", 2, "error"), ("mine", 1, "Trace")])
+def test_a_package_that_is_missed_later_is_one_line_and_another_module_is_shown(name, code, first):
+    raises = f"raise ModuleNotFoundError('No module', name={name!r})"
+    text = f"from common.console import run_main\ndef main(argv): {raises}\nrun_main(main)"
+    found, _, err = run_process("-c", text, cold=True)
+    assert found == code and err.startswith(first) and (err.count("\n") == 1) == (code == 2)

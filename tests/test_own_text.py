@@ -3,6 +3,7 @@ A small text read many times: the config file that prepare_text.py writes for it
 whose validation has turned, and sample.py after it.
 """
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -68,6 +69,42 @@ def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypa
         assert (c.dataset, c.out_dir) == (f"data/{folder}", f"out/{name}")
         assert f"data/{folder}: " in out
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
+
+
+@pytest.mark.parametrize("name", ["config/my.py", "my.py"])
+def test_a_written_config_finds_its_text_and_its_run_from_any_folder(
+    name, tmp_path, script, monkeypatch
+):
+    """A class opens its shell in any folder: no second run begins there."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text(LINES * 300)
+    assert script(prepare_text.main, "my.txt", f"--write={name}")[0] == 0
+    assert load_config([name]).out_dir == "out/my"  # in its own folder nothing changes
+    for folder in ("data", "elsewhere/deep"):
+        Path(tmp_path, folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        flags = [os.path.relpath(tmp_path / name), "--max_iters=1", "--sample_tokens=0", *CPU]
+        code, _, err = script(train.main, *flags)
+        assert code == 0, err
+        flags = [flags[0], "--start=To", "--max_new_tokens=2", "--device=cpu"]
+        assert script(sample.main, *flags)[1].startswith("To")
+    assert len(list(tmp_path.glob("out/my/ckpt-*.pt"))) == 1
+    assert sorted(path.name for path in tmp_path.rglob("out")) == ["out"]
+
+
+def test_a_config_copied_without_its_text_is_told_where_it_was_looked_for(
+    tmp_path, script, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    prepare_text.write_config(
+        Path("anna.py"), Path("data/anna"), SimpleNamespace(kind="byte", vocab=256), 9000
+    )
+    code, _, err = script(train.main, "anna.py", *CPU)
+    places = f"in {tmp_path}, nor beside the config file or one folder above; cd to where it is"
+    make = "make it with: python data/prepare_text.py FILE --out=data/anna; or give its folder"
+    assert code == 2 and err[0].startswith(
+        f"error: dataset: there is no folder data/anna {places}; {make}"
+    )
 
 
 def test_a_config_of_another_dataset_is_not_next(tmp_path, script, monkeypatch):

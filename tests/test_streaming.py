@@ -496,8 +496,10 @@ def test_what_cannot_be_continued_is_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match=r"a.parquet has changed\); .* delete that one"):
         run_here(path, tmp_path / "out", **STREAM, **resume)
     other = write_parquet(tmp_path / "b.parquet", documents(99, seed=5))
-    with pytest.raises(UserError, match="is not what the checkpoint was trained on"):
+    with pytest.raises(UserError, match=r"was trained on .*a\.parquet\), or .* another --out_dir"):
         run_here(other, tmp_path / "out", **STREAM, **resume)
+    with pytest.raises(UserError, match=r"was trained on .*a\.parquet\), or .* another --out_dir"):
+        run_here(other, tmp_path / "out", **STREAM, init_from="auto", max_iters=2)
 
 
 def test_other_text_behind_the_same_beginning_is_refused_too(tmp_path):

@@ -332,8 +332,32 @@ def test_resume_takes_the_architecture_from_the_checkpoint_and_refuses_another(d
 def test_resume_refuses_other_data(dataset, tmp_path):
     run_here(dataset, tmp_path / "run", max_iters=4)
     other = write_dataset(tmp_path / "other", [1000, 38, 500])
-    with pytest.raises(UserError, match="not what the checkpoint was trained on"):
+    with pytest.raises(UserError) as error:
         run_here(other, tmp_path / "run", init_from="resume")
+    assert error.value.problems == [
+        f"dataset: {other} is not what the run in {tmp_path}/run was trained on ({dataset}), "
+        "or has changed since; for a new run give another --out_dir"
+    ]
+
+
+def test_a_finished_run_with_another_text_or_model_is_not_done(dataset, tmp_path, capsys):
+    """A student copies a config and forgets out_dir: done, it would sample another one's model."""
+    mine = write_dataset(tmp_path / "mine", [1000, 37, 500])
+    auto = dict(init_from="auto", max_iters=4)
+    assert run_here(mine, tmp_path / "run", **auto) == 0
+    other = write_dataset(tmp_path / "other", [1000, 38, 500])
+    with pytest.raises(
+        UserError, match="or has changed since; for a new run give another --out_dir$"
+    ):
+        run_here(other, tmp_path / "run", **auto)
+    with pytest.raises(UserError, match=r"n_layer 2 \(asked for: 3\); .* or another --out_dir$"):
+        run_here(mine, tmp_path / "run", n_layer=3, **auto)
+    # the same tokens under another name are the same text
+    assert run_here(dataset, tmp_path / "run", **auto) == 0
+    write_dataset(mine, [1000, 39, 500])
+    with pytest.raises(UserError, match="or has changed since"):
+        run_here(mine, tmp_path / "run", **auto)
+    assert "iterations are done" in capsys.readouterr().out
 
 
 def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):

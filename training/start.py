@@ -151,7 +151,7 @@ def adopt(config: Config, start: dict) -> tuple[Config, list[str]]:
         for name, value in values.items()
         if name in config.given and getattr(config, name) != value
     ]
-    other = "--out_dir and --init_from" if "progress" in start else "--init_from"
+    other = "--out_dir" if "progress" in start else "--init_from"
     problem = f"init_from: {source} has {', '.join(different)}; use its values, or another {other}"
     return replace(config, **values), [problem] if different else []
 
@@ -182,7 +182,10 @@ def check_folder(config: Config, path: Path | None, best_iter: int, log: RunLog)
 
 
 def is_finished(config: Config, start: dict) -> bool:
-    """Whether the resumed run has nothing left to do. Says so."""
+    """
+    Whether the resumed run has nothing left to do. Says so, or raises UserError where it was
+    trained on other data than it is given.
+    """
     if "progress" not in start or config.eval_only:
         return False
     iter_num, evaluated_at = (start["progress"][name] for name in ("iter_num", "evaluated_at"))
@@ -191,6 +194,10 @@ def is_finished(config: Config, start: dict) -> bool:
         end = iter_num if start.get("clock", {}).get("share", 0) >= 1 else NEVER
     if min(iter_num, evaluated_at) < end:
         return False
+    if not (config.stream or is_made_on_demand(config)):
+        check_data(config, start, open_dataset(config.dataset))
+    elif "dataset" in changed:
+        raise UserError(other_data(config, start, config.dataset))
     key = "until" if config.until else "hours" if config.hours else "max_iters"
     done = f"all {iter_num:,} iterations are done; to continue, give another --{key}"
     say(f"{config.out_dir}: {done}; for a new run, another --out_dir")
@@ -270,6 +277,13 @@ def open_data(config: Config, start: dict, ranks: Ranks) -> Dataset:
     return data
 
 
+def other_data(config: Config, start: dict, source: str) -> str:
+    """The message where a run is resumed with other data than it was trained on."""
+    theirs = f"{config.out_dir} was trained on ({start['config']['dataset']})"
+    mend = "or has changed since; for a new run give another --out_dir"
+    return f"dataset: {source} is not what the run in {theirs}, {mend}"
+
+
 def check_data(config: Config, start: dict, data: Dataset) -> None:
     """Raises UserError where the data are not those of the checkpoint or of the weights."""
     if not start:
@@ -282,8 +296,7 @@ def check_data(config: Config, start: dict, data: Dataset) -> None:
         mend = "for a new run give another --out_dir" if resumed else "give data that has that one"
         raise UserError(f"{held}, {known}; {mend}")
     if resumed and start["data_fingerprint"] != data.fingerprint:
-        other = f"{data.source} is not what the checkpoint was trained on, or has changed since"
-        raise UserError(f"dataset: {other}; restore it, or start a new run in another --out_dir")
+        raise UserError(other_data(config, start, data.source))
     if start["vocab"] < data.vocab:
         known = f"the weights of init_from={config.init_from} only {start['vocab']}"
         mend = "give a dataset made with their tokenizer"
