@@ -35,8 +35,9 @@ def key(
 ) -> Any:
     """
     One key: its default, its meaning and the values it may take (low and high included). `group`
-    opens a new group in --help. `of`: the choice that reads it, as in of="model=fast"; with any
-    other it must keep its default. Free text may be blank, and its ~ is not a home folder.
+    opens a new group in --help. `of`: the choice that reads it, as in of="model=fast", or a variant
+    of that, fast_x; with any other it must keep its default. Free text may be blank, and its ~ is
+    not a home folder.
     """
     metadata = dict(meaning=meaning, choices=choices, low=low, high=high)
     return field(default=default, metadata=metadata | dict(group=group, of=of, free_text=free_text))
@@ -45,7 +46,7 @@ def key(
 MODELS = ("gpt2", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # By lr_schedule: a function from the share of the decay that is over, 0 to 1, to the share of the
-# way from min_lr up to the highest rate. One whose name begins with wsd decays in the last
+# way from min_lr up to the highest rate. wsd and its variants, such as wsd_x, decay in the last
 # decay_fraction of the schedule, any other after warm-up.
 SCHEDULES: dict[str, Callable[[float], float]] = dict(
     cosine=lambda over: 0.5 * (1 + math.cos(math.pi * over)),
@@ -140,6 +141,11 @@ class Config:
     def eval_size(self) -> int:
         """Tokens of each split that an evaluation reads."""
         return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
+
+
+def family(choice: str) -> str:
+    """wsd_sqrt -> wsd, of which it is a variant"""
+    return choice.partition("_")[0]
 
 
 def find_keys(keys: type) -> dict[str, Field]:
@@ -276,11 +282,11 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     # `variables` will hold only what the file sets: it finds the values so far among the builtins
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
     try:
-        tree = ast.parse(read_text(path), str(path))
+        tree = ast.parse(read_text(path, errors="strict"), str(path))
         exec(compile(tree, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
-        if "unicodeescape" in said:  # "C:\\Users"
+        if "unicodeescape" in said:  # as of "C:\Users", where \U begins a code
             said += "; write paths with /"
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
@@ -407,10 +413,11 @@ def check_model(config: Config) -> list[str]:
         problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
     for name, f in FIELDS.items():
         choice, _, value = f.metadata["of"].partition("=")
-        # lr_schedule=wsd reads what the schedules whose names begin so read
-        foreign = choice and not str(getattr(config, choice)).startswith(value)
-        if foreign and getattr(config, name) != f.default:
-            problems.append(f"{name}: only {choice}={value} reads it; else --{name}={f.default}")
+        if choice and getattr(config, name) != f.default:
+            chosen = str(getattr(config, choice))
+            if value not in (chosen, family(chosen)):
+                mend = f"leave it out, or --{name}={f.default}"
+                problems.append(f"{name}: only {choice}={value} reads it; {mend}")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
             most = config.n_layer // 2

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, run_main, say, warn
-from configurator import SCHEDULES, Config
+from configurator import SCHEDULES, Config, family
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
@@ -136,8 +136,10 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     # nanoGPT's warm-up: the first rate is above 0
     if it < warmup:
         return highest * (it + 1) / (warmup + 1)
+    if config.lr_schedule == "constant":
+        return highest  # exactly: min_lr + (highest - min_lr) rounds
     start: float = warmup
-    if config.lr_schedule.startswith("wsd"):
+    if family(config.lr_schedule) == "wsd":
         start = max(start, horizon - round(config.decay_fraction * horizon))
     over = 1.0 if it >= horizon else max(0, it - start) / max(1, horizon - start)
     return config.min_lr + SCHEDULES[config.lr_schedule](over) * (highest - config.min_lr)
@@ -184,8 +186,10 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
         if sys.platform == "win32" and "riton" in reason:  # torch brings none there
             reason += '; pip install "triton-windows<3.8"'
         warn(f"torch.compile does not work here ({reason}); continuing without it")
-        config.compile, model._compiled_call_impl = False, None  # what compile() has set
-        model.train().config = replace(model.config, loss_chunk=loss_chunk(config))
+        config.compile = False
+        model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
+        model.train()
+        model.config = replace(model.config, loss_chunk=loss_chunk(config))
     model.zero_grad()
     hardware.set_rng_state(random_states, hw.device)
     say(f"compile: {time.perf_counter() - began:.1f}s")
@@ -305,7 +309,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     optimizer = build_optimizer(model, c, hw.dtype)
     scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
     p = restore(start, model, optimizer, scaler, c, hw, ranks.rank)
-    final = model  # its weights are evaluated, sampled from, saved and exported
+    eval_model = model  # its weights are evaluated, sampled from, saved and exported
 
     # Log, clock and data. From here on out_dir is this run's
     clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
@@ -339,13 +343,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         due = reason in COMPLETE or (evaluation_due and not reason)
         if due and (c.eval_only or p.evaluated_at != p.iter_num):
             log.lap("steps")
-            losses = estimate_loss(final, data, batches, c, hw, signals)
+            losses = estimate_loss(eval_model, data, batches, c, hw, signals)
             if losses:
                 is_best, unsaved = p.note_evaluation(losses[1]), True
                 save_due |= p.iter_num > 0 and (is_best or c.always_save_checkpoint)
                 log.evaluation(p, losses[0])
                 if c.sample_tokens and ranks.is_main and p.iter_num > 0:
-                    sample_text(final, data, p, log)
+                    sample_text(eval_model, data, p, log)
             else:
                 reason = signals.name or "data"  # the resumed run begins with this evaluation
             clock.note("evaluation", log.lap("evaluation"), done=losses is not None)
@@ -355,7 +359,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         signals.loop_is_over = reason not in (None, signals.name)
         if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
             log.lap("steps")
-            state = checkpoint_state(data, final, optimizer, scaler, p, log)
+            state = checkpoint_state(data, eval_model, optimizer, scaler, p, log)
             unsaved = retry = not save_checkpoint(state, log, signals, last=reason is not None)
             if retry:  # best.pt is still the one before
                 p.best_val_loss, p.best_iter = best_on_disk

@@ -113,14 +113,15 @@ def try_lock(file: BinaryIO) -> bool:
     return True
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, errors: str = "replace") -> str:
     """
     A text file of the user's: UTF-16 where it begins with a byte-order mark, as PowerShell writes
-    it, else UTF-8, with U+FFFD where it is not. Lines end in LF. Raises OSError.
+    it, else UTF-8, with U+FFFD where it is not, or UnicodeDecodeError with errors="strict". Lines
+    end in LF. Raises OSError.
     """
     content = path.read_bytes()
     encoding = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig"
-    return content.decode(encoding, errors="replace").replace("\r\n", "\n")
+    return content.decode(encoding, errors).replace("\r\n", "\n")
 
 
 def read_json(path: Path, mend: str) -> dict:

@@ -54,10 +54,12 @@ class Run:
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
             self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last start")
-        # by the last record; a step at N has made N + 1 iterations, and its tokens are those before
+        # by the last record; a step at N has made N + 1 iterations
         step, evals = self.step, self.eval
         self.iterations = highest(step["iter"] + 1, evals["iter"], self.end.get("iters"))
-        self.tokens = highest(step["tokens_after"], evals["tokens"], self.end.get("tokens"))
+        after = step["tokens"] + number(self.start.get("tokens_per_iter"))  # of earlier versions
+        tokens = np.where(np.isnan(step["tokens_after"]), after, step["tokens_after"])
+        self.tokens = highest(tokens, evals["tokens"], self.end.get("tokens"))
         self.hours = highest(step["hours"], evals["hours"], self.end.get("hours"))
 
 

@@ -10,7 +10,7 @@ from configurator import Config
 from model import GPTConfig
 from training import build
 from training.build import OPTIMIZERS, adamw_groups, build_model, build_optimizer
-from training.memory import memory_bytes
+from training.memory import memory_bytes, optimizer_bytes
 
 
 def test_an_optimizer_that_is_not_in_the_table_is_refused():
@@ -72,6 +72,7 @@ OPTIONS = dict(optimizer="lion", learning_rate=1e-3)
 def lion(monkeypatch):
     """An entry in the table."""
     monkeypatch.setitem(OPTIMIZERS, "lion", LION)
+    optimizer_bytes.cache_clear()
 
 
 def test_a_new_optimizer_trains_and_resumes_bit_for_bit(lion, dataset, tmp_path):
@@ -119,3 +120,16 @@ def test_a_parameter_that_no_update_has_reached_may_be_resumed(
     assert run_here(dataset, tmp_path, **OPTIONS, max_iters=4, lr_decay_iters=8) == 0
     assert load(tmp_path, 4)["optimizer"]["state"][0] == {}
     assert run_here(dataset, tmp_path, **OPTIONS, init_from="resume") == 0
+
+
+@pytest.mark.parametrize("error", [AssertionError("on meta"), NotImplementedError("no kernel")])
+def test_an_optimizer_that_needs_values_is_counted_as_adam(lion, monkeypatch, capsys, error):
+    class Looks(Lion):
+        def step(self, closure=None):
+            raise error
+
+    monkeypatch.setitem(OPTIMIZERS, "lion", (adamw_groups, lambda groups, **_: Looks(groups)))
+    sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=24)
+    parts = memory_bytes(Config(optimizer="lion"), GPTConfig(**sizes), "float32", 1)
+    assert parts["optimizer"] == 2 * parts["gradients"]
+    assert "the memory of optimizer=lion is taken for Adam's: " in capsys.readouterr().err

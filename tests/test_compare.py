@@ -14,7 +14,7 @@ from helpers import records, run_here, run_process, write_dataset
 
 import compare
 from reports import picture
-from reports.records import read_run
+from reports.records import Run, read_run
 
 NANOGPT_LOG = """\
 Overriding config with config/train_4070.py:
@@ -346,6 +346,16 @@ def test_the_table_says_dtype_once_and_minutes(tmp_path, script):
     _, out, _ = script(compare.main, *runs)
     assert [line.split()[0] for line in out.splitlines()].count("dtype") == 1
     assert row(out, "time ").split() == ["time", "3m25s", "3m25s", "equal"]
+
+
+def test_tokens_of_a_killed_run_of_an_earlier_version(dataset, tmp_path):
+    """Its steps say how many came before them, and no more."""
+    assert run_here(dataset, tmp_path, max_iters=5, eval_interval=2) == 0
+    kept = [r for r in records(tmp_path) if r["kind"] != "end" and r["iter"] < 4]
+    whole = Run("now", kept)
+    for record in kept:
+        record.pop("tokens_after", None)
+    assert whole.tokens == Run("before", kept).tokens == 4 * 128
 
 
 def test_a_real_run_read_back_and_drawn(dataset, tmp_path):

@@ -244,7 +244,7 @@ def test_a_key_that_nobody_reads_is_refused(name):
     value = next((c for c in choices if c != default), plain.get(type(default).__name__, "x"))
     assert load_config([f"--{choice}={whose}", f"--{name}={value}"])
     assert load_config([f"--{choice}={other}", f"--{name}={default}"])
-    problem = f"{name}: only {choice}={whose} reads it; else --{name}={default}"
+    problem = f"{name}: only {choice}={whose} reads it; leave it out, or --{name}={default}"
     assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
     assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]
 
@@ -263,7 +263,7 @@ def test_a_new_key_says_whose_it_is_and_the_other_model_refuses_it(tmp_path):
     assert run("--act=relu")[0] == 0 and run("--model=fast")[0] == 0
     code, _, err = run("--model=fast", "--act=relu")
     assert code == 2
-    assert err == "error: act: only model=gpt2 reads it; else --act=gelu\n"
+    assert err == "error: act: only model=gpt2 reads it; leave it out, or --act=gelu\n"
     helped = run("--help")[1]
     assert "model=gpt2: activation (gelu | relu)" in helped
     assert "optimizer=muon: momentum" in helped
@@ -296,6 +296,13 @@ def test_nanogpt_habits_are_no_errors():
     config = load_config(["--warmup_iters=100", "--max_iters=10"])
     assert config.warmup_iters > config.max_iters
     assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
+
+
+def test_a_file_in_an_older_encoding_is_refused(tmp_path):
+    """Read with a letter replaced, it would train in another folder."""
+    (tmp_path / "old.py").write_text("out_dir = 'out/Gr\u00f6\u00dfe'", "cp1252")
+    (problem,) = problems_of(str(tmp_path / "old.py"))
+    assert "old.py:1: UnicodeDecodeError" in problem
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

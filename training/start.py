@@ -26,7 +26,7 @@ from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_deman
 from data.stream import open_stream
 from model import FREE_ON_RESUME, GPTConfig
 from training import checkpoint, hardware
-from training.build import check_optimizer
+from training.build import build_shapes, check_optimizer, model_config, optimizer_groups
 from training.checkpoint import find_newest, holds_run, in_the_way, list_checkpoints
 from training.pretrained import load_pretrained
 from training.ranks import Ranks, check_gpus, check_shares, lost_rank
@@ -50,7 +50,7 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
     command line, or else with the start, the device, the dataset and what follows from the keys.
     """
     config, problems = read_config(argv)
-    raise_if_any(problems)
+    raise_if_any(problems + check_optimizer(config))
     out_dir, path = Path(config.out_dir), None
     try:
         if (out_dir / "lock").exists() and not config.eval_only:
@@ -59,10 +59,12 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
         config, problems = adopt(config, load_start(config, path))
     except UserError as error:
         problems = error.problems
-    problems += check_optimizer(config) + hardware.check_device(config)
+    problems += hardware.check_device(config)
     problems += [] if config.stream else check_dataset(config)
     problems += resolve(config) + check_shares(config, world_size) + check_gpus(config)
     raise_if_any(problems)
+    # Muon may ask for a weight's role, with any vocabulary
+    optimizer_groups(build_shapes(model_config(config, 1)), config)
     if config.dtype == "auto":  # rank 0 chooses for all
         dtype, reason = hardware.best_dtype(hardware.choose_device(config))
         config.dtype = str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from configurator import Config, config_values, saved_config
 from data.shards import Dataset
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_shapes, optimizer_groups
+from training.build import build_shapes, check_optimizer, optimizer_groups
 from training.hardware import Hardware, get_rng_state, set_rng_state
 from training.pretrained import check_state
 from training.progress import Progress
@@ -81,7 +81,7 @@ def check_checkpoint(state: dict, path: Path) -> None:
     try:
         check_state(state, path)
         read_progress(state)
-        check_optimizer(state)
+        check_optimizer_state(state)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: cannot be resumed by this version ({reason})") from None
@@ -93,9 +93,11 @@ def read_progress(state: dict) -> Progress:
     return Progress(**{f.name: saved[f.name] for f in fields(Progress) if f.name in saved})
 
 
-def check_optimizer(state: dict) -> None:
+def check_optimizer_state(state: dict) -> None:
     """Raises ValueError unless a checkpoint's optimizer state is one of its model's parameters."""
     model, config = build_shapes(GPTConfig(**state["model_config"])), saved_config(state["config"])
+    if problems := check_optimizer(config):
+        raise ValueError(problems[0])
     groups = optimizer_groups(model, config)
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in state["optimizer"]["param_groups"]]:
