@@ -57,7 +57,6 @@ def small_model(**changes) -> GPT:
 # GPT.generate
 
 
-@pytest.mark.upstream
 def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
     model = small_model()
     reference = as_transformers(model)
