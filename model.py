@@ -147,13 +147,17 @@ class GPT(nn.Module):
         (GPT-2 paper, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        kinds = (nn.Linear, nn.Embedding)  # others begin as they have made themselves
+        plain = {p for m in self.modules() if isinstance(m, kinds) for p in m.parameters(False)}
         for name, p in self.named_parameters():
+            if p not in plain:
+                continue
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=residual_std)
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)  # LayerNorm weights start as ones
+            else:
+                nn.init.zeros_(p)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
@@ -202,7 +206,8 @@ def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | No
     """
     What training minimises and evaluation reports: the loss of logits (n, V), not capped yet,
     against targets (n,), summed over those that are not -1, in nats. The one place for it: a term
-    added to `loss` acts everywhere, all logits at once or in chunks, compiled or not.
+    added to `loss` acts everywhere, all logits at once or in chunks, compiled or not. One that
+    compares targets with each other needs loss_chunk=off.
     """
     loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
     return loss

@@ -174,7 +174,11 @@ class FastGPT(nn.Module):
         identity, and the first loss is ln V (muP, arXiv:2203.03466). Token pairs zero (records).
         Value embeddings N(0, 1 / C) (nanochat).
         """
+        kinds = (nn.Linear, nn.Embedding)  # others begin as they have made themselves
+        plain = {p for m in self.modules() if isinstance(m, kinds) for p in m.parameters(False)}
         for name, p in self.named_parameters():
+            if p not in plain:
+                continue
             if name.endswith(
                 ("c_proj.weight", "lm_head.weight", "value_gate.weight", "bias", "bigrams.weight")
             ):

@@ -31,7 +31,7 @@ from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, Sampling, generate_tokens
 from model_fast import FastGPT
 from training import hardware
-from training.build import build_model
+from training.build import CACHES_DIFFER, build_model, caches_differ
 from training.pretrained import read_weights
 
 RULER = "---------------"
@@ -95,6 +95,8 @@ def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     model = build_model(replace(saved, flash=hw.flash(saved)))
     model.load_state_dict(state["model"])
     model.to(hw.device, hw.dtype).eval()
+    if caches_differ(model):
+        warn(CACHES_DIFFER)
     if machine.compile:
         compiled = torch.compile(model.next_logits, dynamic=True)
         model.next_logits = compiled  # type: ignore[method-assign]  # of this one model

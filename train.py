@@ -36,6 +36,7 @@ from training import build, hardware
 from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
 from training.clock import Clock
 from training.hardware import Hardware
+from training.muon import Muon
 from training.progress import Progress
 from training.ranks import Ranks, Signals, mean_over_ranks
 from training.runlog import RunLog
@@ -90,13 +91,15 @@ def train_step(
     else:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(grads)
-    # not the first update: skipped, it leaves torch's fused SGD what lies in memory as momentum
-    if optimizer.defaults.get("fused") and optimizer.state:
+    if not optimizer.state:  # the first update
+        build.warn_of_idle(model)
+    # others may keep state of their own, which a skipped update would spoil
+    if optimizer.defaults.get("fused") and type(optimizer) in (torch.optim.AdamW, Muon):
         if not scaler.is_enabled():
-            # where it is 1 a fused optimizer skips the update, without asking the host
+            # where it is 1 these two skip the update, without asking the host
             optimizer.found_inf = (~grad_norm.isfinite()).float()
         scaler.step(optimizer)
-    elif grad_norm.isfinite():  # waits for the device: other updates cannot skip themselves
+    elif grad_norm.isfinite():  # waits for the device
         scaler.step(optimizer)
     scaler.update()
     # DDP's gradients are views of its buckets; set to None, they would take memory of their own
@@ -165,18 +168,18 @@ def set_lr(optimizer, it: int, config: Config, share: float) -> float:
 def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
     """Compile the model, on throw-away data. Where that fails, a warning, and it stays as it is."""
     say("compiling: this takes about a minute")
-    began, random_states = time.perf_counter(), hardware.get_rng_state(hw.device)
-    compile_model(model)
+    began = time.perf_counter()
     # like real batches, strides too, or the first real one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
     # compiled dropout draws other numbers: then the loss of an evaluation is compared
     training = not (config.eval_only or config.dropout)
+    compile_model(model)
     try:
         if not config.eval_only:
             with hw.autocast():
                 loss = model(x, y)
             loss.backward()
-        total, count = evaluate(model, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
+        total, count, *_ = evaluate(model, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
         compiled_loss = loss.item() if training else total / count
         build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way
@@ -190,8 +193,6 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
         model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
         model.train()
         model.config = replace(model.config, loss_chunk=loss_chunk(config))
-    model.zero_grad()
-    hardware.set_rng_state(random_states, hw.device)
     say(f"compile: {time.perf_counter() - began:.1f}s")
 
 
@@ -260,6 +261,8 @@ def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
+        if build.caches_differ(model):
+            log.warn_once("caches", p.iter_num, build.CACHES_DIFFER)
         ids = generate(model, idx, config.sample_tokens, data.vocab, sampling, generator)
     model.train()
     log.sample(p.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
@@ -322,7 +325,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log.lap("start-up")
 
     if c.compile:
-        compile_or_warn(model, c, data.vocab, hw)
+        with hardware.no_trace(model, hw.device):
+            compile_or_warn(model, c, data.vocab, hw)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling has left
     gc.freeze()  # the collector would look through a million objects of torch's each time

@@ -128,7 +128,10 @@ class TrainBatches:
                 self.changed.notify_all()
 
     def load(self, first: int) -> Tensor:
-        """The windows of sequences from `first` on, (B, T + 1) on the host."""
+        """
+        The windows of sequences from `first` on, (B, T + 1) on the host. This runs ahead in a
+        thread: random changes of the text go into take(), or a resume would draw others.
+        """
         block = torch.from_numpy(self.windows.read(first, self.batch_size))
         return block.pin_memory() if self.device.type == "cuda" else block
 
@@ -168,9 +171,9 @@ class TrainBatches:
 
 def to_batch(block: Tensor, device: torch.device) -> Batch:
     """
-    (B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one, on the device. Only on
-    CUDA does the copy not wait: on MPS it could read memory that has been freed meanwhile (pytorch
-    #139550).
+    (B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one, on the device; also of an
+    evaluation. Only on CUDA does the copy not wait: on MPS it could read memory that has been freed
+    meanwhile (pytorch #139550).
     """
     block = block.to(device, non_blocking=device.type == "cuda")
     # clones: in a batch of one sequence the two would share their memory

@@ -89,6 +89,28 @@ def test_a_new_optimizer_trains_and_resumes_bit_for_bit(lion, dataset, tmp_path)
     assert_same_state(straight, load(tmp_path / "halves", 8))
 
 
+def test_an_optimizers_own_counters_in_its_groups_are_resumed(dataset, tmp_path, monkeypatch):
+    class Counting(Lion):
+        """Each third update is twice as long."""
+
+        def __init__(self, groups):
+            torch.optim.Optimizer.__init__(self, groups, dict(count=0))
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] += 1
+                group["lr"] *= 1 + (group["count"] % 3 == 0)
+            super().step()
+
+    monkeypatch.setitem(OPTIMIZERS, "lion", (adamw_groups, lambda groups, **_: Counting(groups)))
+    options = dict(OPTIONS, lr_decay_iters=8)
+    assert run_here(dataset, tmp_path / "straight", **options) == 0
+    assert run_here(dataset, tmp_path / "halves", **options, max_iters=4) == 0
+    assert run_here(dataset, tmp_path / "halves", **options, init_from="resume") == 0
+    for name, weights in load(tmp_path / "straight", 8)["model"].items():
+        assert torch.equal(load(tmp_path / "halves", 8)["model"][name], weights)
+
+
 def test_what_a_resume_would_refuse_is_refused_when_it_is_first_saved(
     lion, dataset, tmp_path, monkeypatch
 ):

@@ -16,8 +16,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from weights import TRANSPOSED, as_transformers
 
 import model as model_file
+import model_fast
 from configurator import Config
-from model import FREE_ON_RESUME, GPT, ChunkedLoss, GPTConfig, cap_logits, generate, mean_loss
+from model import (
+    FREE_ON_RESUME,
+    GPT,
+    Block,
+    ChunkedLoss,
+    GPTConfig,
+    cap_logits,
+    generate,
+    mean_loss,
+)
 from training.build import (
     adamw_groups,
     build_model,
@@ -509,6 +519,19 @@ def test_how_a_model_is_computed_is_not_what_it_computes(model, field):
     idx = tokens(2, 24, 61)
     # float32 sums in another order
     torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_what_is_no_matrix_of_a_layer_begins_as_it_has_made_itself(model, monkeypatch):
+    class WithGains(Block if model == "gpt2" else model_fast.Block):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.gains = torch.nn.Parameter(torch.tensor([[1.0, 0.0]] * 2))
+            self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+    monkeypatch.setattr(model_file if model == "gpt2" else model_fast, "Block", WithGains)
+    block = build_model(GPTConfig(**BASE, model=model)).transformer.h[1]
+    assert block.gains.tolist() == [[1.0, 0.0]] * 2 and block.scale == 3.0
 
 
 def test_padded_vocabulary():

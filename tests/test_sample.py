@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from data.tokenizer import Tokenizer
 from data.writer import write_shard
 from model import GPT, GPTConfig, Sampling, generate, sample_next
 from training import checkpoint, hardware
+from training.build import build_model, caches_differ
 from training.checkpoint import find_newest
 from training.pretrained import read_weights
 
@@ -336,6 +337,22 @@ def test_a_prompt_from_a_file_is_read_as_windows_writes_it(encoding, tmp_path):
     assert sample.read_prompt(f"FILE:{tmp_path / 'prompt.txt'}") == "na\u00efve\n"
     (tmp_path / "other.txt").write_bytes(b"na\xefve")  # in an older encoding
     assert sample.read_prompt(f"FILE:{tmp_path / 'other.txt'}") == "na\ufffdve"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_a_model_that_looks_back_without_a_cache_is_found(model, monkeypatch):
+    config = GPTConfig(model=model, n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64)
+    net = build_model(replace(config, tie_weights=model == "gpt2")).eval()
+    torch.nn.init.normal_(net.lm_head.weight)
+    assert not caches_differ(net)
+    stock = type(net).hidden
+
+    def with_a_shift(self, idx, caches=None):
+        x = stock(self, idx, caches)
+        return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    monkeypatch.setattr(type(net), "hidden", with_a_shift)
+    assert caches_differ(net)
 
 
 def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, tmp_path, script):

@@ -40,8 +40,8 @@ from configurator import SCHEDULES, Config, load_config
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import ShardTokens, open_dataset
 from model import GPT
-from training.build import build_model, build_optimizer, model_config
-from training.hardware import set_up
+from training.build import build_model, build_optimizer, build_shapes, model_config
+from training.hardware import no_trace, set_up
 from training.ranks import Signals
 
 
@@ -447,7 +447,7 @@ def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
     def poisoned(x, y):
         return model(x, y) * (float("nan") if next(calls) == 1 else 1.0)
 
-    poisoned.parameters = model.parameters
+    poisoned.parameters, poisoned.named_parameters = model.parameters, model.named_parameters
     hw, batches = set_up(config), TrainBatches(data, config, torch.device("cpu"))
 
     def update():
@@ -640,6 +640,44 @@ def test_a_skipped_first_update_leaves_a_fused_optimizer_nothing_to_spoil():
     momentum = descent.state[bowl.weight]["momentum_buffer"]
     torch.testing.assert_close(bowl.weight.detach(), before - 0.1 * momentum)
     assert 0 < momentum.norm() <= 1.0 + 1e-6  # the clipped gradient
+
+
+def test_a_weight_that_nothing_trains_is_said(dataset, tmp_path, monkeypatch, capsys):
+    stock = model.GPT.__init__
+
+    def with_a_bias(self, config):
+        stock(self, config)
+        self.lm_head.bias = torch.nn.Parameter(torch.zeros(config.vocab_size))
+
+    monkeypatch.setattr(model.GPT, "__init__", with_a_bias)
+    build_shapes.cache_clear()
+    assert run_here(dataset, tmp_path) == 0
+    build_shapes.cache_clear()
+    assert capsys.readouterr().err.count("no gradient reaches lm_head.bias: nothing trains it") == 1
+
+
+def test_compiling_leaves_buffers_as_they_were(dataset, tmp_path, monkeypatch):
+    """They are made on throw-away data."""
+    stock = model.MLP.forward
+
+    def forward(self, x):
+        if self.training:
+            self.c_fc.seen += 1
+        return stock(self, x)
+
+    def build_counting(config):
+        gpt = build_model(config)
+        for block in gpt.transformer.h:
+            block.mlp.c_fc.register_buffer("seen", torch.zeros(()))
+        return gpt
+
+    monkeypatch.setattr(model.MLP, "forward", forward)
+    monkeypatch.setattr(torch, "compile", lambda call: call)
+    config = load_config(flags(dataset, tmp_path, compile=True))
+    gpt = build_counting(model_config(config, 64))
+    with no_trace(gpt, torch.device("cpu")):
+        train.compile_or_warn(gpt, config, 64, set_up(config))
+    assert [block.mlp.c_fc.seen.item() for block in gpt.transformer.h] == [0, 0]
 
 
 def test_a_constant_rate_is_that_rate_to_the_bit():
@@ -890,7 +928,8 @@ def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
     monkeypatch.setattr(torch, "compile", compile)
     config = load_config(flags(dataset, tmp_path, compile=True))
     gpt = build_model(model_config(config, 64))
-    train.compile_or_warn(gpt, config, 64, set_up(config))
+    with no_trace(gpt, torch.device("cpu")):
+        train.compile_or_warn(gpt, config, 64, set_up(config))
     assert "no kernel for this" in capsys.readouterr().err
     assert gpt.training and gpt.transformer.h[0].training
     gpt.eval()(torch.zeros(1, 4, dtype=torch.long))  # not by what does not compile

@@ -106,6 +106,33 @@ def check_loss(
         raise ArithmeticError(f"its loss is {compiled_loss:.4f}, without it {loss:.4f}")
 
 
+@torch.no_grad()
+def caches_differ(model: GPT | FastGPT) -> bool:
+    """
+    Whether logits through the caches are not those of forward(), on random tokens. Then samples are
+    another model's: something in `hidden` looks at earlier tokens, and has no cache for them.
+    """
+    T, config = min(128, model.config.block_size), model.config
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(config.vocab_size, (1, T), generator=generator)
+    idx, caches = idx.to(next(model.parameters()).device), model.new_caches(T)
+    for part in idx.split([max(1, T - 4), *[1] * min(4, T - 1)], dim=1):
+        logits = model.next_logits(part, caches)
+    expected = model.forward(idx)[:, -1]
+    return not (logits - expected).abs().max() <= 0.1 * expected.abs().max()
+
+
+def warn_of_idle(model: nn.Module) -> None:
+    """Between a backward pass and its update."""
+    weights = model.named_parameters()
+    if idle := [name for name, p in weights if p.requires_grad and p.grad is None]:
+        warn(f"no gradient reaches {', '.join(idle)}: nothing trains it")
+
+
+CACHES_DIFFER = "samples are not what the model computes: in `hidden`, what looks at earlier tokens"
+CACHES_DIFFER += " needs a cache (docs/hacking.md)"
+
+
 class SkipInit(TorchFunctionMode):
     """Inside this, nn.init leaves tensors as they are."""
 

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,6 +280,18 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
+
+
+@contextlib.contextmanager
+def no_trace(model, device: torch.device) -> Iterator[None]:
+    """What is computed inside leaves random states, gradients and buffers as they were."""
+    random_states = get_rng_state(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    model.zero_grad()
+    for buffer, before in buffers:
+        buffer.data.copy_(before)
+    set_rng_state(random_states, device)
 
 
 # -----------------------------------------------------------------------------

@@ -125,6 +125,11 @@ def restore(
     if "progress" not in start:
         return Progress()
     groups = optimizer.state_dict()["param_groups"]
+    ours = {key for group in optimizer_groups(model, config) for key in group}
+    for group, before in zip(groups, start["optimizer"]["param_groups"], strict=True):
+        # an optimizer's own counters stand here, too
+        own = before.keys() - ours - {"fused", "foreach", "capturable"}
+        group |= {key: before[key] for key in own}
     optimizer.load_state_dict(start["optimizer"] | dict(param_groups=groups))
     for kept in optimizer.state.values():  # on a CPU they would stay mapped to the file
         kept.update(copy.deepcopy(kept))
