@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "compare": LIBRARY,
     "convert": LIBRARY,
     "bench": ["train", *LIBRARY],
+    "docs": LIBRARY,
 }
 SCRIPTS = ["sample", "compare", "convert", "bench", "data.prepare_fineweb", "data.prepare_text"]
 # imported where they are used, so that a machine with prepared shards can train without them

@@ -3,21 +3,28 @@ What nanoGPT's users bring along: config files, data folders, checkpoints, and G
 fine-tune.
 """
 
+import dataclasses
+import importlib
 import pickle
+import re
 import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import load_newest, records, run_here
+from helpers import ROOT, load_newest, records, run_here
+from test_docs import code_blocks
 from weights import assert_refused, random_gpt2
 
 import sample
 import train
 from common.console import UserError
-from configurator import load_config
-from model import GPT, GPTConfig
-from training import clock
+from configurator import Config, load_config
+from data.loader import eval_batches
+from data.shards import open_dataset
+from model import GPT, GPTConfig, Sampling, generate
+from training import build, clock
+from training.pretrained import load_pretrained
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments
 # after values.
@@ -158,8 +165,6 @@ def test_fine_tuning_starts_where_transformers_model_stands(dataset, tmp_path):
     init_from a Hugging Face folder: the first validation loss is the one transformers computes on
     the same tokens.
     """
-    from data.shards import open_dataset
-
     hf = random_gpt2(tmp_path / "hf", vocab_size=64, n_positions=32)
     options = dict(
         init_from=tmp_path / "hf", max_iters=4, eval_tokens=512, learning_rate=1e-3, dropout=0.1
@@ -315,3 +320,152 @@ def test_characters_and_bytes_are_never_mixed(nanogpt_folder, dataset, tmp_path)
 def test_its_folders_are_among_the_runs_that_are_named(nanogpt_folder, monkeypatch, script):
     monkeypatch.chdir(nanogpt_folder)
     assert_refused(script, sample.main, words=("runs here: out-shakespeare-char",))
+
+
+# -----------------------------------------------------------------------------
+# Its scripts, with docs/nanogpt_model.py and as docs/from_nanogpt.md says
+
+PAGE = ROOT / "docs" / "from_nanogpt.md"
+SCRIPT, OWN_MODEL = code_blocks(PAGE, "python")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """docs/nanogpt_model.py, as it is beside a script."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("nanogpt_model")
+
+
+@pytest.fixture
+def trained(dataset, tmp_path):
+    assert run_here(dataset, tmp_path / "run") == 0
+    return tmp_path / "run"
+
+
+def test_the_script_of_the_page_has_this_programs_loss_and_text(calls, trained, dataset):
+    data = open_dataset(str(dataset))
+    config = load_config([f"--dataset={dataset}", "--block_size=16", "--batch_size=16"])
+    batches = [*eval_batches(data.val, 256, config, torch.device("cpu"), False, 0, 1)]
+    ((idx, targets),) = batches
+    names = dict(source=trained, idx=idx, targets=targets)
+    exec(SCRIPT, names)
+    state = load_pretrained(str(trained))
+    ours = GPT(GPTConfig(**state["model_config"]))
+    ours.load_state_dict(state["model"])
+    total, count = train.evaluate(ours, batches, torch.no_grad())
+    assert names["loss"].item() == pytest.approx(total / count, abs=1e-6)
+    last = records(trained, "eval")[-1]
+    assert names["loss"].item() == pytest.approx(last["val_loss"], abs=1e-4)
+    ours.eval()
+    whole = ours(idx)
+    assert torch.equal(names["logits"], whole) and names["nothing"] is None
+    torch.testing.assert_close(names["last"], whole[:, [-1]])
+    torch.manual_seed(1337)
+    GPT(ours.config)  # the script's model is made from the same random numbers
+    text = generate(ours, idx, 20, data.vocab, Sampling(temperature=0.8, top_k=200))
+    assert torch.equal(names["text"], text) and text.size(1) == 16 + 20
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_batch_of_two_is_no_pair(rows, calls):
+    model = calls.GPT(calls.GPTConfig(8, 12, 1, 2, 16)).eval()
+    idx = torch.zeros(rows, 5, dtype=torch.long)
+    logits, loss = model(idx)
+    assert logits.shape == (rows, 1, 12) and loss is None
+    logits, loss = model(idx, idx)
+    assert logits.shape == (rows, 5, 12) and loss.dim() == 0
+    half = torch.cat((idx[:, :2], torch.full_like(idx[:, 2:], -1)), dim=1)
+    expected = torch.nn.functional.cross_entropy(logits[:, :2].flatten(0, 1), half[:, :2].flatten())
+    assert model(idx, half)[1].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_its_other_calls(calls, tmp_path):
+    random_gpt2(tmp_path / "hf")
+    model = calls.GPT.from_pretrained(tmp_path / "hf", dict(dropout=0.1))
+    assert model.config.dropout == model.transformer.drop.p == 0.1
+    idx = torch.randint(128, (2, 8))
+    model = calls.GPT.from_pretrained(tmp_path / "hf").eval()
+    before, _ = model(idx, idx)
+    model.crop_block_size(8)
+    assert model.config.block_size == 8 and torch.equal(model(idx, idx)[0], before)
+    assert model.generate(idx, 4, top_k=None).shape == (2, 12)
+    # two layers of 12 C^2 weights and 13 C of biases and norms, the last norm, the tokens
+    n = 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 128 * 32
+    assert model.get_num_params() == n and model.get_num_params(False) == n + 8 * 32
+    # PaLM's 6 N + 12 L H Q T, of 2 x 8 tokens in a second
+    flops = (6 * n + 12 * 2 * 32 * 8) * 16
+    assert model.estimate_mfu(2, 1.0) == pytest.approx(flops / 312e12, rel=0.05)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    decays = {group["weight_decay"]: group for group in optimizer.param_groups}
+    assert decays.keys() == {0.1, 0.0} and isinstance(optimizer, torch.optim.AdamW)
+    assert all(group["lr"] == 1e-3 for group in decays.values())
+    assert all(group["betas"] == (0.9, 0.95) for group in decays.values())
+    assert {p.dim() for p in decays[0.1]["params"]} == {2}
+    assert sum(len(group["params"]) for group in decays.values()) == len([*model.parameters()])
+    model(idx, idx)[1].backward()
+    optimizer.step()
+    assert not torch.equal(model(idx, idx)[0], before)
+    assert calls.LayerNorm(4, False).bias is None and calls.LayerNorm(4, bias=True).eps == 1e-5
+
+
+def test_the_lines_of_its_table_run(trained):
+    table = PAGE.read_text(encoding="utf-8").partition("| one line of code |")[2]
+    lines = re.findall(r"^\|.*\| `([^`]+)` \|$", table.partition("\n\n")[0], re.MULTILINE)
+    assert len(lines) == 11
+    idx = torch.randint(64, (3, 8))
+    names = dict(idx=idx, targets=idx, source=str(trained), vocab=64, n=4, tokens_per_second=1e5)
+    names |= dict(torch=torch, nn=torch.nn, Config=Config, replace=dataclasses.replace)
+    names |= dict(GPT=GPT, GPTConfig=GPTConfig, generate=generate, Sampling=Sampling)
+    names |= vars(build) | dict(load_pretrained=load_pretrained)
+    loads = next(line for line in lines if "load_state_dict" in line)
+    for line in [loads, *lines]:
+        exec(line, names)
+    assert names["loss"].dim() == 0 and names["logits"].shape == (3, 1, 128)
+    assert names["text"].shape == (3, 28) and names["text"].max() < 64
+    assert names["state"]["model_config"]["block_size"] == 8
+
+
+# -----------------------------------------------------------------------------
+# Its user's own model.py, with rotary positions
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_own_model_of_the_page_trains_resumes_and_samples(
+    optimizer, dataset, tmp_path, monkeypatch
+):
+    line = "from model import GPT, ChunkedLoss, GPTConfig\n"
+    assert line in (ROOT / "training" / "build.py").read_text()  # step 1 replaces it
+    names: dict = {}
+    exec(OWN_MODEL, names)
+    own = names["GPT"]
+    monkeypatch.setattr(build, "GPT", own)
+    cached = (build.build_shapes, build.count_parameters, build.count_flops)
+    try:
+        for function in cached:
+            function.cache_clear()
+        given = dict(optimizer=optimizer, learning_rate=0.01, dropout=0.1)
+        assert run_here(dataset, tmp_path / "a", **given) == 0
+        assert run_here(dataset, tmp_path / "b", max_iters=4, lr_decay_iters=8, **given) == 0
+        again = dict(init_from="resume", lr_decay_iters=8, max_iters=8)
+        assert run_here(dataset, tmp_path / "b", **given, **again) == 0
+        whole, resumed = (load_newest(tmp_path / name)["model"] for name in "ab")
+        assert "transformer.wpe.weight" not in whole
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+        losses = [record["val_loss"] for record in records(tmp_path / "a", "eval")]
+        assert losses[-1] < losses[0]
+        state = load_pretrained(str(tmp_path / "a"))
+    finally:
+        for function in cached:
+            function.cache_clear()
+    model = own(GPTConfig(**state["model_config"])).eval()
+    model.load_state_dict(state["model"])
+    idx = torch.randint(64, (2, 3))
+    # beyond the window too; greedy, each id from the whole text before it, without a cache
+    expected = idx
+    for _ in range(20):
+        likeliest = model(expected[:, -16:])[:, -1, :64].argmax(dim=1, keepdim=True)
+        expected = torch.cat((expected, likeliest), dim=1)
+    assert torch.equal(generate(model, idx, 20, 64, Sampling(temperature=0.0)), expected)
+    # positions count: the same tokens in another order are another text
+    logits = model(torch.tensor([[5, 9, 7], [9, 5, 7]]))[:, -1]
+    assert not torch.allclose(logits[0], logits[1], atol=1e-4)

@@ -1,0 +1,53 @@
+"""nanoGPT's calls on this program's GPT-2, for scripts that have them: docs/from_nanogpt.md."""
+
+import torch.nn as nn
+
+import model
+from configurator import Config
+from model import GPTConfig, Sampling
+from training.build import build_optimizer, count_flops
+from training.pretrained import load_pretrained
+
+
+class LayerNorm(nn.LayerNorm):
+    def __init__(self, ndim, bias):
+        super().__init__(ndim, bias=bias)
+
+
+class GPT(model.GPT):
+    def forward(self, idx, targets=None):
+        if targets is None:
+            return self.lm_head(self.hidden(idx)[:, -1:]), None
+        logits = super().forward(idx)
+        loss = model.loss_sum(logits.flatten(0, 1), targets.flatten(), self.config, None)
+        return logits, loss / (targets != -1).sum().clamp(min=1)
+
+    @classmethod
+    def from_pretrained(cls, name, override_args=None):
+        state = load_pretrained(str(name))
+        gpt = cls(GPTConfig(**state["model_config"] | (override_args or {})))
+        gpt.load_state_dict(state["model"])
+        gpt.vocab = state["vocab"]  # before padding: no other id is drawn
+        return gpt
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        vocab = getattr(self, "vocab", self.config.vocab_size)
+        return model.generate(self, idx, max_new_tokens, vocab, Sampling(temperature, top_k or 0))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        given = dict(weight_decay=weight_decay, learning_rate=learning_rate)
+        config = Config(**given, beta1=betas[0], beta2=betas[1])
+        return build_optimizer(self, config, self.lm_head.weight.dtype)
+
+    def crop_block_size(self, block_size):
+        wpe = self.transformer.wpe.weight.detach()[:block_size].clone()
+        self.transformer.wpe = nn.Embedding.from_pretrained(wpe, freeze=False)
+        self.config = GPTConfig(**vars(self.config) | dict(block_size=len(wpe)))
+
+    def get_num_params(self, non_embedding=True):
+        left_out = "wpe" if non_embedding else "none"
+        return sum(p.numel() for name, p in self.named_parameters() if left_out not in name)
+
+    def estimate_mfu(self, fwdbwd_per_iter, dt):
+        flops = count_flops(self.config)[0] or 0.0  # of a token
+        return flops * self.config.block_size * fwdbwd_per_iter / dt / 312e12  # an A100's, as there
