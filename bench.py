@@ -7,8 +7,8 @@ Measure and plan training, with the very step that train.py runs.
     python bench.py plan CONFIG      hours, memory, energy and cost of a run before it starts
     python bench.py peer CONFIG      the same work in a checkout of nanoGPT, in turn
 
-CONFIG stands for config files and --key=value flags, as train.py takes them. All modes but plan
-train for some seconds, on random tokens where the dataset is missing.
+CONFIG stands for config files and --key=value flags, as train.py takes them. All modes train for
+some seconds, plan only where there is no GPU, on random tokens where the dataset is missing.
 
     python bench.py MODE --help      the flags of a mode
     python train.py --help           every configuration key
@@ -456,6 +456,24 @@ def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
 
 
 # -----------------------------------------------------------------------------
+# plan
+
+
+def ten_iterations(config: Config) -> float:
+    """Seconds of an iteration, the mean of ten after a first one, in a process of its own."""
+    say("measuring ten iterations on this machine")
+    with new_process() as pool:
+        return pool.submit(time_ten, config).result()
+
+
+def time_ten(config: Config) -> float:
+    with readable_errors(config):
+        trainee = Trainee(config)
+        trainee.step()
+        return trainee.timed(10)
+
+
+# -----------------------------------------------------------------------------
 # peer
 
 SIDES = ("ours", "nanoGPT")
@@ -602,7 +620,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
-    # plan is arithmetic, perhaps for another machine: it needs no device
+    # plan may be for another machine: it needs no device
     checks = [build.check_optimizer] + ([] if mode == "plan" else [hardware.check_device])
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # what is written
@@ -610,6 +628,7 @@ def main(argv: list[str]) -> int:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     if vocab_where_missing(config) == GPT2_VOCAB and not config.stream:
         complain(f"vocabulary {GPT2_VOCAB:,}, GPT-2's, as dataset {config.dataset} is missing")
+    options.measure = ten_iterations  # for plan
     result = run_mode(config, options)
     if options.json:
         result = dict(command=f"python bench.py {' '.join(argv)}") | result

@@ -3,8 +3,9 @@ bench.py's mode plan: tokens, FLOPs, hours, memory, energy and cost of a run bef
 any GPU of gpus.csv.
 
 The time of an iteration is given (--iter_seconds), taken from a run's log (--from_run), or
-estimated from the card's peak at an assumed MFU, with a range. The rest is arithmetic on it. A plan
-is a flat dict of figures, None where unknown: memory in GiB, disk in GB.
+estimated from the card's peak at an assumed MFU, with a range. Without a GPU it is measured. The
+rest is arithmetic on it. A plan is a flat dict of figures, None where unknown: memory in GiB, disk
+in GB.
 """
 
 import math
@@ -40,6 +41,8 @@ PCIE_GBS, NETWORK_GBS, GPUS_OF_A_MACHINE = 12, 10, 8
 # The driver needs the rest of a card's memory. Torch shows less than the size in its data sheet,
 # least where ECC is on (a T4 14.6 of 16 GiB), and a desktop takes its share.
 USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
+# Ten iterations of more FLOPs would take a CPU more than some minutes, GPT-124M's hours
+MOST_FLOPS_MEASURED = 1e14
 # relative: older logs have FLOPs by a formula, which counts norms too
 FLOPS_TOLERANCE = 0.01
 # keys of the configuration that a plan repeats
@@ -136,7 +139,10 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
 
 
 def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
-    """The card: named, else the run's, else this machine's. The pace: known, else estimated."""
+    """
+    The card: named, else the run's, else this machine's. The pace: known, else measured where this
+    machine has no GPU, else estimated.
+    """
     card = card_named(options.gpu, config) if options.gpu else None
     if options.from_run:
         seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
@@ -148,6 +154,10 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
     card = card or card_here(config)
     if options.iter_seconds:
         return card, known_pace("given", options.iter_seconds / options.gpus)
+    work = 10 * config.iter_tokens * (build.count_flops(model)[0] or 0)
+    if not (card["gpu_memory_gib"] or card["peak_tflops"] or work > MOST_FLOPS_MEASURED):
+        seconds = options.measure(config) / options.gpus
+        return card, known_pace("measured here, ten iterations", seconds)
     return card, estimated_pace(config, model, card, options.gpus)
 
 
@@ -368,7 +378,10 @@ def card_lines(plans: list[dict]) -> list[str]:
 
 
 def plan(config: Config, options: Namespace) -> dict:
-    """Print the plan and return it for --json. `options`: plan's flags, None where not given."""
+    """
+    Print the plan and return it for --json. `options`: plan's flags, None where not given, and
+    measure(config), which times ten iterations on this machine and returns the seconds of one.
+    """
     options.gpus = options.gpus or 1
     of_one_card = options.from_run or options.iter_seconds or options.watts or config.by_clock
     if options.gpu == "all" and of_one_card:

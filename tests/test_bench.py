@@ -278,6 +278,23 @@ def test_without_a_known_peak_plan_asks_for_a_card(tmp_path, capsys):
     assert "peak unknown" in capsys.readouterr().out
 
 
+def test_without_a_gpu_plan_measures_ten_iterations_of_a_small_model(tmp_path, monkeypatch, capsys):
+    """With a clock that each iteration moves by two seconds: a first one, then ten, in a child."""
+    steps = tmp_path / "steps"
+    code = f"""
+import time
+def step(side):
+    open({str(steps)!r}, "a").write("x")
+bench.Trainee.step = step
+bench.time.perf_counter = lambda: 2.0 * len(open({str(steps)!r}).read())
+"""
+    flags = [*small(dataset="none", max_iters=1800), "--gpus=2"]
+    exit_code, _, p = run_forking(tmp_path, "plan", *flags, code=code)
+    assert exit_code == 0 and steps.read_text() == 11 * "x"
+    assert (p["pace"], p["mfu"]) == ("measured here, ten iterations", None)
+    assert p["iter_seconds"] >= 1.0
+
+
 @pytest.mark.parametrize("gpu", ["T4", "2080", "V100-SXM2-16GB"])
 def test_a_card_without_bfloat16_is_told_float16(gpu, tmp_path):
     with pytest.raises(UserError, match="dtype: a .* only emulates bfloat16; --dtype=float16"):
