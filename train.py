@@ -210,8 +210,8 @@ def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str | 
     """
     while True:
         ready = batches.ready(accum)
-        failed, waiting = signals.look(not ready and batches.error is not None, not ready)
-        if signals.name or failed:
+        failed, waiting = signals.look(batches.error is not None, not ready)
+        if signals.name or (failed and waiting):  # for what another rank knows will not come
             return signals.name or "data"
         if not waiting:
             return None
