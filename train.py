@@ -179,7 +179,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
             with hw.autocast():
                 loss = model(x, y)
             loss.backward()
-        total, count, *_ = evaluate(model, [(x, y)], hw.autocast())  # type: ignore[misc]  # not None
+        total, count, *_ = evaluate(model, [(x, y)], hw.autocast()) or (math.nan, 1)
         compiled_loss = loss.item() if training else total / count
         build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
     except Exception as error:  # no compiler here: every backend fails in its own way

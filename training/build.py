@@ -126,7 +126,8 @@ def warn_of_idle(model: nn.Module) -> None:
     """Between a backward pass and its update."""
     weights = model.named_parameters()
     if idle := [name for name, p in weights if p.requires_grad and p.grad is None]:
-        warn(f"no gradient reaches {', '.join(idle)}: nothing trains it")
+        names = ", ".join(idle[:3]) + ", ..." * (len(idle) > 3)
+        warn(f"no gradient reached {names} in the first update; does the loss depend on it?")
 
 
 CACHES_DIFFER = "samples are not what the model computes: in `hidden`, what looks at earlier tokens"
