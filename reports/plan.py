@@ -370,7 +370,7 @@ def card_lines(plans: list[dict]) -> list[str]:
         speed = [f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"]), span]
         rows.append([*card, *speed, str(p["batch_size_that_fits"] or "too small")])
     fits = "batch_size is the largest that fits by the memory model"
-    return [*table_lines(rows), f"mfu is assumed, see docs/benchmarks.md; {fits}"]
+    return [*table_lines(rows), f"mfu is assumed, see docs/plan.md; {fits}"]
 
 
 # -----------------------------------------------------------------------------

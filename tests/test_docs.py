@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "results" / "LOG.md",
 ]
 GUIDES = [page for page in PAGES if page.name != "LOG.md"]  # the log names scripts that are gone
@@ -343,7 +343,7 @@ def test_the_times_in_a_configs_comments_are_what_plan_estimates(config, tmp_pat
 
 
 def test_the_mfu_ranges_in_benchmarks_are_those_of_plan():
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| .* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text, re.M)
     ranges = (planning.GEFORCE_MFU, planning.LAPTOP_MFU, planning.OTHER_MFU)
     assert [tuple(int(percent) / 100 for percent in row) for row in shown] == list(ranges)
@@ -400,7 +400,7 @@ def test_a_figure_that_is_not_the_measured_one_is_found(tmp_path, monkeypatch):
 
 
 def peer_figures(name: str) -> list[float]:
-    """A row of benchmarks.md: tok/s of both, the ratio with its range, memory of both, its ratio"""
+    """A row of plan.md: tok/s of both, the ratio with its range, memory of both, its ratio"""
     p = result(name)
     median = {side: statistics.median(times) for side, times in p["seconds_per_iter"].items()}
     speeds = [p["tokens_per_iter"] / median[side] for side in ("nanoGPT", "ours")]
@@ -419,7 +419,7 @@ PEERS = {
 
 @pytest.mark.parametrize("start, name", PEERS.items(), ids=PEERS.values())
 def test_the_table_against_nanogpt_is_what_was_measured(start, name):
-    check("benchmarks.md", start, peer_figures(name))
+    check("plan.md", start, peer_figures(name))
 
 
 def test_the_ladder_is_what_was_measured():
@@ -428,7 +428,7 @@ def test_the_ladder_is_what_was_measured():
     for row in rows:
         first = row["first"]
         gains = [first["gain"], first["total_gain"]]
-        shown = re.sub(r"(?<=\d)x", "", after("benchmarks.md", f"{row['name']}  "))
+        shown = re.sub(r"(?<=\d)x", "", after("plan.md", f"{row['name']}  "))
         batch, speed, *shown_gains, gib = numbers(shown)
         assert int(batch) == first["batch_size"]
         assert rounds_to(first["tokens_per_sec"], speed.replace(",", ""))

@@ -89,7 +89,7 @@ def test_parts_of_gpt124m_by_hand():
 
 
 def test_the_example_in_memory_md_is_what_the_model_counts():
-    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "memory_model.md").read_text(encoding="utf-8")
     text = text.split("\n## An example\n")[1].split("\n## ")[0]
     rows = dict((r[0], r[1:]) for r in re.findall(r"^\| (\S+) \| (.*?) ?\| (\S+) \|$", text, re.M))
     config = load_config([str(CONFIG_FOLDER / "gpt124m_4070.py")])

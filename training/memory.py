@@ -1,7 +1,7 @@
 """
 How much GPU memory training takes, and the micro-batch that fits.
 
-The bytes are counted from the tensors that autograd keeps. docs/memory.md explains each number;
+The bytes are counted from the tensors that autograd keeps. docs/internals/memory_model.md explains each number;
 tests/test_gpus.py checks them on a CPU, and against torch's allocator on simulated cards.
 """
 

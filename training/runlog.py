@@ -200,7 +200,7 @@ class RunLog:
         there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
         if lacks := lack_of_space(out_dir, files * size - sum(there.values())):
             warn(
-                f"{lacks}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/fault_tolerance.md)"
+                f"{lacks}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)"
             )
 
     def note(

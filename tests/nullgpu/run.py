@@ -533,8 +533,8 @@ def parameters(row: dict) -> int:
 
 
 TABLES = {
-    "docs/memory.md": [memory_table],
-    "docs/benchmarks.md": [iteration_table, traffic_table, projection_table],
+    "docs/internals/memory_model.md": [memory_table],
+    "docs/plan.md": [iteration_table, traffic_table, projection_table],
 }
 
 
