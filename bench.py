@@ -50,7 +50,7 @@ from common.console import (
     Parser,
     RunError,
     UserError,
-    complain,
+    print_err,
     did_you_mean,
     parse_count,
     raise_if_any,
@@ -627,7 +627,7 @@ def main(argv: list[str]) -> int:
         if path := getattr(options, name, None):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     if vocab_where_missing(config) == GPT2_VOCAB and not config.stream:
-        complain(f"vocabulary {GPT2_VOCAB:,}, GPT-2's, as dataset {config.dataset} is missing")
+        print_err(f"vocabulary {GPT2_VOCAB:,}, GPT-2's, as dataset {config.dataset} is missing")
     options.measure = ten_iterations  # for plan
     result = run_mode(config, options)
     if options.json:

@@ -416,8 +416,8 @@ def check_model(config: Config) -> list[str]:
         if choice and getattr(config, name) != f.default:
             chosen = str(getattr(config, choice))
             if value not in (chosen, family(chosen)):
-                mend = f"leave it out, or --{name}={f.default}"
-                problems.append(f"{name}: only {choice}={value} reads it; {mend}")
+                hint = f"leave it out, or --{name}={f.default}"
+                problems.append(f"{name}: only {choice}={value} reads it; {hint}")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
             most = config.n_layer // 2

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import complain, printable, raise_if_any, run_main, warn
+from common.console import print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def ask_prompts() -> Iterator[str]:
     """Lines that are typed, until an empty one or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() arrow keys and a history
-    complain("type a prompt; an empty line ends, Ctrl-C ends a sample")
+    print_err("type a prompt; an empty line ends, Ctrl-C ends a sample")
     with contextlib.suppress(EOFError):
         while prompt := input("> "):
             yield prompt
@@ -84,7 +84,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     ids = []
     for part in parts:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
-    return ids[1:] or text.prompt()
+    return ids[1:] or text.start_ids()
 
 
 def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
@@ -113,7 +113,7 @@ def print_samples(
 ) -> None:
     ids, window = encode(prompt, text), model.config.block_size
     if len(ids) > window:
-        complain(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
+        print_err(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
     samples = [ids.copy() for _ in range(config.num_samples)]
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
     idx = torch.tensor(samples, device=generator.device)
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> int:
     state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
     text = Tokenizer(state["tokenizer"])
     model, vocab = load_model(state, config), state["vocab"]
-    complain(f"model: {state['source']}")
+    print_err(f"model: {state['source']}")
     del state  # it maps its file, which a run on Windows could neither replace nor delete
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(config.seed)
     for prompt in prompts:

@@ -256,7 +256,7 @@ def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
     except UserError as error:  # offline, without its vocabulary
         log.warn(p.iter_num, f"no sample: {error}")
         return
-    prompt, sampling = text.prompt(), Sampling(temperature=0.8, top_k=200)
+    prompt, sampling = text.start_ids(), Sampling(temperature=0.8, top_k=200)
     idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
@@ -277,7 +277,7 @@ def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> b
     it, ranks = state["progress"]["iter_num"], log.ranks
     while problem := ranks.from_main(write_checkpoint, state, log):
         if last and signals.came():
-            ranks.fail(f"{problem}; once that is mended, {log.way_back()}")
+            ranks.fail(f"{problem}; once that is fixed, {log.way_back()}")
         if not last:
             log.warn_once("not saved", it, f"{problem}; trying again with each log line")
             return False

@@ -1,6 +1,6 @@
 """
-Processes that a run starts beside itself, and that end with it, however it ends. And the machine
-kept awake for as long as this process works.
+Processes that a run starts, and that end with it, however it ends. And keeping the machine awake
+while this process works.
 """
 
 import ctypes
@@ -13,15 +13,16 @@ from collections.abc import Callable
 
 def start_child(*arguments, **options) -> subprocess.Popen:
     """
-    Start `python ARGUMENTS`, which is to call end_with_parent(). Its stdin is a pipe, unbuffered; a
-    terminal's Ctrl-C and Ctrl-Break do not reach it. `options`: of Popen. Raises OSError.
+    Start `python ARGUMENTS`; that program must call end_with_parent(). Its stdin is an unbuffered
+    pipe. Ctrl-C and Ctrl-Break in the terminal do not reach it. `options` go to Popen. Raises
+    OSError.
     """
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         bufsize=0,
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows would have the region's own
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows would use its region's encoding
         start_new_session=True,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # the same on Windows
         **options,
@@ -30,13 +31,13 @@ def start_child(*arguments, **options) -> subprocess.Popen:
 
 def end_with_parent(receive: Callable[[str], None] = lambda line: None) -> None:
     """
-    End this process when its parent does: then stdin closes. Until then each line that comes there
-    goes to `receive`, in a thread.
+    End this process when its parent ends, which closes stdin. Until then a thread passes each line
+    from stdin to `receive`.
     """
 
     lines = os.fdopen(os.dup(0))
-    # On Windows nobody can look at a pipe that a thread reads. Libraries do look at stdin when they
-    # are loaded, and would wait (numpy #24290): from here on they find none.
+    # On Windows, looking at a pipe that a thread is reading blocks. Some libraries look at stdin on
+    # import (numpy #24290), so from here on stdin is empty.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def listen() -> None:
@@ -49,8 +50,8 @@ def end_with_parent(receive: Callable[[str], None] = lambda line: None) -> None:
 
 def keep_awake() -> None:
     """
-    Until this process ends, Windows does not sleep. Else it would after some minutes without a key
-    pressed, whatever computes. The screen may go dark.
+    Keep Windows from sleeping until this process ends. It would otherwise sleep after some minutes
+    without a key pressed, even while computing. The screen may still go dark.
     """
     if sys.platform == "win32":
         # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED

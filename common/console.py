@@ -19,18 +19,18 @@ from typing import TextIO
 # -----------------------------------------------------------------------------
 # Lines
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, but newline and tab
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, except newline and tab
 
 
 def printable(text: str) -> str:
     """
-    `text` with control characters other than newline and tab escaped, so that a terminal shows and
-    never obeys them.
+    `text` with control characters other than newline and tab escaped, so that a terminal shows them
+    instead of obeying them.
     """
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-transcript: TextIO | None = None  # a copy of every line goes there: log.txt of a run
+transcript: TextIO | None = None  # gets a copy of every line: log.txt of a run
 
 
 def keep_transcript(file: TextIO | None) -> None:
@@ -43,13 +43,13 @@ def say(*lines: str) -> None:
     tell("stdout", lines)
 
 
-def complain(*lines: str) -> None:
-    """Print to stderr, with the same care."""
+def print_err(*lines: str) -> None:
+    """Print lines to stderr, in the same way."""
     tell("stderr", lines)
 
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
-    """A console that has gone, or whose disk is full, costs its lines, never the run."""
+    """Print, and copy to the transcript. A closed console or a full disk never stops the run."""
     text = printable("\n".join(lines))
     # RuntimeError: a signal handler printed while a line was being printed; its line is dropped
     with contextlib.suppress(RuntimeError):
@@ -64,7 +64,7 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
 
 
 def command_line(*arguments) -> str:
-    """Arguments as this system's shell takes them: Windows' have only double quotes in common."""
+    """A command line for this system's shell. All shells of Windows understand double quotes."""
     if sys.platform != "win32":
         return shlex.join(map(str, arguments))
     safe = re.compile(r"[\w.:=/\\-]+")
@@ -82,7 +82,7 @@ def table_lines(rows: list[list[str]]) -> list[str]:
 
 
 def warn(message: str) -> None:
-    complain(f"warning: {message}")
+    print_err(f"warning: {message}")
 
 
 # -----------------------------------------------------------------------------
@@ -130,20 +130,20 @@ def duration(seconds: float) -> str:
 
 class UserError(Exception):
     """
-    Something the user can mend: `problems` holds one line for each. Scripts print them and exit
+    Something the user can fix: `problems` holds one line for each. Scripts print them and exit
     with `exit_code`.
     """
 
-    exit_code = 2  # found before any long work
+    exit_code = 2  # found before the work began
 
     @property
     def problems(self) -> list[str]:
-        # the messages of other libraries may have several lines
+        # messages of other libraries may span several lines
         return [" ".join(problem.splitlines()) for problem in self.args]
 
 
 class RunError(UserError):
-    """A UserError found only while running."""
+    """A UserError that came up during the work."""
 
     exit_code = 1
 
@@ -155,12 +155,12 @@ def raise_if_any(problems: list[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with this project's error line in place of its own, and no abbreviated flags."""
+    """argparse with one error line instead of its usage text, and without abbreviated flags."""
 
     def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
-        # shells leave the ~ of --out=~/x alone
+        # shells do not expand the ~ in --out=~/x
         self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def error(self, message: str):
@@ -181,15 +181,15 @@ def run_main(
     exit code, without a traceback; so does a file that the system refuses, and any other error that
     explain(error, argv) has a line for.
     """
-    # a console may lack letters that a sample has
+    # a sample may have letters that the console cannot show
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
-        for problem in error.problems:  # none where rank 0 speaks for all
-            complain(f"error: {problem}")
+        for problem in error.problems:  # none if rank 0 reports for all
+            print_err(f"error: {problem}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -197,24 +197,24 @@ def run_main(
         code = 2 if error.filename else 1
         try:
             sys.stdout.flush()
-            # no permission, a name too long, a full disk, ...
+            # no permission, a name that is too long, a full disk, ...
             where = f"{error.filename}: " if error.filename else ""
-            complain(f"error: {where}{error.strerror or error}")
-        except OSError:  # it is the console: its reader has gone, as head does; or a full disk
+            print_err(f"error: {where}{error.strerror or error}")
+        except OSError:  # the console itself: closed, as by head, or its disk is full
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ModuleNotFoundError:
         raise  # to common/__init__.py
     except Exception as error:
         line = explain(error, sys.argv[1:])
-        complain(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
+        print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
     end_process(code)
 
 
 def end_process(code: int) -> None:
     """
-    Exit. One of several processes exits at once: the destructor of torch's gloo group can wait for
-    ever for Python's lock.
+    Exit. One of several processes exits at once: the destructor of torch's gloo group can wait
+    forever for Python's lock.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """
-Files that survive a kill and a full disk: all-or-nothing writes, locks, free space. And JSON, read
-with one line for what is wrong with it.
+Files that survive a kill and a full disk: all-or-nothing writes, locks, free space. And reading
+JSON, with a one-line error.
 """
 
 import codecs
@@ -19,25 +19,25 @@ from typing import Any, BinaryIO
 from common.console import UserError, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-warn_once = functools.cache(warn)  # of a disk, which stays as it is
+warn_once = functools.cache(warn)  # about a disk; it will not change during the run
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """
-    A file that appears under its name once it is whole and on the disk, or, where writing fails,
-    not at all. After it the name is on the disk too.
+    A file that appears under its name only when it is complete and on the disk. If writing fails,
+    nothing appears. Afterwards the name is on the disk too.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
-    # its own, as two processes may write one picture; X.tmp may be a file of the user's
+    # a name per process: two may write the same picture, and X.tmp may be a file of yours
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # Macs only have this call. There fsync leaves the data in the drive's own cache
+            # On a Mac fsync leaves the data in the drive's cache; only this call empties it
             with contextlib.suppress(ImportError, AttributeError, OSError):
                 import fcntl
 
@@ -51,8 +51,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def patiently(function: Callable, *arguments) -> Any:
     """
-    function(*arguments), some times where Windows refuses it: another program, such as a virus
-    scanner, may have the file open for a moment, and then nobody replaces or deletes it.
+    function(*arguments), retried if Windows refuses: a file that another program, such as a virus
+    scanner, has open cannot be replaced or deleted.
     """
     for seconds in (0.1, 0.2, 0.4, 0.8) if sys.platform == "win32" else ():
         try:
@@ -64,20 +64,20 @@ def patiently(function: Callable, *arguments) -> Any:
 
 def remove_temporaries(folder: Path, *names: str) -> None:
     """
-    Delete what killed processes have left of files of these names. Only for who holds the lock of
-    the folder: another process may be writing one.
+    Delete the temporary files of these names that killed processes left. Call it only with the lock
+    of the folder, because another process may be writing one.
     """
     for name in names:
         for path in folder.glob(f"{name}*.tmp"):
-            patiently(path.unlink, True)  # which may be missing
+            patiently(path.unlink, True)  # True: it may be missing
 
 
 def fsync_folder(folder: Path) -> None:
     """
-    Make the names in a folder durable: a rename is on the disk only after this. Some shares know no
-    such thing, which is said once.
+    Make the names in a folder durable: a rename is on the disk only after this. Some network
+    shares cannot do that; then a warning, once.
     """
-    if sys.platform == "win32":  # a folder cannot be opened
+    if sys.platform == "win32":  # cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -92,19 +92,19 @@ def fsync_folder(folder: Path) -> None:
 
 def try_lock(file: BinaryIO) -> bool:
     """
-    Whether this process has the file for itself, until it closes it or ends in any way. True, with
-    a warning, where the disk has no locks.
+    Try to lock the file for this process, until it closes the file or ends. Returns whether it has
+    the lock; True, with a warning, if the disk has no locks.
     """
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(2**30)  # behind all that is in it: nobody can read a locked byte
+            file.seek(2**30)  # beyond the contents: a locked byte cannot be read
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
 
-            # forked workers keep flock's, not this one
+            # unlike flock's, forked workers do not inherit this lock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
@@ -115,31 +115,31 @@ def try_lock(file: BinaryIO) -> bool:
 
 def read_text(path: Path, errors: str = "replace") -> str:
     """
-    A text file of the user's: UTF-16 where it begins with a byte-order mark, as PowerShell writes
-    it, else UTF-8, with U+FFFD where it is not, or UnicodeDecodeError with errors="strict". Lines
-    end in LF. Raises OSError.
+    Read a text file written by a person: UTF-16 if it begins with that byte-order mark, as files
+    from PowerShell do, else UTF-8. Invalid bytes become U+FFFD, or with errors="strict" raise
+    UnicodeDecodeError. Lines end in LF. Raises OSError.
     """
     content = path.read_bytes()
     encoding = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig"
     return content.decode(encoding, errors).replace("\r\n", "\n")
 
 
-def read_json(path: Path, mend: str) -> dict:
-    """A JSON object from a file. Raises UserError, which ends in `mend`."""
+def read_json(path: Path, hint: str) -> dict:
+    """A JSON object from a file. Raises UserError, which ends in `hint`."""
     try:
         return dict(json.loads(patiently(path.read_text, "utf-8")))
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"not readable as JSON ({error})"
-        raise UserError(f"{path}: {reason}; {mend}") from None
+        raise UserError(f"{path}: {reason}; {hint}") from None
 
 
 def lack_of_space(folder: Path, needed: int) -> str:
     """
-    A message where the disk that `folder`, which need not exist yet, is or would be on has less
-    than the `needed` bytes free. Empty where it has.
+    A message if the disk of `folder`, which need not exist yet, has less than `needed` bytes free;
+    empty otherwise.
     """
     place = folder.absolute()
     existing = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
-    lacks = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB free"
-    return lacks if free < needed else ""
+    shortage = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB free"
+    return shortage if free < needed else ""

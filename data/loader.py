@@ -29,8 +29,8 @@ from torch import Tensor
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-READ_AHEAD = 4  # micro-batches, beside those of the next iteration
-MOMENT = 0.2  # seconds that a wait for data lasts before signals are looked at again
+READ_AHEAD = 4  # micro-batches, in addition to those of the next iteration
+POLL_SECONDS = 0.2  # how often a wait for data looks at signals
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
@@ -38,8 +38,8 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 class ShuffledWindows:
     """
     The training sequences of a split on the disk. An epoch is every window of the split once, in a
-    shuffled order; its windows tile the split from an offset of its own in [0, block_size), so that
-    later epochs see other cuts.
+    shuffled order. The windows tile the split from an offset in [0, block_size) that differs per
+    epoch, so that later epochs cut the text at other places.
     """
 
     def __init__(self, tokens: ShardTokens, block_size: int, seed: int):
@@ -83,8 +83,8 @@ class TrainBatches:
     targets, each (B, T) int64 on the device. A thread reads them ahead.
 
     With several processes, process `rank` of `world_size` takes every world_size-th micro-batch.
-    `consumed` is the number of sequences that all processes together have taken, and at first that
-    of those before the first batch.
+    `consumed` is the number of sequences that all processes together have taken; a resumed run
+    starts with the number from its checkpoint.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainBatches:
         self.stride = world_size * config.batch_size  # from one of our batches to the next
         self.consumed = consumed
         self.blocks: deque[Tensor] = deque()  # read, and not taken yet
-        self.room = READ_AHEAD  # the most that may be in there
+        self.room = READ_AHEAD  # the most micro-batches that `blocks` may hold
         self.error: Exception | None = None  # what ended the reading
         self.waited = 0.0  # seconds, in ready()
         self.closed = False
@@ -137,20 +137,20 @@ class TrainBatches:
 
     def ready(self, count: int) -> bool:
         """
-        Wait for the next `count` micro-batches, but no more than a moment. Whether they are on the
-        host. Where they will never be, `error` says why.
+        Wait up to POLL_SECONDS for the next `count` micro-batches. Returns whether they are on the
+        host; if reading has failed, `error` says why.
         """
         began = time.perf_counter()
         with self.changed:
             if self.room < count + READ_AHEAD:
                 self.room = count + READ_AHEAD
                 self.changed.notify_all()
-            self.changed.wait_for(lambda: len(self.blocks) >= count or self.error, MOMENT)
+            self.changed.wait_for(lambda: len(self.blocks) >= count or self.error, POLL_SECONDS)
             self.waited += time.perf_counter() - began
             return len(self.blocks) >= count
 
     def take(self, count: int) -> list[Batch]:
-        """The next `count` micro-batches. Raises what reading them raised."""
+        """The next `count` micro-batches. Raises the error that reading them raised."""
         while not self.ready(count):
             if self.error:
                 raise self.error
@@ -166,7 +166,7 @@ class TrainBatches:
             self.closed = True
             self.changed.notify_all()
         self.windows.close()
-        self.reader.join(timeout=1)  # longer only where a disk does not answer
+        self.reader.join(timeout=1)  # a disk that does not answer would take longer
 
 
 def to_batch(block: Tensor, device: torch.device) -> Batch:

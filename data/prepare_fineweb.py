@@ -1,12 +1,11 @@
 """
-Turn FineWeb-Edu, or any source of the same form, into token shards: the hub's files and local ones
-through the same code.
+Turn FineWeb-Edu, or any other parquet or jsonl files, on the hub or local, into token shards.
 
     python data/prepare_fineweb.py --tokens=1B                sample-10BT -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/fineweb_10B
 
-Stopped in any way, the same command continues after the last finished shard, and the files come out
-the same. Rows are read in sources.py; validation, the first of them, is drawn in writer.py.
+However it is stopped, the same command continues after the last finished shard and writes the same
+files. sources.py reads the rows; writer.py holds out the first ones for validation.
 """
 
 import argparse
@@ -36,12 +35,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--source", help="local .parquet or .jsonl: a file, a folder, or a pattern in quotes")
     add("--tokens", type=parse_count, default="1B", help="tokens for training (default: 1B)")
     add("--val_tokens", type=parse_count, default="10M", help="for validation (default: 10M)")
-    add("--shard_tokens", type=parse_count, default="100M", help="in a shard (default: 100M)")
-    add("--text_field", default=sources.FIELD, help="what holds the text (default: %(default)s)")
-    add("--skip_broken", action="store_true", help="leave out lines that are no JSON object")
+    add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
+    add("--text_field", default=sources.FIELD, help="field with the text (default: %(default)s)")
+    add("--skip_broken", action="store_true", help="leave out lines that are not JSON objects")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, default=out, help="the folder to fill (default: %(default)s)")
-    add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
+    add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     add("--follow", action="store_true", help=SUPPRESS)  # for a stream: see stream.py
     return parser.parse_args(argv)
 
@@ -56,14 +55,14 @@ def main(argv: list[str]) -> None:
         title, files = arguments.source, sources.local_files([arguments.source], sources.ROW_FILES)
     else:
         title = f"{arguments.dataset} {arguments.name}"
-        begun = read_manifest(out) if (out / "manifest.json").exists() else {}
-        if begun.get("source") == title:
-            revision = begun["revision"]  # the dataset may have changed on the hub since
+        started = read_manifest(out) if (out / "manifest.json").exists() else {}
+        if started.get("source") == title:
+            revision = started["revision"]  # the dataset may have changed on the hub since
         files, revision = sources.hub_files(arguments.dataset, arguments.name, revision)
     source = sources.FilesSource(files, field, skip_broken=arguments.skip_broken)
     sources.check_field(source)
     if not tokenizer:
-        # not on validation's text: at most 6 bytes for each of its tokens
+        # skips the validation text: at most 6 bytes per token
         texts = (row for _, _, rows in source(0, 0) for row in rows if isinstance(row, str))
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * arguments.val_tokens)
     plan = Plan(

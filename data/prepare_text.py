@@ -1,6 +1,6 @@
 """
-Make a dataset from your own text, or, with no argument, from the Python standard library's sources
-(needs no download).
+Make a dataset from your own text, or, without arguments, from the source code of the Python
+standard library (needs no download).
 
     python data/prepare_text.py                                   4.7M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
@@ -8,10 +8,11 @@ Make a dataset from your own text, or, with no argument, from the Python standar
     python data/prepare_text.py book.txt --write=config/book.py   and a config: docs/own_text.md
     python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
-A text file is one document, and so is a row. Text is UTF-8, UTF-16 with a byte-order mark, or else
-in --encoding. Validation is --val_fraction of the text: ends of long documents and short ones
-whole, from all over it; of a single document its end. bpe:N is a tokenizer made for the text.
-In the code, OwnText draws validation, and sources.py reads the files.
+Each text file is one document, and so is each row. Text must be UTF-8, or UTF-16 with a byte-order
+mark, or in --encoding. --val_fraction of the text is held out for validation: whole short documents
+and the ends of long ones, spread over the text. From a single document, its end is held out. bpe:N
+trains a tokenizer on the text.
+In the code, OwnText chooses the validation text, and sources.py reads the files.
 """
 
 import argparse
@@ -35,11 +36,11 @@ from data.writer import Plan, prepare, say_what_it_holds, tokens_of
 
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
-PIECES = 16  # of long documents make up validation: more than one subject, or language
-SETTINGS = ("val_fraction", "encoding", "text_field")  # that change the dataset
-MOST_NAMES = 10  # of files that are printed
-LEAST_TOKENS = 64 + 1  # of a split: one window of config/quickstart.py
-LEAST_TOKENS_WRITTEN = 256 + 1  # or of a config that is written
+VAL_PARTS = 16  # validation comes from this many places, so that no single subject fills it
+SETTINGS = ("val_fraction", "encoding", "text_field")  # flags that change the dataset
+MOST_NAMES = 10  # file names to print
+LEAST_TOKENS = 64 + 1  # in a split: one window of config/quickstart.py
+LEAST_TOKENS_WRITTEN = 256 + 1  # one window of a written config
 
 # -----------------------------------------------------------------------------
 # Documents
@@ -47,11 +48,11 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # or of a config that is written
 
 class OwnText:
     """
-    Files as a source of rows in two parts, for training and for validation, each perhaps empty.
+    Files as a source of rows in two parts, for training and for validation, either may be empty.
 
-    Each document adds `fraction` of its size to what validation is owed. Once that is a piece, a
-    sixteenth of all validation, it is paid with the document's end, or with all of it where it is
-    shorter. So the text is read one document at a time, and validation is spread evenly over it.
+    Each document adds `fraction` of its size to what validation is owed. As soon as the debt is a
+    sixteenth of all validation, the end of the document pays it, or all of a shorter document. So
+    the text is read one document at a time, and validation is spread evenly over it.
     """
 
     def __init__(self, files: sources.FilesSource, fraction: float):
@@ -64,8 +65,8 @@ class OwnText:
             self.documents += bool(text)
 
     def __call__(self, file: int, row: int) -> Iterator[sources.RowBatch]:
-        owed, piece = 0.0, self.fraction * self.characters / PIECES
-        # also to continue from the beginning: what is owed follows from all that came before
+        owed, part = 0.0, self.fraction * self.characters / VAL_PARTS
+        # always from the beginning: the debt depends on everything that came before
         for number, first, rows in self.files(0, 0):
             divided: list[sources.LeftOut | tuple[str, str]] = []
             for text in rows:
@@ -74,8 +75,8 @@ class OwnText:
                     continue
                 owed += self.fraction * len(text)
                 at = len(text)
-                if owed >= piece:
-                    at = begin_of_end(text, int(owed))
+                if owed >= part:
+                    at = find_split(text, int(owed))
                     owed -= len(text) - at
                 divided.append((text[:at], text[at:]))
             if (number, first + len(divided)) > (file, row):
@@ -83,10 +84,10 @@ class OwnText:
                 yield number, first + done, divided[done:]
 
 
-def begin_of_end(text: str, length: int) -> int:
+def find_split(text: str, length: int) -> int:
     """
-    Where the end of a text begins, which is so many characters long, or up to half as many more: at
-    a paragraph, or else a line, a word.
+    Where to split off the end of a text, `length` characters or up to half as many more: at a
+    paragraph, or else at a line, or at a word.
     """
     at = max(len(text) - length, 0)
     early = max(at - length // 2, 0)
@@ -98,8 +99,8 @@ def begin_of_end(text: str, length: int) -> int:
 
 def check_encodings(files: list[str], given: str | None) -> None:
     """
-    Say what --encoding has made of files. Raises UserError with a line for each text file that
-    cannot be read.
+    Show how --encoding reads some words of the files. Raises UserError with a line for each text
+    file that cannot be read.
     """
     problems, shown = [], []
     for name in (name for name in files if name.lower().endswith(sources.TEXT_FILES)):
@@ -109,7 +110,7 @@ def check_encodings(files: list[str], given: str | None) -> None:
             problems += error.problems
             continue
         if encoding == given:
-            # the first words with other than ASCII characters: they show a wrong encoding
+            # the first words with non-ASCII characters, which show a wrong encoding
             words = re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000])
             shown.append(f"{name}: {' '.join(words)[:40]!r}")
     raise_if_any(problems)
@@ -128,20 +129,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="the folder to make (default: data/NAME, as the config or text)")
     add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
-    add(
-        "--val_fraction", type=float, default=0.05, help="validation's share (default: %(default)s)"
-    )
+    add("--val_fraction", type=float, default=0.05, help="share held out (default: %(default)s)")
     add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
-    add("--text_field", default=sources.FIELD, help="holds a row's text (default: %(default)s)")
-    add("--skip_broken", action="store_true", help="leave out lines that are no JSON object")
-    add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: one a core)")
+    add("--text_field", default=sources.FIELD, help="field with the text (default: %(default)s)")
+    add("--skip_broken", action="store_true", help="leave out lines that are not JSON objects")
+    add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):
         parser.error(f"--write={arguments.write}: give a .py file that does not exist yet")
     if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error("--write: not for gpt2: docs/own_text.md has the command to fine-tune it")
+        parser.error("--write makes no config for gpt2; to fine-tune GPT-2, see docs/finetune.md")
     return arguments
 
 
@@ -159,8 +158,8 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
 
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
     """
-    Write a config file for a dataset of so many tokens for training; own_config.template has the
-    rule that its numbers follow. Raises OSError.
+    Write a config file for a dataset with this many training tokens. The rule for its numbers is in
+    own_config.template. Raises OSError.
     """
     values = dict(path=command_line(path), out_dir=f"out/{path.stem}", tokens=tokens)
     values |= dict(dataset=dataset.as_posix(), tokenizer=tokenizer)
@@ -182,7 +181,7 @@ def main(argv: list[str]) -> None:
     sources.check_field(reader)
     source = OwnText(reader, arguments.val_fraction)
     if not tokenizer:
-        # on what is for training
+        # trained on the training text alone
         rows = (row for _, _, rows in source(0, 0) for row in rows)
         texts = (row[0] for row in rows if isinstance(row, tuple))
         tokenizer = train_bpe(arguments.tokenizer, texts, total=source.bytes)

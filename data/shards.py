@@ -26,7 +26,7 @@ HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 CHECKED_TOKENS = 32768  # at both ends of a shard, looked at when it is opened
 MOST_TOKENS = 10**10  # of FineWeb-Edu's usual sample
-HOURS_TOKENS = 2 * 10**9  # more than a card for games reads in a night by the clock
+HOURS_TOKENS = 2 * 10**9  # more than a GeForce trains on in a night with --hours
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset: train.py makes it itself
 
 # -----------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: {begins}; prepare it again")
     held = (size - header_bytes) / 2
     if held != tokens:
-        mend = f"delete {path.parent} and prepare it again"
-        raise UserError(f"{path}: holds {held:,.1f} tokens, not {tokens:,}; {mend}")
+        hint = f"delete {path.parent} and prepare it again"
+        raise UserError(f"{path}: holds {held:,.1f} tokens, not {tokens:,}; {hint}")
     return Shard(path, header_bytes, tokens)
 
 
@@ -102,7 +102,7 @@ class ShardTokens:
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
-        RunError where a file has become shorter or cannot be read.
+        RunError if a file has become shorter or cannot be read.
         """
         filled = 0
         while filled < len(out):
@@ -114,7 +114,7 @@ class ShardTokens:
                 with open(shard.path, "rb") as file:
                     file.seek(shard.header_bytes + 2 * offset)
                     size = file.readinto(piece)
-            except OSError as error:  # a failing disk, a network file system that has gone
+            except OSError as error:  # a failing disk, a network file system that is gone
                 raise RunError(f"{shard.path}: {error.strerror}; resume once readable") from None
             if size != piece.nbytes:
                 raise RunError(f"{shard.path}: cut short: it changed since the run began")
@@ -154,7 +154,7 @@ class Dataset:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the validation text per token of it; None where nobody has counted."""
+        """UTF-8 bytes of the validation text per token of it; None if they were not counted."""
         val = [self.listed[shard.path.name] for shard in self.val.shards if self.listed]
         if not val or not all("bytes" in shard for shard in val):
             return None
@@ -162,7 +162,7 @@ class Dataset:
 
 
 def dataset_folder(name: str) -> Path:
-    """data/NAME, or NAME as a path where only that is a folder, or none is and it has a /."""
+    """data/NAME; or NAME as a path, if only that exists, or neither exists and NAME has a /."""
     is_path = Path(name).is_dir() or Path(name).name != name
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
@@ -174,26 +174,26 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     """
     folder = dataset_folder(name)
     if not folder.is_dir():
-        raise UserError(missing_dataset(name, tokens))
+        raise UserError(missing_dataset_message(name, tokens))
     data = read_folder(folder)
     if not data.complete:
-        raise UserError(f"{folder}: unfinished; run the command that began it again")
+        raise UserError(f"{folder}: unfinished; run its preparation again, with the same command")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
-    data.fingerprint = check_tokens(data.listed, [data.train, data.val])
+    data.fingerprint = check_and_fingerprint(data.listed, [data.train, data.val])
     return data
 
 
-def missing_dataset(name: str, tokens: int) -> str:
-    """The message where the folder is not there."""
+def missing_dataset_message(name: str, tokens: int) -> str:
+    """The error message for a dataset whose folder does not exist."""
     folder = dataset_folder(name)
     problem = f"dataset: there is no folder {folder}"
-    if folder == Path(name) and not folder.is_absolute():  # most likely a shell in another folder
+    if folder == Path(name) and not folder.is_absolute():  # the shell may be in another one
         where = "nor beside the config file or one folder above; cd to where it is"
         problem += f" in {Path.cwd()}, {where}"
-    if name == "openwebtext":  # the default of --dataset: most likely nobody asked for it
+    if name == "openwebtext":  # the default of --dataset: most likely not asked for
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
@@ -207,9 +207,9 @@ def missing_dataset(name: str, tokens: int) -> str:
 
 def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     """
-    What a folder holds, by its manifest.json, or else meta.pkl, or nothing; its preparation may
-    still be on the way. Checks the header of every shard but the `known` ones. A tokenizer of kind
-    unknown lets a run train, but print no samples. Raises UserError.
+    What a folder holds, according to its manifest.json or else meta.pkl, if there is one. Its
+    preparation may still be running. Checks the header of every shard except the `known` ones. With
+    a tokenizer of kind unknown a run can train, but not print samples. Raises UserError.
     """
     listed, complete, vocab, tokenizer = {}, True, GPT2_VOCAB, dict(kind="gpt2")
     if (folder / "manifest.json").exists():
@@ -219,7 +219,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard
-            tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare anew")
+            tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare it again")
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
@@ -235,7 +235,7 @@ def read_manifest(folder: Path) -> dict:
     return read_json(folder / "manifest.json", "prepare the dataset again")
 
 
-def check_tokens(listed: dict[str, dict], splits: list[ShardTokens]) -> str:
+def check_and_fingerprint(listed: dict[str, dict], splits: list[ShardTokens]) -> str:
     """
     Check both ends of each shard; the rest is checked as it is read. Returns the fingerprint, a
     sha256 of these tokens and of what manifest.json lists. Raises RunError.

@@ -1,9 +1,9 @@
 """
 Where text comes from: documents out of parquet, jsonl and text files, here or on the hub.
 
-A source is a function of a place, (file number, row in that file). It yields what comes from there
-on in batches: file number, row of the batch's first document, and for each row its text, None where
-it is empty, or LeftOut where it should have been a text.
+A source is a function of a place, (file number, row in that file). From there on it yields batches:
+the file number, the row of the batch's first document, and for each row its text, None if it is
+empty, or LeftOut if it has no readable text.
 
     READERS        which function reads which kind of file: another kind, such as CSV, goes there
     local_files    which files, in which order
@@ -35,7 +35,7 @@ from common.files import UTF16_MARKS
 
 @dataclass
 class LeftOut:
-    """A row that is left out, and of which people are told."""
+    """A row that is left out, counted and reported."""
 
     kind: str  # "no text" or "broken"
     problem: str
@@ -47,19 +47,19 @@ RowBatch = tuple[int, int, Sequence[Row]]
 Source = Callable[[int, int], Iterator[RowBatch]]
 
 FIELD = "text"
-ROWS_PER_READ = 64  # few, as each may be a book
-FIRST_ROWS = 1000  # by which it is judged whether the field is the right one
-MOST_WITHOUT = 0.01  # of the rows may lack it without a warning
-# Seconds before a file on the hub that fails is opened again at its row; the library itself has
-# tried several times before
+ROWS_PER_READ = 64  # few, because each may be a book
+FIRST_ROWS = 1000  # that show whether the text field is the right one
+MOST_WITHOUT = 0.01  # of the rows may have no text without a warning
+# Seconds before a hub file that failed is opened again at the same row; the library has already
+# retried several times
 BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
 
 TEXT_COLUMN = re.compile("(large_|dictionary<values=(large_)?)?(string|binary)|null")
-CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # but tabs, line and page ends
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tabs, line ends and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text
 
-# By default tqdm's lock is one between processes, which a preparation that is killed leaves behind:
-# some systems print a warning of that.
+# By default tqdm shares a lock between processes. A killed preparation would leave it behind, and
+# some systems would print a warning.
 tqdm.set_lock(threading.RLock())
 
 # -----------------------------------------------------------------------------
@@ -69,7 +69,8 @@ tqdm.set_lock(threading.RLock())
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     The files of some paths, folders and patterns, in the order given, those of one folder or
-    pattern sorted by name. Other endings are left out. Raises UserError where a name gives no file.
+    pattern sorted by name. Files with other endings are left out. Raises UserError for a
+    name without any file.
     """
     files, problems = [], []
     for name in names:
@@ -97,12 +98,12 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         from huggingface_hub import HfApi
 
         datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what matters it raises
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised all the same
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # whatever the network throws
-        raise UserError(f"{dataset}: {reason(error)}; or give local files") from None
+        raise UserError(f"{dataset}: {first_line(error)}; or give local files") from None
     if not files or not all(file.endswith(HUB_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
@@ -146,13 +147,13 @@ def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[i
 
 
 def read_jsonl(name: str, row: int, field: str, _encoding) -> Iterator[tuple[int, list]]:
-    """A row is a line, an object of JSON; a blank line is no document."""
+    """Each line is a row, a JSON object; a blank line is no document."""
     import fsspec
 
     if name.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise UserError(f"{name}: pip install zstandard, to read .zst files")
     with fsspec.open(name, compression="infer") as file:
-        # the hub's files would copy megabytes for each line
+        # without the buffer, files on the hub copy megabytes per line
         lines = islice(io.BufferedReader(file, 2**20), row, None)
         while found := [parse(line, field) for line in islice(lines, ROWS_PER_READ)]:
             yield row, found
@@ -166,9 +167,9 @@ def parse(line: bytes, field: str) -> str | None | dict | ValueError:
     if line.startswith(b"["):
         return ValueError("a list; jq -c '.[]' FILE > NEW makes lines of it")
     try:
-        # invalid UTF-8 becomes U+FFFD; a file of Windows may begin with a mark
+        # invalid UTF-8 becomes U+FFFD; files from Windows may begin with a byte-order mark
         values = json.loads(line.decode(errors="replace").removeprefix("\ufeff").rstrip())
-    except (ValueError, RecursionError) as error:  # also a number too long, objects in objects
+    except (ValueError, RecursionError) as error:  # also a number too long, nesting too deep
         return ValueError(getattr(error, "msg", str(error)))
     if not isinstance(values, dict):
         return ValueError(type(values).__name__)
@@ -184,8 +185,8 @@ def read_text(name: str, row: int, _field, encoding: str | None) -> Iterator[tup
 
 def decode(name: str, given: str | None) -> tuple[str, str]:
     """
-    The text of a file and its encoding: UTF-16 where it begins with a byte-order mark, UTF-8 where
-    it is that, or else the one given. Raises UserError.
+    The text of a file and its encoding: UTF-16 if it begins with that byte-order mark, UTF-8 if it
+    is valid UTF-8, or else the given one. Raises UserError.
     """
     content, problems = Path(name).read_bytes(), []
     own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
@@ -199,11 +200,11 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
             continue
         controls = len(CONTROLS.findall(text))
         if controls <= 5 + MOST_CONTROLS * len(text):
-            # so that every system makes the same tokens
+            # the same line ends, so that every system makes the same tokens
             return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), encoding
         problems.append(f"{controls:,} NULs and control characters: binary, or not {encoding}")
-    mend = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW (-c drops such bytes)"
-    problems.append(f"{mend}, or give --encoding=NAME for all such files")
+    hint = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW (-c drops bad bytes)"
+    problems.append(f"{hint}, or give --encoding=NAME for all such files")
     raise UserError(f"{name}: {'; '.join(problems)}")
 
 
@@ -211,7 +212,7 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
 # csv.DictReader, and add ".csv" to ROW_FILES and to READERS.
 TEXT_FILES = (".txt", ".md", ".py")
 ROW_FILES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # elsewhere .json is often one object
+HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # a local .json is often one object
 READERS = dict.fromkeys(HUB_FILES, read_jsonl) | dict.fromkeys(TEXT_FILES, read_text)
 READERS[".parquet"] = read_parquet
 
@@ -221,15 +222,15 @@ READERS[".parquet"] = read_parquet
 
 @dataclass
 class FilesSource:
-    """Files as a source."""
+    """Many files as one source."""
 
     files: list[str]
-    field: str = FIELD  # what holds the text in a row of parquet or jsonl
+    field: str = FIELD  # holds the text, in parquet and jsonl
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
-    skip_broken: bool = False  # leave out lines that are no JSON object, or else raise UserError
+    skip_broken: bool = False  # leave out lines that are not JSON objects
 
     def __call__(self, file: int, row: int) -> Iterator[tuple[int, int, list[FileRow]]]:
-        """From a place on. Raises UserError where a line is broken, or the files fail."""
+        """The batches from a place on. Raises UserError for a broken line or an unreadable file."""
         failures = 0
         while file < len(self.files):
             name = self.files[file]
@@ -243,19 +244,19 @@ class FilesSource:
                 raise
             except Exception as error:  # whatever a network or a damaged file throws
                 if "://" not in name or failures == len(BACKOFF_SECONDS):
-                    raise UserError(f"{name}: {reason(error)}") from None
-                warn(f"{name}: {reason(error)}; again in {BACKOFF_SECONDS[failures]} s")
+                    raise UserError(f"{name}: {first_line(error)}") from None
+                warn(f"{name}: {first_line(error)}; again in {BACKOFF_SECONDS[failures]} s")
                 time.sleep(BACKOFF_SECONDS[failures])
                 failures += 1
                 continue
             file, row = file + 1, 0
 
     def to_row(self, name: str, row: int, found: str | None | dict | ValueError) -> FileRow:
-        """A row of the source out of what a reader has found. Raises UserError."""
+        """Turn what a reader found into a row of the source. Raises UserError."""
         if isinstance(found, ValueError):
             problem = f"{name}: line {row + 1:,} is no JSON object ({found})"
             if not self.skip_broken:
-                raise UserError(f"{problem}; mend it, or prepare with --skip_broken")
+                raise UserError(f"{problem}; fix it, or prepare with --skip_broken")
             return LeftOut("broken", problem)
         if isinstance(found, dict):
             return LeftOut("no text", no_text(f"{name}: row {row + 1:,}", self.field, found))
@@ -264,7 +265,7 @@ class FilesSource:
 
 def check_field(source: FilesSource) -> None:
     """
-    Read the first rows of parquet and jsonl. Raises UserError where most have no text in the field.
+    Read the first rows of parquet and jsonl. Raises UserError if most have no text in the field.
     """
     files = [name for name in source.files if not name.lower().endswith(TEXT_FILES)]
     batches = replace(source, files=files)(0, 0)
@@ -275,7 +276,7 @@ def check_field(source: FilesSource) -> None:
 
 
 def report(left_out: dict) -> bool:
-    """Say what a manifest's `left_out` counts, where it is much. Returns whether it is."""
+    """Report what a manifest's `left_out` counts. Returns whether many rows had no text."""
     has_many = left_out["no text"] > MOST_WITHOUT * left_out["rows"]
     if has_many:
         held = share(left_out["no text"], left_out["rows"])
@@ -294,6 +295,6 @@ def no_text(where: str, field: str, fields: dict) -> str:
     return f"{problem}; prepare with --text_field=NAME"
 
 
-def reason(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}"

@@ -1,15 +1,16 @@
 """
-Training on text that is prepared meanwhile: train.py starts prepare_fineweb.py beside it, which
-writes small shards to data/streamed/NAME. Training reads that folder in order, and waits for what
-is still to come.
+Training on text while it is being prepared: train.py starts prepare_fineweb.py as a second
+process, which writes small shards to data/streamed/NAME. Training reads that folder in order, and
+waits for shards that are not there yet.
 
-Sequence n is the window of block_size + 1 tokens that begins at token n * block_size of training's
-shards; after the last one they begin again. So the number of sequences is all that a resumed run
-needs, and neither threads, processes nor batch size change what is trained on.
+Sequence n is the window of block_size + 1 tokens that begins at token n * block_size of the
+training shards. After the last shard the next epoch begins with the first one. So the number of
+sequences is all that a resumed run needs, and threads, processes and batch size do not change what
+it trains on.
 
-    open_stream    starts the preparation, waits for what evaluations read
-    Stream         waits for shards, reads windows
-    Follower       in the preparation: no further ahead than training wants, and ends with it
+    open_stream    starts the preparation, and waits for the tokens that evaluations read
+    Stream         in the training process: waits for shards, reads windows
+    Follower       in the preparation: keeps it a limited distance ahead, ends it with the run
 """
 
 import bisect
@@ -27,18 +28,18 @@ from pathlib import Path
 import numpy as np
 
 from common.child import end_with_parent, start_child
-from common.console import RunError, UserError, complain, say, warn
+from common.console import RunError, UserError, print_err, say, warn
 from common.files import lack_of_space
 from configurator import Config
-from data.shards import Dataset, ShardTokens, check_tokens, read_folder, read_manifest
+from data.shards import Dataset, ShardTokens, check_and_fingerprint, read_folder, read_manifest
 from data.writer import CONTINUE
 
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 SCRIPT = Path(__file__).with_name("prepare_fineweb.py")
 SHARD_TOKENS = 2**22  # one to three seconds of work for a thread
-TOKENS_AHEAD = 2**25  # that are prepared before they are needed
-CHECKED = "checked"  # a line of the preparation
-MOMENT = 0.1  # seconds between two looks at the folder
+TOKENS_AHEAD = 2**25  # how far the preparation runs ahead of training
+CHECKED = "checked"  # a line that the preparation prints
+POLL_SECONDS = 0.1  # how often to look at the folder
 RESUME = "--init_from=resume continues the run"
 PATIENCE = 30  # seconds of waiting after which a line says so
 
@@ -47,24 +48,24 @@ PATIENCE = 30  # seconds of waiting after which a line says so
 
 
 class Stream:
-    """The training sequences of a folder that still grows."""
+    """The training sequences of a folder that is still being filled."""
 
     def __init__(self, folder: Path, block_size: int):
         self.folder, self.block_size = folder, block_size
         self.preparing: subprocess.Popen | None = None  # of rank 0: the process that fills it
         nothing = ShardTokens([], 0)
-        # as far as it has been seen
+        # what has been seen of it so far
         self.data = Dataset(str(folder), nothing, nothing, 0, {}, complete=False)
         self.closed = self.has_warned = False
-        self.checked = True  # whether what is there is of this source
-        self.problems: list[str] = []  # error lines of the preparation
-        self.before: list[str] = []  # shards_read() of the checkpoint that is resumed
-        self.readings = 0  # of all the source
+        self.checked = True  # whether the shards in the folder are known to be from this source
+        self.problems: list[str] = []  # the error lines that the preparation printed
+        self.before: list[str] = []  # shards_read() from the checkpoint of a resumed run
+        self.epochs = 0  # how often all of the source has been read
 
     def start(self, config: Config, held_out: int) -> None:
         """
-        Start the preparation, with `held_out` tokens for validation, or as many as an earlier run
-        has held out. It ends when this process does, in whatever way.
+        Start the preparation. It holds out `held_out` tokens for validation, or as many as an
+        earlier run has. It ends when this process does, however that ends.
         """
         if (self.folder / "manifest.json").exists():
             there = read_manifest(self.folder)["val_tokens"]
@@ -84,7 +85,7 @@ class Stream:
         self.listener.start()
 
     def listen(self, lines) -> None:
-        """Pass on the warnings of the preparation, and keep its errors, which read() says."""
+        """Print the warnings of the preparation, and keep its errors for read()."""
         for line in lines:
             text = line.decode(errors="replace").rstrip()
             if text == CHECKED:
@@ -92,21 +93,21 @@ class Stream:
             elif text.startswith("error: "):
                 self.problems.append(text.removeprefix("error: "))
             else:
-                complain(text)
+                print_err(text)
 
-    def look(self, wanted: int, mend: str = CONTINUE) -> bool:
+    def look(self, wanted: int, hint: str = CONTINUE) -> bool:
         """
-        Look at the folder. Whether it has as many tokens for training as are `wanted`, or all that
-        the source has. Raises RunError, which ends in `mend`, where they will never be there.
+        Look at the folder. Returns whether it has the `wanted` number of training tokens, or all of
+        the source. Raises RunError, which ends in `hint`, if the preparation has failed.
         """
-        code = self.preparing.poll() if self.preparing else None  # None: it goes on
+        code = self.preparing.poll() if self.preparing else None  # None: still running
         manifest = self.folder / "manifest.json"
         if manifest.exists():
             seen = [*self.data.train.shards, *self.data.val.shards]
             try:
                 self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
             except (FileNotFoundError, UserError):
-                if manifest.exists():  # else the preparation has found too little text
+                if manifest.exists():  # otherwise the preparation found too little text
                     raise
         ready = self.checked and self.holds(wanted)
         if code is not None and not ready:
@@ -114,15 +115,15 @@ class Stream:
             lines = self.problems or [
                 f"the preparation of {self.folder} has ended ({code}); {CONTINUE}"
             ]
-            raise RunError(*(line.replace(CONTINUE, mend) for line in lines))
+            raise RunError(*(line.replace(CONTINUE, hint) for line in lines))
         return ready
 
     def holds(self, tokens: int) -> bool:
-        """Whether so many tokens for training have been seen, or all that there are."""
+        """Whether this many training tokens have been seen, or all of the source."""
         return self.data.complete or len(self.data.train) >= tokens
 
     def ask(self, tokens: int) -> None:
-        """Have so many tokens for training prepared, and some more."""
+        """Ask the preparation for this many training tokens, and TOKENS_AHEAD more."""
         if self.preparing and self.preparing.stdin:
             with contextlib.suppress(OSError):  # it has ended; look() says why
                 self.preparing.stdin.write(f"{tokens + TOKENS_AHEAD}\n".encode())
@@ -130,37 +131,37 @@ class Stream:
     def read(self, first: int, count: int) -> np.ndarray:
         """
         The windows of sequences `first` to first + count, (count, block_size + 1) int64. Waits for
-        them. Raises RunError where they will never be there.
+        them. Raises RunError if the preparation has failed.
         """
         wanted, began = (first + count) * self.block_size + 1, time.monotonic()
         self.ask(wanted)
         if self.problems and not self.has_warned:
             self.has_warned = True
             problem = self.problems[0].partition(f"; {CONTINUE}")[0]
-            warn(f"{problem}; the run goes on to the last shard")
+            warn(f"{problem}; the run continues to the last shard")
         while not (self.holds(wanted) or self.look(wanted, RESUME)):
             if self.closed:
-                raise RunError()  # nobody waits for it any more
+                raise RunError()  # nobody waits for these windows any more
             if time.monotonic() - began > PATIENCE:
                 began = time.monotonic()
                 prepared = len(self.data.train)
                 say(f"data: {prepared:,} tokens are prepared, waiting for {wanted:,}")
-            time.sleep(MOMENT)
+            time.sleep(POLL_SECONDS)
         if self.before and self.shards_read(first)[: len(self.before)] != self.before:
-            other = f"dataset: the text in {self.folder} is not what the run was trained on so far"
+            other = f"dataset: the text in {self.folder} differs from what this run has trained on"
             raise RunError(f"{other}; restore its source, or start a new run in another --out_dir")
         self.before = []  # once is enough
         windows = (len(self.data.train) - 1) // self.block_size
-        readings = (first + count - 1) // windows
-        if readings > self.readings:
-            self.readings = readings
-            again = f"all {len(self.data.train):,} training tokens of {self.data.source}"
-            say(f"data: {again} have been read {readings} times; again from the beginning")
+        epochs = (first + count - 1) // windows
+        if epochs > self.epochs:
+            self.epochs = epochs
+            read = f"all {len(self.data.train):,} training tokens of {self.data.source} are read"
+            say(f"data: {read}; epoch {epochs + 1} begins")
         begins = [n % windows * self.block_size for n in range(first, first + count)]
         return self.data.train.read_windows(begins, self.block_size + 1)
 
     def shards_read(self, sequences: int) -> list[str]:
-        """The SHA-256 of each shard that the first so many sequences have tokens of."""
+        """The SHA-256 of each shard that the first `sequences` sequences take tokens from."""
         train = self.data.train
         last = bisect.bisect_left(train.ends, sequences * self.block_size)
         return [self.data.listed[shard.path.name]["sha256"] for shard in train.shards[: last + 1]]
@@ -173,10 +174,10 @@ class Stream:
 
 def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
     """
-    Have the source that config.dataset names prepared (files, a folder, a pattern, or
-    ORG/NAME[:CONFIG] on the hub), and wait for what evaluations read: the first documents for
-    validation, and the first shards for training. `before` is shards_read() of a checkpoint. All
-    ranks take part. Raises UserError.
+    Start preparing the source config.dataset (files, a folder, a pattern, or ORG/NAME[:CONFIG] on
+    the hub), and wait for what evaluations read: the first documents for validation, and the first
+    shards for training. `before` is shards_read() from a checkpoint. All ranks take part. Raises
+    UserError.
     """
     held_out = max(config.eval_size, config.block_size + 1)
     stream = Stream(streamed_folder(config), config.block_size)
@@ -189,26 +190,26 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
             ready = ranks.from_main(stream.look, held_out)
         except RunError as error:
             raise UserError(*error.args) from None
-        time.sleep(MOMENT)
+        time.sleep(POLL_SECONDS)
     check_shared(stream.folder / "lock", ranks)
     while not stream.look(held_out):
-        time.sleep(MOMENT)
+        time.sleep(POLL_SECONDS)
     if ranks.is_main:
         check_room(config, stream, held_out)
     return describe(config.dataset, stream, held_out)
 
 
 def check_shared(file: Path, ranks) -> None:
-    """Raises UserError on all ranks where rank 0's file is not the one that all of them see."""
+    """Raises UserError on all ranks if some rank sees another file than rank 0 does."""
     ranks.from_main(file.touch)
     began = time.monotonic()
     changed: list[int | None] = []
-    # a network's folder shows a change a little later
+    # a network share shows a change a little later
     while len(set(changed)) != 1 and ranks.max(time.monotonic() - began)[0] < PATIENCE:
         changed = ranks.gather(file.stat().st_mtime_ns if file.exists() else None)
-        time.sleep(MOMENT)
-    mend = "several machines need one shared folder for a stream"
-    ranks.check_same(f"{file} was changed at", changed[ranks.rank], mend)
+        time.sleep(POLL_SECONDS)
+    hint = "several machines need one shared folder for a stream"
+    ranks.check_same(f"{file} was changed at", changed[ranks.rank], hint)
 
 
 def streamed_folder(config: Config) -> Path:
@@ -218,21 +219,21 @@ def streamed_folder(config: Config) -> Path:
 
 
 def check_room(config: Config, stream: Stream, held_out: int) -> None:
-    """Say what the stream will take on the disk; a warning where there is no room for it."""
+    """Print how much disk the stream will take, and warn if there is not enough."""
     needed = ""
     if not config.by_clock:
         most = held_out + config.iter_tokens * config.max_iters + TOKENS_AHEAD + SHARD_TOKENS
         needed = f", at most {2 * most / 1e9:.3g} GB in this run"
         there = len(stream.data.train) + len(stream.data.val)
-        if lacks := lack_of_space(stream.folder, 2 * (most - there)):
-            warn(f"{lacks}; the run will end there with a checkpoint, and can be resumed")
-    say(f"stream: {stream.folder} takes 2 bytes a token{needed}")
+        if shortage := lack_of_space(stream.folder, 2 * (most - there)):
+            warn(f"{shortage}; the run will end there with a checkpoint, and can be resumed")
+    say(f"stream: {stream.folder} takes 2 bytes per token{needed}")
 
 
 def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
     """
-    The dataset of a stream: validation, and of training the first shards that hold as many tokens
-    as are `evaluated`. Raises UserError.
+    The dataset of a stream: all of validation, and the first training shards that hold `evaluated`
+    tokens. Raises UserError.
     """
     data = replace(stream.data, source=source, stream=stream)
     last = bisect.bisect_left(data.train.ends, evaluated)
@@ -241,9 +242,9 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
         held = f"{len(data.val):,} tokens for validation and {len(data.train):,} for training"
         hint = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
         raise UserError(f"dataset: {source} holds {held}; {hint}")
-    # the rest of the text follows from the source, which the manifest holds
-    names = [shard.path.name for shard in data.val.shards]
-    data.fingerprint = check_tokens({name: data.listed[name] for name in names}, [data.val])
+    # the training text is determined by the source, which the manifest names
+    listed = {s.path.name: data.listed[s.path.name] for s in data.val.shards}
+    data.fingerprint = check_and_fingerprint(listed, [data.val])
     return data
 
 
@@ -253,8 +254,8 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
 
 class Follower:
     """
-    Keeps this process no further ahead of the training than that asks for, a line on stdin each
-    time, and ends it with the other end of stdin.
+    Follows the training run: it sends the number of tokens it wants, a line each time, on stdin.
+    This process waits when it has prepared that many, and ends when stdin closes.
     """
 
     def __init__(self):
@@ -267,10 +268,10 @@ class Follower:
             self.changed.notify()
 
     def checked(self) -> None:
-        """Say that the shards that are there are those of this source."""
+        """Tell the run that the shards in the folder are from this source."""
         print(CHECKED, file=sys.stderr, flush=True)
 
     def wait(self, tokens: int) -> None:
-        """Wait until more than so many tokens for training are wanted."""
+        """Wait until the run wants more than `tokens` training tokens."""
         with self.changed:
             self.changed.wait_for(lambda: self.wanted > tokens)

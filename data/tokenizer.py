@@ -25,12 +25,12 @@ BYTE_VOCAB = 256
 MOST_IDS = 65_536  # of a tokenizer.json: what a shard's uint16 can tell apart
 SAMPLE_MB = 50  # of text, which bpe:N is trained on
 TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: trained, of N ids, on {SAMPLE_MB} MB at most"
-# What tokenizers call end-of-text; one of your own has the first
+# Names of end-of-text; a tokenizer that we train has the first
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-# A tokenizer that changes this text, as by lower case, would not do for a language model
+# A tokenizer must give this text back unchanged; one that lowercases it, for instance, does not
 PROBE = "It's  12 Caf\u00e9s,\n\t\u6f22\u5b57 \U0001f642 \x80 <|endoftext|> "
-# What cut() makes: 200,000 characters and on to the end of a word, or all that is left
-PIECE = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
+# What split_long() makes: 200,000 characters and on to the end of a word, or all that is left
+CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 
 
 class Tokenizer:
@@ -81,8 +81,8 @@ class Tokenizer:
             return self.bpe.decode(ids)
         return self.bpe.decode(list(ids), skip_special_tokens=False)
 
-    def prompt(self) -> list[int]:
-        """What a sample from nothing starts with: end-of-text, or without one a new line."""
+    def start_ids(self) -> list[int]:
+        """The ids that a sample without a prompt starts with: end-of-text, or else a newline."""
         if self.eot is not None:
             return [self.eot]
         return list(self.encode("\n")) or [0]
@@ -99,13 +99,13 @@ def gpt2_bpe():
 
 
 # -----------------------------------------------------------------------------
-# A BPE of one's own
+# A BPE of your own
 
 
 def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     """
-    The tokenizer that --tokenizer names. None for a bpe:N that is still to be trained: no earlier
-    start of the same preparation has left it in `out`. Raises UserError.
+    The tokenizer that --tokenizer names. None for a bpe:N that must still be trained: the folder
+    `out` holds none from an earlier launch of the same preparation. Raises UserError.
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":
@@ -113,8 +113,8 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
         return Tokenizer(spec, name)
     if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
-    begun = out / "tokenizer.json"
-    if begun.exists() and (tokenizer := Tokenizer(read_bpe(begun), begun)).vocab == int(size):
+    path = out / "tokenizer.json"
+    if path.exists() and (tokenizer := Tokenizer(read_bpe(path), path)).vocab == int(size):
         return tokenizer
     return None
 
@@ -153,24 +153,26 @@ def load_bpe(json: str, path: str | Path):
 
 
 def encode_bpe(bpe, text: str) -> np.ndarray:
-    # "fast": it does not work out where in the text each token stands
-    ids = (bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids for piece in cut(text))
+    # "fast" skips working out where in the text each token is
+    chunks = ([chunk] for chunk in split_long(text))
+    ids = (bpe.encode_batch_fast(chunk, add_special_tokens=False)[0].ids for chunk in chunks)
     return np.fromiter(chain.from_iterable(ids), dtype=np.uint16)
 
 
-def cut(text: str) -> list[str]:
+def split_long(text: str) -> list[str]:
     """
-    The text in pieces that end with a word, which no token crosses: the library takes some hundred
-    bytes of memory for each character that it gets at once. A lone surrogate, which UTF-8 cannot
-    hold, becomes a question mark.
+    The text in chunks. Each ends with a word, so that no token crosses into the next one. Whole
+    texts would take too much memory: the library needs some hundred bytes per character that it is
+    given at once. A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
     """
-    return PIECE.findall(text.encode(errors="replace").decode())
+    return CHUNK.findall(text.encode(errors="replace").decode())
 
 
 def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int = 0) -> Tokenizer:
     """
     The tokenizer bpe:N: a byte-level BPE as GPT-2's (Radford et al. 2019), made from a sample of
-    these texts (see sample_text). Raises UserError where they repeat too little for N ids.
+    these texts (see sample_text). Raises UserError where they are too short or too varied for N
+    ids.
     """
     from tokenizers import ByteLevelBPETokenizer
 
@@ -183,22 +185,23 @@ def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int 
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
         hint = "a smaller N, less validation, or more text"
-        raise UserError(f"{name}: training has text for {ids} ids; {hint}")
+        raise UserError(f"{name}: the training text suffices for only {ids} ids; {hint}")
     return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
 
 
 def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[str]:
     """
-    The texts after the first `skip` bytes, which are validation's. Of more than SAMPLE_MB, pieces
-    spread evenly over it, or the first SAMPLE_MB where the `total` bytes are not known.
+    The texts after the first `skip` bytes, which are validation's. Where there are more than
+    SAMPLE_MB: chunks spread evenly over them, or the first SAMPLE_MB if `total`, the number of
+    bytes, is not known.
     """
     most = SAMPLE_MB * 1_000_000
     read, taken, every = -skip, 0, 1 + total // most
-    for piece in (piece for text in texts if text for piece in cut(text)):
-        size = len(piece.encode())
+    for chunk in (chunk for text in texts if text for chunk in split_long(text)):
+        size = len(chunk.encode())
         read += size
         if taken * every < read:
-            yield piece
+            yield chunk
             taken += size
         if read > every * most:
             return
@@ -228,4 +231,4 @@ def read_meta(path: Path) -> tuple[int, dict]:
         raise UserError(f"{path}: no plain dictionary ({error}); prepare it again") from None
     if len(texts) == vocab and all(isinstance(text, str) for text in texts):
         return vocab, dict(kind="char", itos=texts)
-    return vocab, dict(kind="unknown")  # a tokenizer of somebody's own
+    return vocab, dict(kind="unknown")  # a tokenizer that we do not know

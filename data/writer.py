@@ -1,12 +1,11 @@
 """
-Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py have
-in common.
+Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py share.
 
 Documents keep the order of the source, an end-of-text token before each; null and empty ones are
 skipped. A shard ends with a document. After each shard manifest.json is written, which also says
 where in the source the next one begins: a file and a row. So an interrupted preparation continues
-after the last finished shard, and its files come out the same, byte for byte, however often it was
-interrupted and with any number of threads.
+after the last finished shard. Its files are the same, byte for byte, however often it was
+interrupted and however many threads it uses.
 
 Validation is drawn in write_shards: the first documents that hold Plan.val_tokens tokens. Where
 that is 0, the source has drawn it, as prepare_text.OwnText does. How files are read, and in which
@@ -29,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.child import keep_awake
-from common.console import RunError, UserError, command_line, complain, say, warn
+from common.console import RunError, UserError, command_line, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.sources import LeftOut, RowBatch, Source, report
@@ -48,16 +47,16 @@ class Plan:
 
     folder: Path
     source: str  # as the user named it
-    files: list[str]  # that it is read from, in order
+    files: list[str]  # the files to read, in order
     tokenizer: Tokenizer
     expected_tokens: int  # both splits; for the disk space and the progress bar
     settings: dict  # flags that change what is written
     revision: str | None = None  # on the hub
-    val_tokens: int = 0  # the first documents that hold so many; 0: the source divides its rows
-    train_tokens: int | None = None  # None: all there are
+    val_tokens: int = 0  # taken from the first documents; 0: the source splits its rows
+    train_tokens: int | None = None  # None: all of the source
     shard_tokens: int = 100_000_000
-    least_tokens: int = 1  # of each split
-    hint: str = "give more text"  # where a split has fewer
+    least_tokens: int = 1  # in each split
+    hint: str = "give more text"  # ends the error if a split has fewer
 
     def must_agree(self) -> dict:
         """What must be the same for a preparation to continue."""
@@ -73,11 +72,12 @@ class Plan:
 
 def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> dict:
     """
-    Fill plan.folder from the source, or continue where an earlier start stopped; `workers` threads
-    tokenise. Returns the manifest. Raises UserError, and RunError for what goes wrong meanwhile.
+    Fill plan.folder from the source, or continue where an earlier launch stopped. `workers` threads
+    tokenise. Returns the manifest. Raises UserError, and RunError for what fails on the way.
 
-    With a stream.Follower a training run reads the shards meanwhile: this waits before each one
-    until it is wanted. Where another preparation is writing to the folder, it waits for its end.
+    With a stream.Follower a training run reads the shards at the same time: before each shard this
+    waits until training needs it. If another preparation is writing to the folder, it waits until
+    that one has ended.
     """
     check_folder(plan)
     if follower:
@@ -98,14 +98,14 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
             else:
                 write_shards(plan, manifest, source, workers, follower)
     except KeyboardInterrupt:
-        complain(f"stopped: {CONTINUE}")
+        print_err(f"stopped: {CONTINUE}")
         raise
-    except OSError as error:  # a full disk, which names no file, or a text that has gone
+    except OSError as error:  # a full disk, whose error names no file, or a text file that is gone
         path = error.filename or plan.folder
-        raise RunError(f"{path}: {error.strerror}; once that is mended, {CONTINUE}") from None
+        raise RunError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
     finally:
         if locked and not (plan.folder / "manifest.json").exists():
-            with contextlib.suppress(OSError):  # another one waits; it holds something else
+            with contextlib.suppress(OSError):  # another process waits for it
                 (plan.folder / "lock").unlink()
                 plan.folder.rmdir()
     return manifest
@@ -117,8 +117,8 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
 
 def check_folder(plan: Plan) -> list[str]:
     """
-    Raises UserError where the folder holds something else, or its disk has too little room. Returns
-    the files of the source that have changed since an interrupted preparation began.
+    Raises UserError if the folder holds something else or its disk is too full. Returns the files
+    of the source that have changed since the interrupted preparation began.
     """
     folder = plan.folder
     if (folder / "manifest.json").exists():
@@ -126,15 +126,15 @@ def check_folder(plan: Plan) -> list[str]:
     if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
         raise UserError(f"{folder}: holds files of another program; choose another folder")
     # a token takes 2 bytes
-    if lacks := lack_of_space(folder, 2 * plan.expected_tokens + SPARE_BYTES):
-        raise UserError(f"{lacks}; choose another folder, or fewer tokens")
+    if shortage := lack_of_space(folder, 2 * plan.expected_tokens + SPARE_BYTES):
+        raise UserError(f"{shortage}; choose another folder, or fewer tokens")
     return []
 
 
 def check_agrees(plan: Plan, found: dict) -> list[str]:
     """
-    Raises UserError where the folder's manifest, `found`, is of other text or flags. Returns the
-    files of the source that have changed since.
+    Raises UserError if the folder's manifest, `found`, was made from other text or flags. Returns
+    the files of the source that have changed since.
     """
     asked, then, now = plan.must_agree(), found.get("files", {}), stamps(plan.files)
     differs = [key for key in asked if found.get(key) != asked[key]]
@@ -145,7 +145,7 @@ def check_agrees(plan: Plan, found: dict) -> list[str]:
     if changed and found["complete"]:
         differs.append(f"{changed[0]} has changed")
     if "files" not in found:
-        differs = ["an earlier version has made it"]
+        differs = ["an earlier version of this program made it"]
     if differs:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
@@ -156,8 +156,8 @@ def begin_or_continue(plan: Plan) -> dict:
     """The manifest of a folder that is locked for this process: a new one, or what is there."""
     folder, changed = plan.folder, check_folder(plan)
     remove_temporaries(folder, "*.bin", "*.json")
-    for name in changed:  # as by mending a line of it
-        warn(f"{name}: has changed since the preparation began; what is in shards stays")
+    for name in changed:  # as by fixing a line of it
+        warn(f"{name}: has changed since the preparation began; finished shards keep the old text")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         if not manifest["complete"]:
@@ -175,19 +175,19 @@ def begin_or_continue(plan: Plan) -> dict:
 
 
 def stamps(files: list[str]) -> dict[str, list[int]]:
-    """Of the local ones among some files: size in bytes, and time of the last change."""
+    """Size in bytes and time of the last change of each local file among `files`."""
     local = {name: os.stat(name) for name in files if "://" not in name}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in local.items()}
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace manifest.json in one step; what it names is safe on the disk."""
+    """Replace manifest.json in one step; the shards it lists are already on the disk."""
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
 
 
 def tokens_of(manifest: dict) -> dict[str, int]:
-    """The tokens that are in finished shards, by split."""
+    """The number of tokens in finished shards, by split."""
     totals = {"train": 0, "val": 0}
     for shard in manifest["shards"]:
         totals[shard["name"].partition("_")[0]] += shard["tokens"]
@@ -196,8 +196,8 @@ def tokens_of(manifest: dict) -> dict[str, int]:
 
 def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
     """
-    Print what a data folder holds and the command that trains on it, with `config` where one was
-    made for it.
+    Print what a data folder holds and the command that trains on it, with `config` if one was
+    written for it.
     """
     tokens, shards = tokens_of(manifest), manifest["shards"]
     total = sum(tokens.values())
@@ -219,7 +219,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
 
 @dataclass
 class Part:
-    """What a shard is to hold."""
+    """The contents of a shard to be written."""
 
     tokens: bytearray = field(default_factory=bytearray)  # two bytes each
     documents: int = 0
@@ -227,15 +227,15 @@ class Part:
 
 
 def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follower: Any) -> None:
-    """Write what comes after the finished shards. Raises UserError and RunError."""
+    """Write the shards that follow the finished ones. Raises UserError and RunError."""
     totals, most, place = tokens_of(manifest), plan.train_tokens or 2**63, manifest["next"]
-    told = False
+    warned = False
     documents = encode(source(place["file"], place["row"]), plan.tokenizer, workers)
     # disable=None: shown on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
         while totals["train"] < most:
-            # how many tokens a shard may take, of the splits that a document's parts are for
+            # the number of tokens that the next shard of each split may take
             if totals["val"] < plan.val_tokens:
                 room = dict(val=min(plan.shard_tokens, plan.val_tokens - totals["val"]))
             else:
@@ -247,12 +247,12 @@ def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follo
             parts, place = take(documents, room, manifest["left_out"], bar)
             if not place:
                 break
-            for split in [*parts]:  # each gone from memory before the next one is filled
+            for split in [*parts]:  # frees each part before the next one is written
                 write_part(plan, manifest, split, parts.pop(split))
             manifest["next"] = place
             write_manifest(plan.folder, manifest)
-            if follower and not told:  # the run may end before the source does
-                told = report(manifest["left_out"])
+            if follower and not warned:  # the run may end before the source does
+                warned = report(manifest["left_out"])
             totals = tokens_of(manifest)
     documents.close()  # ends the threads
     finish(plan, manifest, totals)
@@ -262,8 +262,8 @@ def take(
     documents: Iterator, room: dict[str, int], left_out: dict, bar: tqdm
 ) -> tuple[dict[str, Part], dict]:
     """
-    The next documents, until one split has no room for another; and the place behind them in the
-    source, {} where it had ended. Rows are counted in `left_out`.
+    The next documents, until one split has no room for another one, and the place in the source
+    where the following ones begin, {} if the source has ended. Counts the rows in `left_out`.
     """
     parts, place = {split: Part() for split in room}, {}
     for file, row, texts in documents:
@@ -284,7 +284,7 @@ def take(
 
 
 def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
-    """Write a shard, unless it is empty, and list it."""
+    """Write a shard and list it in the manifest, unless it is empty."""
     if not part.tokens:
         return
     name = f"{split}_{len(manifest['shards']):06d}.bin"
@@ -294,11 +294,11 @@ def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
 
 
 def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
-    """The source has ended, or there are enough. Raises UserError where a split has too few."""
+    """End a preparation. Raises UserError if a split has too few tokens."""
     folder = plan.folder
     report(manifest["left_out"])
     if min(totals.values()) < plan.least_tokens:
-        # leave nothing that looks like a dataset; who reads along looks at the manifest first
+        # leave nothing that looks like a dataset; a run that follows reads the manifest first
         names = [shard["name"] for shard in manifest["shards"]]
         for name in ["manifest.json", "tokenizer.json", *names]:
             (folder / name).unlink(missing_ok=True)
@@ -315,9 +315,9 @@ def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
 def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> Generator:
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields file, row and,
-    for each part of the row, its tokens as bytes and the bytes of its text; or LeftOut. Reads so
-    far ahead that the threads stay busy while the source downloads or a shard is written, and not
-    so far that memory grows with the source. Raises RunError where the source or a text fails.
+    for each part of the row, its tokens as bytes and the number of bytes of its text; or LeftOut.
+    Reads far enough ahead to keep the threads busy while the source downloads or a shard is
+    written; memory does not grow with the source. Raises RunError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending: deque[Future] = deque()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, complain, count, duration, raise_if_any, say, table_lines
+from common.console import UserError, print_err, count, duration, raise_if_any, say, table_lines
 from configurator import NEVER, Config
-from data.shards import MOST_TOKENS, missing_dataset, open_dataset, vocab_where_missing
+from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.records import percentile, read_run
@@ -97,8 +97,8 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     known = "give --iter_seconds or --from_run"
     if not card["peak_tflops"]:
-        mend = f"name another card, as in --gpu=4070, or {known}"
-        raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {mend}")
+        hint = f"name another card, as in --gpu=4070, or {known}"
+        raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {hint}")
     flops, words = build.count_flops(model)
     if flops is None:
         raise UserError(f"model: FLOPs not counted: {words}; {known}")
@@ -402,7 +402,7 @@ def plan(config: Config, options: Namespace) -> dict:
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
-        complain(missing_dataset(config.dataset, math.ceil(tokens / unit) * unit))
+        print_err(missing_dataset_message(config.dataset, math.ceil(tokens / unit) * unit))
     say(*plan_lines(p, model))
     return p
 

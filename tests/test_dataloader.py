@@ -22,7 +22,7 @@ import train
 from common.console import RunError, UserError
 from configurator import Config, load_config
 from data.loader import (
-    MOMENT,
+    POLL_SECONDS,
     READ_AHEAD,
     ShuffledWindows,
     TrainBatches,
@@ -202,7 +202,7 @@ def test_waiting_for_data_lasts_a_moment_and_is_counted(make_batches):
     began = time.monotonic()
     assert not batches.ready(1) and not batches.ready(1)
     took = time.monotonic() - began
-    assert 2 * MOMENT <= took < 20 and 2 * MOMENT * 0.9 <= batches.waited <= took
+    assert 2 * POLL_SECONDS <= took < 20 and 2 * POLL_SECONDS * 0.9 <= batches.waited <= took
     assert batches.error is None
     source.gate.set()
     assert first_tokens(batches.take(2)) == [0, 1, 2, 3]
@@ -216,7 +216,7 @@ def test_an_error_while_reading_waits_until_its_batch_is_needed(make_batches):
         assert first_tokens(batches.take(2)) == [*range(first, first + 4)]
     wait_until(lambda: batches.error)
     began = time.monotonic()
-    assert not batches.ready(2) and time.monotonic() - began < MOMENT  # nothing to wait for
+    assert not batches.ready(2) and time.monotonic() - began < POLL_SECONDS  # nothing to wait for
     assert str(batches.error) == "sequence 12 is gone"
     with pytest.raises(RunError, match="^sequence 12 is gone$"):
         batches.take(2)

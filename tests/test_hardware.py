@@ -191,7 +191,7 @@ def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "platform, build, mend",
+    "platform, build, hint",
     [
         ("linux", "13.0", "nvidia-smi"),
         ("linux", None, hardware.CUDA_BUILD),
@@ -199,12 +199,12 @@ def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
         ("darwin", None, "nvidia-smi"),
     ],
 )
-def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, mend, monkeypatch):
+def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(sys, "platform", platform)
     (problem,) = hardware.check_device(Config(device="cuda"))
-    assert mend in problem
+    assert hint in problem
 
 
 def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
@@ -525,8 +525,8 @@ def test_on_windows_the_number_of_threads_is_set_as_its_shells_do_it(monkeypatch
     """`OMP_NUM_THREADS=6 python train.py` is no command there."""
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    mend = "; $env:OMP_NUM_THREADS=6 (cmd: set OMP_NUM_THREADS=6) on a line before the command "
-    assert hw(None).too_many_threads(10, 64).endswith(f"{mend}may be faster")
+    hint = "; $env:OMP_NUM_THREADS=6 (cmd: set OMP_NUM_THREADS=6) on a line before the command "
+    assert hw(None).too_many_threads(10, 64).endswith(f"{hint}may be faster")
 
 
 def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, capsys):

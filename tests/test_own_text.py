@@ -174,7 +174,7 @@ def test_gpt2s_tokens_are_sent_to_fine_tuning(tmp_path, script):
     path = tmp_path / "my.py"
     code, _, err = script(prepare_text.main, __file__, "--tokenizer=gpt2", f"--write={path}")
     assert (
-        code == 2 and len(err) == 1 and "docs/own_text.md has the command to fine-tune it" in err[0]
+        code == 2 and len(err) == 1 and "to fine-tune GPT-2, see docs/finetune.md" in err[0]
     )
     assert not path.exists()
 

@@ -662,7 +662,7 @@ def bad_file(folder: Path, name: str) -> Path:
         (
             "broken.jsonl",
             2,
-            "line 2 is no JSON object (Unterminated string starting at); mend it, or",
+            "line 2 is no JSON object (Unterminated string starting at); fix it, or",
         ),
         ("garbage.parquet", 2, "not a parquet file"),
         ("empty.parquet", 2, "Parquet file size is 0 bytes"),
@@ -715,7 +715,7 @@ def test_errors_are_lines_and_not_tracebacks(tmp_path):
     code, stdout, stderr = run_process("data/prepare_text.py", *options)
     assert code == 2 and stdout == ""
     problem = r"line 1 is not utf-8: b'\xe9'; leave it out, or convert it: iconv -f NAME -t utf-8"
-    problem += " FILE > NEW (-c drops such bytes), or give --encoding=NAME for all such files"
+    problem += " FILE > NEW (-c drops bad bytes), or give --encoding=NAME for all such files"
     assert stderr.splitlines() == [f"error: {tmp_path}/{n}.txt: {problem}" for n in "ab"]
     assert not (tmp_path / "out").exists()
 
@@ -825,6 +825,6 @@ def test_a_folder_that_an_earlier_version_made_is_left_alone(bytes_for_tokens, t
     del manifest["files"]
     (out / "manifest.json").write_text(json.dumps(manifest))
     before = contents(out)
-    with pytest.raises(UserError, match="an earlier version has made it.*or delete that one"):
+    with pytest.raises(UserError, match="an earlier version of this program made it.*or delete that one"):
         fineweb(*flags)
     assert contents(out) == before and len(open_dataset(str(out)).train) > 0

@@ -917,7 +917,7 @@ def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_
             break
     processes[1].send_signal(signal.SIGTERM)
     codes, err = end_of(processes)
-    problem = "error: checkpoint 8 is not saved: No space left on device; once that is mended, "
+    problem = "error: checkpoint 8 is not saved: No space left on device; once that is fixed, "
     message = "there is no checkpoint to resume from"
     assert codes == [1, 1] and error_lines(err) == [problem + message]
     assert err.count("another process got SIGTERM") == 1

@@ -16,7 +16,7 @@ from helpers import flags, load, needs_a_full_disk, records, run_here
 
 import train
 from common import console
-from common.console import RunError, complain, count, duration, say, warn
+from common.console import RunError, print_err, count, duration, say, warn
 from configurator import Config
 from training.clock import Clock
 from training.hardware import Hardware
@@ -521,7 +521,7 @@ class Interrupted(io.RawIOBase):
     """A file whose first write is interrupted by a signal whose handler speaks."""
 
     def __init__(self):
-        self.content, self.handlers = b"", [lambda: complain("a checkpoint is saved first")]
+        self.content, self.handlers = b"", [lambda: print_err("a checkpoint is saved first")]
 
     def writable(self):
         return True
@@ -542,7 +542,7 @@ def test_a_signal_in_the_middle_of_a_line_costs_its_own_line_not_the_run(place, 
         monkeypatch.setattr(sys, "stderr", text)
     else:
         monkeypatch.setattr(console, "transcript", text)
-    complain("iter 4: loss spike")
+    print_err("iter 4: loss spike")
     text.flush()
     assert not raw.handlers and raw.content == b"iter 4: loss spike\n"
 

@@ -1,6 +1,6 @@
 """
 jsonl as it is in the world, and parquet: rows without the field, broken lines, and what continues
-after one has been mended.
+after one has been fixed.
 """
 
 import gzip
@@ -161,7 +161,7 @@ def test_a_broken_line_is_named_or_skipped(tmp_path, script, line, reason, endin
     for main, flags in both_commands(source, tmp_path / "out"):
         code, _, (error,) = script(main, *flags)
         assert code == 2 and error.startswith(f"error: {source}: line 102 is no JSON object (")
-        assert reason in error and error.endswith("; mend it, or prepare with --skip_broken")
+        assert reason in error and error.endswith("; fix it, or prepare with --skip_broken")
         code, out, err = script(main, *flags, "--skip_broken")
         assert (code, err) == (0, [])
         said = f"\nskipped: 2 broken lines; the first: {source}: line 102 is no JSON object ("

@@ -232,7 +232,7 @@ def test_a_failure_is_a_warning_once_while_there_are_shards(folder, tmp_path, ca
     capsys.readouterr()
     for first in (0, 16):
         assert source.read(first, 16).shape[0] == 16
-    warned = "warning: c.parquet: damaged; the run goes on to the last shard\n"
+    warned = "warning: c.parquet: damaged; the run continues to the last shard\n"
     assert capsys.readouterr().err == warned
     source.close()
 
@@ -427,7 +427,7 @@ def test_without_a_network_one_line_names_the_way_out(work, tmp_path):
 
 
 def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, script):
-    """And once it is mended the run goes on as if nothing had been."""
+    """And once it is fixed the run goes on as if nothing had been."""
     source = tmp_path / "source"
     write_parquet(source / "a.parquet", documents(1100))  # the first 1,000 are looked at before
     (source / "b.parquet").write_bytes(b"PAR1 damaged")
@@ -437,7 +437,7 @@ def test_a_source_that_fails_midway_ends_in_one_line_and_a_checkpoint(tmp_path, 
     *warnings, error = lines  # a warning where the shards were not used up yet
     assert code == 1 and error.startswith("error: ") and "b.parquet" in error
     assert "--init_from=resume continues the run" in error
-    assert len(warnings) < 2 and all("goes on to the last shard" in line for line in warnings)
+    assert len(warnings) < 2 and all("continues to the last shard" in line for line in warnings)
     stopped = load_newest(tmp_path / "out")["progress"]["iter_num"]
     # all that was in finished shards was trained on
     assert stopped > 2
@@ -474,7 +474,7 @@ def test_what_a_stream_takes_on_the_disk_is_said_with_a_warning_where_it_lacks(
 ):
     run_here(folder, tmp_path / "1", **STREAM, max_iters=2)
     output = capsys.readouterr()
-    (most,) = re.findall(r"takes 2 bytes a token, at most (\S+) GB in this run", output.out)
+    (most,) = re.findall(r"takes 2 bytes per token, at most (\S+) GB in this run", output.out)
     held = sum(file.stat().st_size for file in tmp_path.glob("data/streamed/*/*"))
     assert held < 1e9 * float(most) and output.err == ""
     free = mock.Mock(return_value=mock.Mock(free=10**8))
@@ -511,7 +511,7 @@ def test_other_text_behind_the_same_beginning_is_refused_too(tmp_path):
     run_here(path, tmp_path / "out", **STREAM, max_iters=204, init_from="resume")
     shutil.rmtree(tmp_path / "data" / "streamed")
     write_parquet(path, [*texts[:-1], "other"])
-    with pytest.raises(RunError, match="is not what the run was trained on so far"):
+    with pytest.raises(RunError, match="differs from what this run has trained on"):
         run_here(path, tmp_path / "out", **STREAM, max_iters=208, init_from="resume")
 
 

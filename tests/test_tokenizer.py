@@ -26,7 +26,7 @@ from common.console import RunError, UserError
 from data import prepare_fineweb, prepare_text
 from data import tokenizer as tokenizer_module
 from data.shards import open_dataset, read_folder
-from data.tokenizer import Tokenizer, cut, train_bpe
+from data.tokenizer import Tokenizer, split_long, train_bpe
 from data.writer import Plan, prepare
 
 TEXTS = [text for text in documents(300, seed=3) if text]
@@ -105,9 +105,9 @@ def test_a_long_document_is_the_same_in_pieces(own, separator, monkeypatch):
     """The library gets it in pieces, which must not show in the tokens."""
     text = separator.join(" ".join(TEXTS[:40]).split(" ")) + separator
     whole = list(own.encode(text))
-    pattern = tokenizer_module.PIECE.pattern.replace("200000", "7")
-    monkeypatch.setattr(tokenizer_module, "PIECE", tokenizer_module.re.compile(pattern))
-    assert len(cut(text)) > 100 and "".join(cut(text)) == text
+    pattern = tokenizer_module.CHUNK.pattern.replace("200000", "7")
+    monkeypatch.setattr(tokenizer_module, "CHUNK", tokenizer_module.re.compile(pattern))
+    assert len(split_long(text)) > 100 and "".join(split_long(text)) == text
     assert list(own.encode(text)) == whole
 
 
@@ -392,7 +392,7 @@ def test_a_folder_without_its_tokenizer_is_not_trained_on(mine, tmp_path, script
     (folder / "tokenizer.json").unlink()
     flags = [f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
     code, _, err = script(train.main, *flags)
-    message = "tokenizer.json: No such file or directory; restore it, or prepare anew"
+    message = "tokenizer.json: No such file or directory; restore it, or prepare it again"
     assert code == 2 and len(err) == 1 and message in err[0], err
 
 

@@ -155,8 +155,8 @@ def lock_folder(out_dir: Path) -> BinaryIO:
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / "lock", "a+b", buffering=0)
     if not try_lock(lock):
-        mend = "stop that one first, or choose another --out_dir"
-        raise UserError(f"out_dir: another run is writing to {out_dir}; {mend}")
+        hint = "stop that one first, or choose another --out_dir"
+        raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
     return lock
 
 

@@ -318,8 +318,8 @@ def out_of_memory_line(config: Config, world_size: int = 1) -> str:
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:
-        mend = "--recompute=True, a smaller --block_size or model, or --dtype=bfloat16, needs less"
-        return f"{line}; {mend}"
+        hint = "--recompute=True, a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        return f"{line}; {hint}"
     accumulation = config.iter_sequences // smaller[-1]
     pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
     if not config.eval_tokens:  # or it would evaluate on fewer

@@ -169,8 +169,8 @@ def parameters_by_role(model) -> dict[tuple[str, tuple[int, ...]], list[nn.Param
             role = "matrix"
         if role not in ROLES or (role == "matrix" and p.dim() != 2):
             found = f"has the role {role!r}" if role else "has no role"
-            mend = f"call mark(module, role=...) where its module is made; {', '.join(ROLES)}"
-            problems.append(f"{name}: it is {[*p.shape]} and {found}; {mend}")
+            hint = f"call mark(module, role=...) where its module is made; {', '.join(ROLES)}"
+            problems.append(f"{name}: it is {[*p.shape]} and {found}; {hint}")
         elif parts and sum(parts) != len(p):
             problems.append(f"{name}: its parts {parts} do not add up to its {len(p)} rows")
         roles.setdefault((role, parts), []).append(p)

@@ -187,7 +187,7 @@ def read_hf(folder: Path) -> dict:
     """A Hugging Face GPT-2: config.json and model.safetensors."""
     from safetensors.torch import load_file
 
-    hf = read_json(folder / "config.json", mend="get it again")
+    hf = read_json(folder / "config.json", hint="get it again")
     config = read_hf_config(hf, folder)
     weights = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

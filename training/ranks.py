@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import RunError, UserError, complain
+from common.console import RunError, UserError, print_err
 from configurator import Config
 
 # Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
@@ -120,12 +120,12 @@ class Ranks:
         """Raises RunError. All ranks call this together, and rank 0 alone says why."""
         raise RunError(line) if self.is_main else RunError()
 
-    def check_same(self, name: str, value: Any, mend: str) -> None:
+    def check_same(self, name: str, value: Any, hint: str) -> None:
         """Raises UserError on every rank where one has another value than the first; says which."""
         everywhere = self.gather(value)
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
-                line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {mend}"
+                line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {hint}"
                 raise UserError(line) if self.is_main else UserError()
 
 
@@ -142,21 +142,21 @@ def lost_rank(error: BaseException) -> str:
     lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
     if not (isinstance(error, RuntimeError) and lost):
         return ""
-    mend = "look at that one's last lines, or at the network between the machines"
+    hint = "look at that one's last lines, or at the network between the machines"
     reason = str(error).partition("\n")[0]
-    return f"rank {os.environ.get('RANK', 0)} lost another rank ({reason}): {mend}"
+    return f"rank {os.environ.get('RANK', 0)} lost another rank ({reason}): {hint}"
 
 
 def check_shares(config: Config, n: int) -> list[str]:
     """The problem, if `n` processes cannot divide an iteration's micro-batches equally."""
     accum = config.gradient_accumulation_steps
     shared = f"{accum} micro-batches cannot be shared out to {n} processes"
-    mend, fits = f"a multiple of {n} can", (accum // n + 1) * n
+    hint, fits = f"a multiple of {n} can", (accum // n + 1) * n
     size, rest = divmod(config.batch_size * accum, fits)
     if not rest:
         pair = f"--batch_size={size} --eval_tokens={config.eval_size}"
-        mend += f"; {fits} with {pair} is the same training"
-    return [f"gradient_accumulation_steps: {shared}; {mend}"] if accum % n else []
+        hint += f"; {fits} with {pair} is the same training"
+    return [f"gradient_accumulation_steps: {shared}; {hint}"] if accum % n else []
 
 
 def check_gpus(config: Config) -> list[str]:
@@ -212,7 +212,7 @@ class Signals:
                 if self.log.saved_iter is not None:
                     back = f"back to iteration {self.log.saved_iter:,}"
                 soon = f", about {math.ceil(self.log.pace)} s" if self.log.pace else ""
-                complain(f"stopping after this iteration{soon}; again: at once, {back}")
+                print_err(f"stopping after this iteration{soon}; again: at once, {back}")
             self.answered.set()
             if number in STOPS:
                 # SLURM, systemd and torchrun between them send one stop twice
@@ -239,7 +239,7 @@ class Signals:
             if number == getattr(signal, "SIGXCPU", None):
                 signal.signal(int(number), signal.SIG_IGN)  # it comes each second from now on
             if self.ranks.is_main and not self.received:
-                complain(f"another process got {self.name}: stopping, with a checkpoint")
+                print_err(f"another process got {self.name}: stopping, with a checkpoint")
         return most
 
     def came(self) -> bool:

@@ -107,8 +107,8 @@ def find_checkpoint(config: Config) -> Path | None:
             hint = f"it is a file; --out_dir={out_dir.parent} is its folder"
         raise UserError(f"init_from: {out_dir} holds no checkpoint to resume; {hint}")
     if holds_run(out_dir):
-        mend = "restore them, or give another --out_dir"
-        raise UserError(f"out_dir: {out_dir} holds the log of a run, but no checkpoint; {mend}")
+        hint = "restore them, or give another --out_dir"
+        raise UserError(f"out_dir: {out_dir} holds the log of a run, but no checkpoint; {hint}")
     if (out_dir / "metrics.jsonl").exists():
         say(
             f"{out_dir}: an earlier start ended before its first save; this one starts from scratch"
@@ -282,8 +282,8 @@ def open_data(config: Config, start: dict, ranks: Ranks) -> Dataset:
 def other_data(config: Config, start: dict, source: str) -> str:
     """The message where a run is resumed with other data than it was trained on."""
     theirs = f"{config.out_dir} was trained on ({start['config']['dataset']})"
-    mend = "or has changed since; for a new run give another --out_dir"
-    return f"dataset: {source} is not what the run in {theirs}, {mend}"
+    hint = "or has changed since; for a new run give another --out_dir"
+    return f"dataset: {source} is not what the run in {theirs}, {hint}"
 
 
 def check_data(config: Config, start: dict, data: Dataset) -> None:
@@ -295,11 +295,11 @@ def check_data(config: Config, start: dict, data: Dataset) -> None:
         held = f"dataset: {data.source} has the tokenizer {data.tokenizer['kind']}"
         holder = config.out_dir if resumed else f"init_from={config.init_from}"
         known = f"the weights of {holder} another one, {theirs['kind']}"
-        mend = "for a new run give another --out_dir" if resumed else "give data that has that one"
-        raise UserError(f"{held}, {known}; {mend}")
+        hint = "for a new run give another --out_dir" if resumed else "give data that has that one"
+        raise UserError(f"{held}, {known}; {hint}")
     if resumed and start["data_fingerprint"] != data.fingerprint:
         raise UserError(other_data(config, start, data.source))
     if start["vocab"] < data.vocab:
         known = f"the weights of init_from={config.init_from} only {start['vocab']}"
-        mend = "give a dataset made with their tokenizer"
-        raise UserError(f"dataset: it has {data.vocab} token ids, {known}; {mend}")
+        hint = "give a dataset made with their tokenizer"
+        raise UserError(f"dataset: it has {data.vocab} token ids, {known}; {hint}")
