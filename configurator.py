@@ -35,9 +35,9 @@ def key(
 ) -> Any:
     """
     One key: its default, its meaning and the values it may take (low and high included). `group`
-    opens a new group in --help. `of`: the choice that reads it, as in of="model=fast", or a variant
-    of that, fast_x; with any other it must keep its default. Free text may be blank, and its ~ is
-    not a home folder.
+    starts a group in --help. `of`: the choice that reads this key, as in of="model=fast", which
+    includes variants such as fast_x; with another choice the key must keep its default. Free text
+    may be blank, and a ~ in it is not your home folder.
     """
     metadata = dict(meaning=meaning, choices=choices, low=low, high=high)
     return field(default=default, metadata=metadata | dict(group=group, of=of, free_text=free_text))
@@ -45,9 +45,9 @@ def key(
 
 MODELS = ("gpt2", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# By lr_schedule: a function from the share of the decay that is over, 0 to 1, to the share of the
-# way from min_lr up to the highest rate. wsd and its variants, such as wsd_x, decay in the last
-# decay_fraction of the schedule, any other after warm-up.
+# lr_schedule: a function from the share of the decay that is over, 0 to 1, to the learning rate, as
+# a share of the way from min_lr up to the peak. wsd and variants such as wsd_x decay in the last
+# decay_fraction of the schedule; all others from the end of the warmup on.
 SCHEDULES: dict[str, Callable[[float], float]] = dict(
     cosine=lambda over: 0.5 * (1 + math.cos(math.pi * over)),
     linear=lambda over: 1 - over,
@@ -61,64 +61,68 @@ NEVER = 2**40  # as a number of iterations: the clock decides
 @dataclass
 class Config:
     out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
-    init_from: str = key("scratch", "scratch | resume | auto (either) | gpt2 .. gpt2-xl | a path")
+    init_from: str = key(
+        "scratch", "scratch | resume | auto: whichever fits | gpt2..gpt2-xl | path"
+    )
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
-    eval_iters: int = key(200, "micro-batches to evaluate on, where eval_tokens is 0", low=1)
+    eval_iters: int = key(200, "micro-batches to evaluate on if eval_tokens is 0", low=1)
     eval_tokens: int = key(0, "tokens to evaluate on; 0: eval_iters micro-batches", low=0)
     eval_only: bool = key(False, "evaluate once and exit")
     sample_tokens: int = key(0, "length of the sample after each evaluation; 0: none", low=0)
-    always_save_checkpoint: bool = key(True, "save at every evaluation, improved or not")
-    checkpoint_interval: int = key(0, "save this often too, iterations; 0: ten minutes", low=0)
+    always_save_checkpoint: bool = key(True, "save at every evaluation, even if not improved")
+    checkpoint_interval: int = key(0, "iterations between saves; 0: ten minutes", low=0)
     keep_checkpoints: int = key(2, "newest checkpoints to keep, besides best.pt", low=1)
     log_interval: int = key(1, "iterations between log lines", low=1, group="logging")
-    tracker: str = key("none", "also report to", ("none", "wandb", "tensorboard"))
+    tracker: str = key("none", "also log to", ("none", "wandb", "tensorboard"))
     wandb_project: str = key("owt", "wandb project")
     wandb_run_name: str = key("gpt2", "wandb run name")
-    dataset: str = key("openwebtext", "folder data/NAME, or a path to token shards", group="data")
-    stream: bool = key(False, "prepare while training; dataset: files, or the hub's ORG/NAME")
+    dataset: str = key("openwebtext", "a folder in data/, or a path to a folder", group="data")
+    stream: bool = key(False, "prepare while training; dataset: files, or ORG/NAME on the hub")
     tokenizer: str = key("gpt2", "with stream=True: gpt2, byte, or the path of a tokenizer.json")
     data_workers: int = key(1, "threads that tokenise a stream", low=1, high=256)
     batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
     block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
     gradient_accumulation_steps: int = key(40, "micro-batches per iteration", low=1, high=2**40)
-    tokens_per_iter: int = key(0, "gives gradient_accumulation_steps; 0: off", low=0, high=2**60)
-    model: str = key("gpt2", "fast: learns more per token", MODELS, group="model")
+    tokens_per_iter: int = key(0, "sets gradient_accumulation_steps; 0: off", low=0, high=2**60)
+    model: str = key("gpt2", "fast: needs fewer tokens", MODELS, group="model")
     n_layer: int = key(12, "transformer blocks", low=1, high=1024)
     n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
     n_embd: int = key(768, "width", low=1, high=65536)
     dropout: float = key(0.0, "0.1 or more for fine-tuning and small texts", low=0.0, high=0.99)
     bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
-    tie_weights: bool = key(True, "token embedding and output head share a matrix; fast: False")
-    flash: bool = key(True, "fused attention (scaled_dot_product_attention); False: plain products")
-    loss_chunk: str = key("auto", "tokens whose logits exist at once; auto: 1024, compiled 4096")
+    tie_weights: bool = key(True, "share token embedding and output head; fast: False")
+    flash: bool = key(True, "fused attention (scaled_dot_product_attention)")
+    loss_chunk: str = key("auto", "compute the loss this many tokens at a time: auto | off | N")
     recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
-    value_tables: int = key(0, "tables of value embeddings; no FLOPs", of="model=fast", low=0)
-    bigram_rows: int = key(0, "rows of token pairs; 0: none", of="model=fast", low=0, high=2**31)
+    value_tables: int = key(0, "value embeddings; cost no FLOPs", of="model=fast", low=0)
+    bigram_rows: int = key(0, "bigram embedding; 0: none", of="model=fast", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
     optimizer: str = key("adamw", "adamw | muon (for hidden matrices)", group="optimizer")
-    learning_rate: float = key(6e-4, "highest rate (muon: of hidden matrices; 0.025)", low=0.0)
-    head_lr: float = key(0.004, "highest rate of the output head", of="optimizer=muon", low=0.0)
+    learning_rate: float = key(6e-4, "peak rate (muon: of hidden matrices, 0.025)", low=0.0)
+    head_lr: float = key(0.004, "peak rate of the head", of="optimizer=muon", low=0.0)
     muon_momentum: float = key(0.95, "momentum", of="optimizer=muon", low=0.0, high=0.9999999)
-    weight_decay: float = key(0.1, "of matrices and embeddings; muon: embeddings, head", low=0.0)
+    weight_decay: float = key(0.1, "of matrices, embeddings; muon: embeddings, head", low=0.0)
     beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
     max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
-    hours: float = key(0.0, "length of the run and its schedule, instead of max_iters", low=0.0)
-    until: str = key("", "clock time to end at, such as 07:00, instead of hours", free_text=True)
+    hours: float = key(0.0, "train this many hours instead of max_iters", low=0.0)
+    until: str = key("", "train until this time, such as 07:00", free_text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear", tuple(SCHEDULES))
-    decay_fraction: float = key(0.2, "share that decays", of="lr_schedule=wsd", low=0.0, high=1.0)
-    warmup_iters: int = key(2000, "iterations of linear warm-up", low=0)
+    decay_fraction: float = key(
+        0.2, "share of the run that decays", of="lr_schedule=wsd", low=0.0, high=1.0
+    )
+    warmup_iters: int = key(2000, "iterations of linear warmup", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
-    min_lr: float = key(6e-5, "final rate; if unset and above the highest, a tenth of it", low=0.0)
+    min_lr: float = key(6e-5, "final rate; if unset, below the peak", low=0.0)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
-    dtype: str = key("auto", "auto: bfloat16 where faster, or float16 on CUDA, or float32", DTYPES)
-    compile: bool = key(True, "compile the model; one warning instead where that fails")
-    tf32: bool = key(True, "TF32 tensor cores for float32 matrix products on CUDA")
-    deterministic: bool = key(False, "the same bits on every run on CUDA, at some cost in speed")
+    dtype: str = key("auto", "auto: bfloat16 if faster, else float16 (CUDA) or float32", DTYPES)
+    compile: bool = key(True, "use torch.compile; if that fails, warn and train without it")
+    tf32: bool = key(True, "TF32 tensor cores for float32 matmuls on CUDA")
+    deterministic: bool = key(False, "bit-identical runs on CUDA, somewhat slower")
     seed: int = key(1337, "initial weights, dropout, order of the data", low=0, high=2**63 - 1)
-    peak_tflops: float = key(0.0, "this device's dense peak for MFU; 0: from gpus.csv", low=0.0)
+    peak_tflops: float = key(0.0, "dense peak, for MFU; 0: from gpus.csv", low=0.0)
     # Not a key: the names of the keys that a file or flag has set
     given: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -155,7 +159,7 @@ def find_keys(keys: type) -> dict[str, Field]:
 
 @dataclass
 class NanoGPTKeys:
-    """nanoGPT's names that are no keys here. Files and flags may use them: see `translate`."""
+    """nanoGPT's keys that have other names here. Files and flags may use them: see `translate`."""
 
     backend: str = key("nccl", "nothing: the device decides")
     wandb_log: bool = key(False, "tracker=wandb; False: tracker=none")
@@ -233,8 +237,8 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
 
 def translate(found: dict[str, Any]) -> dict[str, Any]:
     """
-    What a file, a flag or a checkpoint has set, by this program's names. Where it has set a key by
-    both names, nanoGPT's does not count.
+    What a file, a flag or a checkpoint sets, with nanoGPT's names replaced by ours. If both names
+    are set, ours wins.
     """
     keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
     if "wandb_log" in found:
@@ -246,8 +250,8 @@ def translate(found: dict[str, Any]) -> dict[str, Any]:
 
 def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[str, Any]:
     """
-    The key and value of a flag. Raises UserError. A value typed without the = is the next of the
-    arguments that are `left`, and is taken from there.
+    The key and value of a flag. A value typed without the = is the next argument, and is taken out
+    of `left`. Raises UserError.
     """
     name, equals, text = argument.lstrip("-").partition("=")
     if left and not equals and not left[0].startswith("--") and not left[0].endswith(".py"):
@@ -262,15 +266,14 @@ def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[s
         raise UserError(f"--{name}: needs = and a value: --{name}={text or repr(default)}")
     value: Any = parse(text, kind) if equals else True
     if kind is str and not known[name].metadata["free_text"]:
-        value = os.path.expanduser(value)  # shells leave the ~ of --key=~/x alone
+        value = os.path.expanduser(value)  # shells do not expand the ~ in --key=~/x
     return {name: fit(value, known[name], f"--{name}")}
 
 
 def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> dict[str, Any]:
     """
     Run a config file with the `values` so far as its variables. Returns the keys that it sets, in
-    order. It may set keys of train.py that are not `known` to this script: they are skipped. Raises
-    UserError.
+    order. Keys of train.py that are not `known` to this script are skipped. Raises UserError.
     """
     if not os.path.isfile(path):
         folders = (path.parent, Path("config"))
@@ -279,14 +282,14 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
         raise UserError(f"{path}: no such config file{hint or did_you_mean(meant, files)}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
-    # `variables` will hold only what the file sets: it finds the values so far among the builtins
+    # the values so far are among the builtins, so that `variables` holds only what the file sets
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
     try:
         tree = ast.parse(read_text(path, errors="strict"), str(path))
         exec(compile(tree, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         said = traceback.format_exception_only(error)[-1].strip()
-        if "unicodeescape" in said:  # as of "C:\Users", where \U begins a code
+        if "unicodeescape" in said:  # as in "C:\Users", where \U starts an escape
             said += "; write paths with /"
         raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
@@ -308,8 +311,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 def find_base(path: Path, dataset: str) -> Path | None:
     """
-    The folder that a config file's `dataset` and `out_dir` count from where it is not the shell's:
-    the file's own or the one above, if only that holds the dataset. None for a name in data/.
+    The folder that a config file's `dataset` and `out_dir` are relative to, if not the shell's: the
+    file's own or the one above it, if only that holds the dataset. None for a name in data/.
     """
     if Path(dataset).name == dataset or Path(dataset).is_dir():
         return None
@@ -318,7 +321,7 @@ def find_base(path: Path, dataset: str) -> Path | None:
 
 
 def is_helper(name: str, value: Any) -> bool:
-    """Whether a config file may set this name, which is no key, although nothing in it reads it."""
+    """Whether a config file may set a name that is not a key and that the file does not read."""
     return name.startswith("_") or callable(value) or isinstance(value, ModuleType)
 
 
@@ -326,12 +329,12 @@ def error_line(error: BaseException, path: Path) -> int:
     """The line of a config file that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    # without such lines it did not even run: a SyntaxError
+    # no frames: a SyntaxError, before the file ran
     return (lines[-1] if lines else getattr(error, "lineno", None)) or 1
 
 
 def parse(text: str, kind: type) -> Any:
-    """A flag's text as a Python value. Text that is no such value stays text."""
+    """A flag's text as a Python value. Text that is not a Python value stays text."""
     if kind is bool and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
