@@ -61,9 +61,7 @@ NEVER = 2**40  # as a number of iterations: the clock decides
 @dataclass
 class Config:
     out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
-    init_from: str = key(
-        "scratch", "scratch | resume | auto: whichever fits | gpt2..gpt2-xl | path"
-    )
+    init_from: str = key("scratch", "scratch | resume | auto: resume if it can | gpt2* | path")
     eval_interval: int = key(2000, "iterations between evaluations", low=1)
     eval_iters: int = key(200, "micro-batches to evaluate on if eval_tokens is 0", low=1)
     eval_tokens: int = key(0, "tokens to evaluate on; 0: eval_iters micro-batches", low=0)
@@ -110,9 +108,7 @@ class Config:
     until: str = key("", "train until this time, such as 07:00", free_text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
     lr_schedule: str = key("cosine", "wsd: constant, then linear", tuple(SCHEDULES))
-    decay_fraction: float = key(
-        0.2, "share of the run that decays", of="lr_schedule=wsd", low=0.0, high=1.0
-    )
+    decay_fraction: float = key(0.2, "share that decays", of="lr_schedule=wsd", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warmup", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
     min_lr: float = key(6e-5, "final rate; if unset, below the peak", low=0.0)
