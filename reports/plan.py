@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, print_err, count, duration, raise_if_any, say, table_lines
+from common.console import UserError, count, duration, print_err, raise_if_any, say, table_lines
 from configurator import NEVER, Config
 from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB

@@ -116,7 +116,7 @@ def test_the_quickstart_is_planned_and_measured_with_bytes_before_its_dataset_is
 
 
 def test_plan_refuses_gpus_that_train_cannot_share_the_work_out_to(tmp_path):
-    said = "gradient_accumulation_steps: 64 micro-batches cannot be shared out to 3 processes"
+    said = "gradient_accumulation_steps: 64 micro-batches cannot be divided among 3 processes"
     for gpu in ("4070", "all"):
         with pytest.raises(UserError, match=said):
             run(tmp_path, "plan", GPT124M, f"--gpu={gpu}", "--gpus=3")

@@ -543,7 +543,7 @@ def test_a_run_by_iterations_goes_on_by_the_clock_and_back(run, world, tmp_path)
 
 def test_a_warm_up_longer_than_a_tenth_of_the_time_becomes_that(run, world, tmp_path, capsys):
     run(hours=1, warmup_iters=2000)
-    assert "; warm-up: 2,000 iterations, a tenth of the time at most\n" in capsys.readouterr().out
+    assert "; warmup: 2,000 iterations, at most a tenth of the time\n" in capsys.readouterr().out
     lr = rates(tmp_path)
     assert lr.index(max(lr)) == pytest.approx(world.steps / 10, abs=6) and max(lr) > 0.95
     assert lr[-1] == 0.0

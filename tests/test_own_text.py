@@ -173,9 +173,7 @@ def test_the_rule_changes_at_its_thresholds(
 def test_gpt2s_tokens_are_sent_to_fine_tuning(tmp_path, script):
     path = tmp_path / "my.py"
     code, _, err = script(prepare_text.main, __file__, "--tokenizer=gpt2", f"--write={path}")
-    assert (
-        code == 2 and len(err) == 1 and "to fine-tune GPT-2, see docs/finetune.md" in err[0]
-    )
+    assert code == 2 and len(err) == 1 and "to fine-tune GPT-2, see docs/finetune.md" in err[0]
     assert not path.exists()
 
 

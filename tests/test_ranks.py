@@ -698,7 +698,7 @@ BAD_STARTS = {
     "an accumulation that cannot be shared": (
         "",
         dict(gradient_accumulation_steps=3),
-        "gradient_accumulation_steps: 3 micro-batches cannot be shared out to 2 processes; "
+        "gradient_accumulation_steps: 3 micro-batches cannot be divided among 2 processes; "
         "a multiple of 2 can; 4 with --batch_size=3 --eval_tokens=256 is the same training",
     ),
     "a wrong flag": ("", dict(n_hed=3), "--n_hed: unknown key; did you mean n_head?"),

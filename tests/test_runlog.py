@@ -16,7 +16,7 @@ from helpers import flags, load, needs_a_full_disk, records, run_here
 
 import train
 from common import console
-from common.console import RunError, print_err, count, duration, say, warn
+from common.console import RunError, count, duration, print_err, say, warn
 from configurator import Config
 from training.clock import Clock
 from training.hardware import Hardware

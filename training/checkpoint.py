@@ -2,9 +2,9 @@
 Checkpoints that survive a kill, a full disk and a flipped bit, and the folder they live in.
 
 out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name,
-flushed to the disk, and only then renamed, so a file under a checkpoint's name is whole. It is
-torch's own file, a zip that holds a CRC-32 of every record. torch.load does not look at them, so
-they are checked here first.
+flushed to the disk, and only then renamed, so a file with a checkpoint's name is complete. It is
+torch's own format, a zip with a CRC-32 of every record. torch.load ignores these, so they are
+checked here first.
 """
 
 import errno
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # torch.save would import it later, when the venv may be gone
+import torch.utils.serialization  # torch.save would import it later, when the venv may be deleted
 from torch.utils._pytree import tree_leaves
 
 from common.console import UserError, warn
@@ -43,17 +43,17 @@ def save(state: dict, path: Path) -> int:
 
 
 def check_space(state: dict, folder: Path) -> None:
-    """Raises OSError where the folder's disk has no room for the state's tensors."""
+    """Raises OSError if the folder's disk has no room for the state's tensors."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
-    if lacks := lack_of_space(folder, sum(sizes.values())):
-        raise OSError(errno.ENOSPC, lacks)
+    if shortage := lack_of_space(folder, sum(sizes.values())):
+        raise OSError(errno.ENOSPC, shortage)
 
 
 def mark_best(path: Path) -> None:
     """
-    Make best.pt the same file as `path`, atomically. A copy where the file system has no links, or
-    on Windows somebody reads `path`.
+    Make best.pt a link to `path`, atomically; or a copy if the file system has no links, or, on
+    Windows, another program reads `path`.
     """
     best, link = path.with_name("best.pt"), path.with_name("best.pt.tmp")
     try:
@@ -67,15 +67,14 @@ def mark_best(path: Path) -> None:
 
 def read(path: Path) -> dict:
     """
-    What an undamaged file holds. Runs no code from it. Its tensors are the file's pages in the
-    system's cache: the processes of a machine share them, and they are read from the disk when they
-    are used.
+    The contents of an undamaged file. Runs no code from it. Its tensors are mapped: the processes
+    of a machine share their pages, which are read from the disk when they are used.
     """
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def load(path: Path) -> dict:
-    """Compare the file's checksums, then `read` it. Raises UserError where it is damaged."""
+    """Compare the file's checksums, then `read` it. Raises UserError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
@@ -106,24 +105,24 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 
 def prune(out_dir: Path, keep: int, newest: Path | None) -> None:
     """
-    Delete all checkpoints but the newest `keep`, counted from `newest` down: those above it were
-    found damaged when the run was resumed. Where `newest` is not there, none is deleted.
+    Delete all checkpoints except the newest `keep`, counted from `newest` down: later ones were
+    found damaged when the run was resumed. If `newest` does not exist, nothing is deleted.
     """
     paths = list_checkpoints(out_dir)
     kept = paths[: paths.index(newest) + 1][-keep:] if newest in paths else paths
     for path in paths:
         try:
             if path not in kept:
-                patiently(path.unlink, True)  # which may be missing
-        except PermissionError as error:  # on Windows somebody reads it; the next save tries again
+                patiently(path.unlink, True)  # True: it may be missing
+        except PermissionError as error:  # Windows, while it is read; the next save tries again
             warn(f"{path}: cannot be deleted now: {error.strerror}")
 
 
 def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path, dict] | None:
     """
-    The newest valid checkpoint, and its state; damaged ones, and those for which check(state, path)
-    raises UserError, are named on the way. None where out_dir holds no checkpoint. Raises UserError
-    where there are checkpoints and none is valid: never a silent new start.
+    The newest valid checkpoint, and its state. Warns of damaged ones, and of those for which
+    check(state, path) raises UserError. None if out_dir holds no checkpoint. Raises UserError if
+    there are checkpoints and none is valid: a run never starts from scratch silently.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
@@ -139,16 +138,14 @@ def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path, di
     return None
 
 
-# The lock of the folder that this process writes to, held while it is open. Like the system's own
-# lock it belongs to the process.
+# The lock of the folder that this process writes to, held while the file is open.
 lock: BinaryIO | None = None
 
 
 def lock_folder(out_dir: Path) -> BinaryIO:
     """
-    Make out_dir if need be, and keep other runs out of it until this process ends or calls
-    unlock_folder(). Raises OSError where it cannot be written, UserError where another run is
-    there.
+    Make out_dir if it does not exist, and keep other runs out until this process ends or calls
+    unlock_folder(). Raises OSError if it cannot be written, UserError if another run uses it.
     """
     global lock
     unlock_folder()
@@ -169,9 +166,9 @@ def unlock_folder() -> None:
 
 def claim_folder(out_dir: Path, fresh: bool) -> str:
     """
-    As `lock_folder`; from here on the folder is this run's. Clears away what a killed save has
-    left, and before a `fresh` run the log of one that never saved. Returns what it has written into
-    the lock, the name of this run. Raises UserError where a fresh run would meet another one's.
+    As `lock_folder`; from here on the folder is this run's. Deletes what a killed save left, and
+    before a `fresh` run the log of one that never saved. Returns the name of this run, which it
+    writes into the lock. Raises UserError if a fresh run finds another run's files.
     """
     file = lock_folder(out_dir)
     if fresh and holds_run(out_dir):  # it came and went while this one was starting

@@ -1,6 +1,6 @@
 """
-When to evaluate, to save and to end (`hours`, `until`, `max_minutes`); and how far the schedule of
-a run by the clock is. Needs no torch.
+When to evaluate, to save and to end (`hours`, `until`, `max_minutes`), and how far a run with
+--hours or --until is in its schedule. Needs no torch.
 """
 
 import math
@@ -9,21 +9,21 @@ from datetime import datetime, timedelta
 
 from configurator import NEVER, Config
 
-SAVE_EVERY = 600.0  # seconds, where checkpoint_interval is not set
-RESERVE = 0.01  # share of the time set aside for an evaluation or a save before the first one
-wall = time.time  # the clock that people look at, and set
+SAVE_EVERY = 600.0  # seconds, unless checkpoint_interval is set
+RESERVE = 0.01  # share of the time reserved for an evaluation or a save before the first one
+wall = time.time  # the clock on the wall, which people may set
 
 
 class Clock:
     """
-    Counts the seconds that a run has used, in all of its starts. Time between a stop and the next
-    start does not count towards `hours`; `until` does not wait.
+    Counts the seconds that a run has used, in all of its launches. The time between two launches
+    does not count towards `hours`; with `until` the deadline stays.
     """
 
     def __init__(self, config: Config, began: float, resumed: dict):
         """
-        `began`: time.perf_counter() when this start began. `resumed`: the checkpoint's state, empty
-        where there is none.
+        `began`: time.perf_counter() at the beginning of this launch. `resumed`: the checkpoint's
+        state, or {}.
         """
         self.config, self.began = config, began
         saved, ledger = resumed.get("clock", {}), resumed.get("ledger", {})
@@ -36,8 +36,7 @@ class Clock:
             self.deadline = next_time(config.until, wall() - (time.perf_counter() - began))
             if saved.get("until") == config.until:  # a resume that comes too late has no time left
                 self.deadline = min(self.deadline, saved["deadline"])
-        # fraction of the schedule, at the look before and at this one: 0 at the first update, 1 at
-        # the last
+        # share of the schedule, 0 at the first update, 1 at the last: at the previous look, and now
         self.last_share = self.share = saved.get("share", 0.0) if config.by_clock else 0.0
         self.evaluated_share = saved.get("evaluated_share", self.share if resumed else -1.0)
         self.saved_at = self.used()
@@ -58,7 +57,7 @@ class Clock:
         return self.used_before + time.perf_counter() - self.began
 
     def left(self) -> float:
-        """Seconds until `hours`, `until` or this start's `max_minutes`; infinite without them."""
+        """Seconds until `hours`, `until` or `max_minutes` is reached; infinite without them."""
         return max(0.0, min(self.left_of_run(), self.left_of_start()))
 
     def left_of_run(self) -> float:
@@ -76,9 +75,9 @@ class Clock:
 
     def note(self, name: str, seconds: float, done: bool = True) -> None:
         """
-        How long an "evaluation", the "checkpoints" or an "iteration" has taken, as the estimate for
-        the next one: at most twice the estimate before, so that one that hangs counts little. One
-        that was not `done` tells nothing.
+        Record how long an "evaluation", the "checkpoints" or an "iteration" took, as the estimate
+        for the next one. The estimate at most doubles, so that a single hang counts little. What
+        was not `done` is not recorded.
         """
         if name == "checkpoints":
             self.saved_at = self.used()
@@ -89,8 +88,9 @@ class Clock:
 
     def look(self, it: int) -> tuple[float, bool, bool, str | None]:
         """
-        Before iteration `it`, once for each: the share of the schedule, whether an evaluation and a
-        save are due, and why no iteration follows. Rank 0's clock counts for all.
+        Called once before each iteration `it`. Returns the share of the schedule, whether an
+        evaluation and a save are due, and why no iteration follows, or None. Rank 0's clock decides
+        for all.
         """
         c, used, over, has_time = self.config, self.used(), None, True
         if self.setup_seconds is None:
@@ -99,29 +99,29 @@ class Clock:
         if c.by_clock:
             iteration, last = self.prices.get("iteration", 0.0), self.closing_seconds()
             left, past = self.left_of_run(), used - self.setup_seconds
-            room = left - last - iteration  # until the last update has to begin
+            room = left - last - iteration  # seconds until the last update must begin
             self.share = past / (past + room) if room > iteration else 1.0
-            self.share = max(self.share, it / max(1, c.max_iters - 1))  # both bound the run
-            has_time = left > 2 * (last + iteration)  # the last ones still fit after it
+            self.share = max(self.share, it / max(1, c.max_iters - 1))  # max_iters too
+            has_time = left > 2 * (last + iteration)  # leaves room for the last evaluation and save
             if self.last_share >= 1 and room < 0:
                 over = "until" if c.until else "hours"
         if self.left_of_start() <= 0:
             over = over or "max_minutes"
         evaluation_due, save_due = it % c.eval_interval == 0, used - self.saved_at >= SAVE_EVERY
-        if c.eval_interval == NEVER:  # each twentieth of the schedule
+        if c.eval_interval == NEVER:  # at each twentieth of the schedule
             evaluation_due = int(20 * self.share) > int(20 * self.evaluated_share)
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
         return self.share, evaluation_due and has_time, save_due and has_time and it > 0, over
 
     def closing_seconds(self) -> float:
-        """What is set aside for the evaluation and the save after the last update."""
+        """Seconds reserved for the evaluation and the save after the last update."""
         reserve = RESERVE * (self.used() + max(0.0, self.left_of_run()))
         return sum(self.prices.get(name, reserve) for name in ("evaluation", "checkpoints"))
 
 
 def clock_time(seconds: float) -> str:
-    """The clock time in so many seconds: 07:00, with the date if that is not today."""
+    """The clock time `seconds` from now: 07:00, with the date if that is not today."""
     end, today = (datetime.fromtimestamp(wall() + s) for s in (max(0.0, seconds) + 30, 0))
     return f"{end:%H:%M}" if end.date() == today.date() else f"{end:%H:%M on %Y-%m-%d}"
 

@@ -1,5 +1,5 @@
 """
-loss.png, drawn beside the run by a process of its own: what goes wrong there does not hurt the run.
+loss.png, drawn by a separate process, so that a failure there cannot hurt the run.
 """
 
 import subprocess
@@ -11,12 +11,12 @@ from common.console import warn
 
 PROJECT = Path(__file__).resolve().parent.parent
 DRAW_EVERY = 60.0  # seconds
-SHORTEST_RUN = 20.0  # seconds; a run that ends sooner is not drawn
-PATIENCE = 20.0  # seconds that the end of a run waits for a picture
+SHORTEST_RUN = 20.0  # seconds; shorter runs are not drawn
+PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
 
 
 class Drawing:
-    """Starts the process that draws: one at a time, and none that outlives the run."""
+    """Starts processes that draw: one at a time, and none outlives the run."""
 
     def __init__(self, out_dir: Path):
         self.out_dir, self.failed = out_dir, False
@@ -24,12 +24,12 @@ class Drawing:
         self.due = time.monotonic() + DRAW_EVERY
 
     def draw_if_due(self) -> None:
-        """Begin a picture of the run so far."""
+        """Start drawing the run so far, at most once per DRAW_EVERY."""
         if time.monotonic() >= self.due and self.wait(0.0):
             self.begin()
 
     def draw_end(self, run_seconds: float) -> None:
-        """Draw all of the run, which has lasted so long in all of its starts."""
+        """Draw the whole run, which has lasted `run_seconds` in all of its launches."""
         until = time.monotonic() + PATIENCE
         can_draw = self.wait(PATIENCE)
         if can_draw and run_seconds >= SHORTEST_RUN:
@@ -48,7 +48,7 @@ class Drawing:
             self.fail()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for the picture begun before. Returns whether another may be."""
+        """Wait up to `seconds` for the picture being drawn. Returns whether another may start."""
         try:
             if not self.failed and self.process and self.process.wait(seconds) != 0:
                 self.fail()

@@ -1,9 +1,9 @@
 """
 Peak speeds and memory of GPUs, from gpus.csv beside this file. Needs no torch.
-In its column `source`, "copy" is a copy of a page made in 2025, and "recalled" is a vendor's sheet
-that was not read again. Each peak was recomputed from SMs, clock and FLOPs a clock; FLAG in `note`
-says where that and the sources differ by more than 3 %. `link_gbs`: what each card of a machine
-sends and receives in an all-reduce, GB/s, assumed, where NVLink joins them (docs/several_gpus.md).
+In the column `source`, "copy" means a copy of a page made in 2025, "recalled" a data sheet that was
+not read again. Each peak was recomputed from SMs, clock and FLOPs per clock; FLAG in `note` marks a
+difference of more than 3% to the sources. `link_gbs`: GB/s that each of several GPUs joined by
+NVLink sends and receives in an all-reduce; assumed (docs/several_gpus.md).
 """
 
 import csv
@@ -31,8 +31,8 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
     """
     The row of gpus.csv for a device name as torch reports it, or None. Whole names are compared,
     because names contain each other (A10 in A100, 4070 in 4070 Ti). The number of SMs tells apart
-    cards that share a name. A number that the table lacks means a cut-down or partitioned card,
-    whose peak is unknown. So is a laptop's, whose power limit decides.
+    cards that share a name. Another number than the table's means a cut-down or partitioned card,
+    whose peak is unknown. So is the peak of a laptop GPU, which depends on its power limit.
     """
     for row in read_gpu_table():
         names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]
@@ -80,7 +80,7 @@ def row_words(row: dict[str, str]) -> set[str]:
 def row_peak(row: dict[str, str], dtype: str, tf32: bool) -> float | None:
     """
     A row's dense peak for `dtype`, such as "bfloat16", in TFLOP/s. None where it is missing or
-    marked UNVERIFIED. With `tf32`, float32 products run at the TF32 rate on cards that have it.
+    marked UNVERIFIED. With `tf32`, float32 matmuls run at the TF32 rate on cards that have it.
     """
     if "UNVERIFIED" in row["note"]:
         return None

@@ -1,8 +1,9 @@
 """
 How much GPU memory training takes, and the micro-batch that fits.
 
-The bytes are counted from the tensors that autograd keeps. docs/internals/memory_model.md explains each number;
-tests/test_gpus.py checks them on a CPU, and against torch's allocator on simulated cards.
+The bytes are counted from the tensors that autograd keeps. docs/internals/memory_model.md explains
+each number; tests/test_gpus.py checks them on a CPU, and against torch's allocator on simulated
+GPUs.
 """
 
 import copy
@@ -18,11 +19,11 @@ from configurator import Config, config_values, divisors
 from model import GPTConfig
 from training.build import MOST_CHUNKS, build_optimizer, build_shapes, count_parameters
 
-# CUDA's context and its libraries' workspaces: an estimate, outside of what torch allocates
+# CUDA's context and its libraries' workspaces: an estimate; torch does not allocate them
 CONTEXT_BYTES = 0.55e9
 # what the allocator holds beyond its tensors, as a share of them
 FRAGMENTATION = 0.01
-# both dropout masks of a block in eager mode, per token and channel; compiled code draws them again
+# both dropout masks of a block, per token and channel; compiled code draws them again instead
 DROPOUT_BYTES = 2
 
 
@@ -30,29 +31,29 @@ DROPOUT_BYTES = 2
 class Kept:
     """What a model keeps in memory until the backward pass."""
 
-    block: int  # numbers of a block beside the residual stream, per token and channel
-    logit: int  # bytes: the most that lives for one logit in eager mode
-    recomputed: int  # numbers: gradients in the block that recompute runs again, as in `block`
+    block: int  # values per block, token and channel, without the residual stream
+    logit: int  # the most bytes per logit at one time in eager mode
+    recomputed: int  # gradients in the block that recompute runs again; values as in `block`
 
 
 KEPT = dict(gpt2=Kept(14, 12, 4), fast=Kept(16, 28, 8))
 
 
 def element_bytes(dtype: str) -> int:
-    """Of a number in a matrix product."""
+    """Bytes of a value in a matmul."""
     return 4 if dtype == "float32" else 2
 
 
 def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
-    """Of the residual stream, per channel: it is all that recompute keeps of a block."""
+    """Bytes of the residual stream per channel: all that recompute keeps of a block."""
     return 2 if dtype == "bfloat16" and (compiled or model.model == "fast") else 4
 
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
-    """GPU memory that training takes, in bytes, by part. `dtype`: that of matrix products."""
+    """GPU memory that training takes, in bytes, by part. `dtype`: of the matmuls."""
     params, shapes = count_parameters(model), build_shapes(model)
     tokens = batch_size * model.block_size
-    # autocast's, of each matrix; a tied embedding is the head's too
+    # autocast copies each matrix; a tied embedding is the head's matrix too
     others = [module for module in shapes.modules() if not isinstance(module, nn.Embedding)]
     in_products = sum(p.numel() for m in others for p in m.parameters(recurse=False))
     copies = 0 if dtype == "float32" else 2 * in_products
@@ -67,21 +68,21 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     )
     reserved = FRAGMENTATION * sum(allocated.values())
     if not config.compile:
-        # the last logit tensors that are freed leave a gap as large as one in a product's dtype
+        # the last logits that are freed leave a gap of their size in the matmuls' dtype
         reserved += element_bytes(dtype) * logits_at_once(model, tokens)
     return allocated | dict(fragmentation=reserved, context=CONTEXT_BYTES)
 
 
 @functools.cache
 def optimizer_bytes(model: GPTConfig, keys: tuple[tuple[str, Any], ...]) -> int:
-    """What the optimizer keeps of the weights: it updates tensors without memory once."""
+    """Bytes of the optimizer's state, after one update of tensors without memory."""
     shapes, config = copy.deepcopy(build_shapes(model)), Config(**dict(keys))
     made = build_optimizer(shapes, config, torch.float32)
     for p in shapes.parameters():
         p.grad = torch.empty_like(p)
     try:
         made.step()
-    except Exception as error:  # people write optimizers in all ways; some look at values
+    except Exception as error:  # some optimizers look at values, which are not there
         warn(f"the memory of optimizer={config.optimizer} is taken for Adam's: {error}")
         return 8 * count_parameters(model)
     kept = [tensor for of_weight in made.state.values() for tensor in of_weight.values()]
@@ -94,37 +95,37 @@ def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
 
 
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
-    """What all blocks and the last norm keep, with recompute at its peak beside the logits."""
+    """Bytes that all blocks and the last norm keep; with recompute, at the peak of memory."""
     element, C = element_bytes(dtype), model.n_embd
     stream, block = stream_bytes(model, dtype, compiled) * C, block_bytes(model, dtype, compiled)
     kept = tokens * model.n_layer * (stream if model.recompute else block)
     # the stream at the last norm, and the head's input
     beside_logits = kept + tokens * (stream + element * C)
-    # a token's row of each table, and the values it is added to in two layers
+    # a token's row of each value embedding, and the values it is added to in two layers
     beside_logits += tokens * model.value_tables * 3 * element * C
     if model.bigram_rows and compiled:
-        beside_logits += tokens * element * C  # the stream with token pairs
+        beside_logits += tokens * element * C  # the stream with the bigram embedding
     if not model.recompute:
         return beside_logits
     if not compiled and 0 < model.loss_chunk < tokens:
-        beside_logits += copies_of_other_blocks(model, dtype)  # the forward pass is not over
-    # The peak may come later: the logits are gone, but one block is computed again, and gradients
-    # exist beside it.
+        beside_logits += copies_of_other_blocks(model, dtype)  # the forward pass is still running
+    # The peak may come later: the logits are freed, but one block is computed again, and there are
+    # gradients.
     again = tokens * (block + (KEPT[model.model].recomputed * element + 2) * C)
     again += 4 * count_parameters(model) if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
 
 
 def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
-    """What one block keeps of a token until its backward pass, in bytes."""
+    """Bytes that one block keeps per token until its backward pass."""
     element = element_bytes(dtype)
-    # the residual stream stands before each of the two norms
+    # each of the two norms keeps the residual stream
     per_channel = KEPT[model.model].block * element + 2 * stream_bytes(model, dtype, compiled)
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
     if model.bigram_rows:
-        per_channel += element  # keys before and after their offset
-    # two float32 numbers for each of the two norms, one for each head
+        per_channel += element  # keys before and after the key offset
+    # two float32 values per norm, one per head
     size = per_channel * model.n_embd + 16 + 4 * model.n_head
     if not model.flash:
         size += (4 if dtype == "float32" else 6) * model.n_head * model.block_size
@@ -136,14 +137,14 @@ def logits_at_once(model: GPTConfig, tokens: int) -> int:
 
 
 def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
-    """The logits, and beside them the gradient of the head where both exist at once."""
+    """Bytes of the logits, and of the head's gradient if both exist at once."""
     element, head = element_bytes(dtype), model.n_embd * model.vocab_size
     logits, chunked = logits_at_once(model, tokens), 0 < model.loss_chunk < tokens
     if not compiled:
         return KEPT[model.model].logit * logits + (4 * head if chunked else 0)
     if not chunked:
         return element * (logits + head)
-    # the head's gradient from each chunk, one chunk's logits and their gradient
+    # the head's gradient of each chunk; the logits of one chunk, and their gradient
     chunks = -(-tokens // model.loss_chunk)
     most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
     return element * (most + chunks * head)
@@ -158,7 +159,7 @@ def fitting_batch(
     config: Config, model: GPTConfig, dtype: str, sequences: int, capacity: float
 ) -> int | None:
     """
-    The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None where not
+    The largest micro-batch that divides `sequences` and fits into `capacity` bytes. None if not
     even one sequence fits.
     """
     sizes = reversed(divisors(sequences))
@@ -170,14 +171,14 @@ def fitting_batch(
 
 
 def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
-    """The size of a checkpoint: weights, and what the optimizer keeps of them."""
+    """Bytes of a checkpoint: the weights and the optimizer's state."""
     parts = memory_bytes(config, model, "float32", config.batch_size)
     return int(4 * count_parameters(model) + parts["optimizer"])
 
 
 def checkpoint_files(config: Config) -> int:
     """
-    How many checkpoints are on the disk at most: those that are kept, two or more while one is
+    The most checkpoints on the disk at one time: those that are kept, at least two while one is
     being written, and best.pt.
     """
     return max(config.keep_checkpoints, 2) + 1

@@ -1,5 +1,5 @@
 """
-The records of metrics.jsonl: read, and rewritten where a run resumes. Needs no torch.
+Read the records of metrics.jsonl, and rewrite them when a run resumes. Needs no torch.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from common.files import replacing
 
 
 def plain(value):
-    """A value for JSON: a float with nine digits, or null where it is not finite."""
+    """A value for JSON: a float with nine digits, or null if it is not finite."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
 def read_record(line: bytes) -> dict:
-    """The record on a line of metrics.jsonl; empty where the line is none."""
+    """The record on a line of metrics.jsonl; {} if the line is not a record."""
     with contextlib.suppress(ValueError):
         record = json.loads(line)
         if isinstance(record, dict):
@@ -29,9 +29,9 @@ def read_record(line: bytes) -> dict:
 
 def drop_records(path: Path, iter_num: int, evaluated_at: int) -> None:
     """
-    Rewrite metrics.jsonl without what a run that resumes with iteration `iter_num` will say again,
-    and without lines that are no records, such as half a line that a kill has left. The evaluation
-    at `evaluated_at` was the last.
+    Rewrite metrics.jsonl without the records that a run resumed at iteration `iter_num` will write
+    again, and without lines that are not records, such as half a line left by a kill. The last
+    evaluation was at `evaluated_at`.
     """
     # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
     last = {"step": iter_num - 1, "event": iter_num - 1, "checkpoint": iter_num}

@@ -1,8 +1,8 @@
 """
 The fast model for transformers. `convert.py ckpt-to-hf` copies this file, model_fast.py and
-model.py into the folder that it writes: an export computes by the very lines that trained it.
+model.py into the folder that it writes, so an export runs the code that trained it.
 
-Nothing imports this file here, as training needs no transformers.
+Nothing here imports this file, because training does not need transformers.
 """
 
 import torch
@@ -17,7 +17,7 @@ from model_fast import FastGPT
 class FastConfig(PreTrainedConfig):
     """
     config.json. Its key model_config holds GPTConfig's fields, with the padded vocabulary;
-    vocab_size is the one before padding.
+    vocab_size is the size before padding.
     """
 
     model_type = "nightshift_fast"
@@ -34,12 +34,12 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """FastGPT has done it, where transformers would draw N(0, 0.02)."""
+        """FastGPT has initialised the weights; transformers would draw N(0, 0.02)."""
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # the rest is in kwargs
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs
     ) -> dict:
-        """All tokens at every step, whatever transformers keeps in its cache."""
+        """Pass all tokens at every step: there is no cache."""
         return dict(input_ids=input_ids, attention_mask=attention_mask)
 
     def forward(
@@ -52,10 +52,10 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutput:
         """
-        input_ids (B, T) -> logits (B, T, V), V without padding, or those of the last
-        `logits_to_keep` tokens, where it is not 0. The loss is over labels (B, T), the tokens
-        themselves; -100 counts for nothing. Raises ValueError for a mask with padding before a
-        token, and for past_key_values.
+        input_ids (B, T) -> logits (B, T, V), V without padding; only those of the last
+        `logits_to_keep` tokens if it is not 0. The loss is over labels (B, T), which are the
+        input_ids; -100 is ignored. Raises ValueError for padding before a token, and for
+        past_key_values.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):

@@ -2,10 +2,10 @@
 Several processes, one run: torchrun starts them, each with a device of its own, and each runs the
 same loop.
 
-Rank 0 decides for all: it reads the command line, looks at the clock and writes the files. What the
-ranks tell each other goes through the hosts (gloo, a few bytes). Gradients are averaged by torch's
-DistributedDataParallel on the devices. With one process nothing is sent: the same calls work on its
-own values.
+Rank 0 decides for all: it reads the command line, looks at the clock and writes the files. The
+ranks exchange a few bytes through their hosts (gloo). Gradients are averaged by torch's
+DistributedDataParallel on the devices. With one process nothing is sent, and the same
+calls return its own values.
 """
 
 import math
@@ -27,16 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import RunError, UserError, print_err
 from configurator import Config
 
-# Of one collective. Longer than any evaluation or checkpoint that a rank waits for.
+# For one collective; longer than any evaluation or save that a rank waits for
 TIMEOUT = timedelta(minutes=10)
-# Of these a second one ends the process at once; Ctrl-Break is on Windows only
+# A second one of these ends the process at once; SIGBREAK exists on Windows only
 STOPS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGBREAK", None)
 
 
 class Ranks:
     """
-    This process among those of the run, from torchrun's environment. Joins them at once. What it
-    prints is shown by rank 0 alone; errors and warnings are shown by all.
+    This process as one of the run's, according to torchrun's environment. Joins the others at once.
+    Only rank 0 prints to stdout; all ranks print errors and warnings.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Ranks:
             sys.stdout = open(os.devnull, "w")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        # torchrun keeps one store through its restarts, with the addresses of dead processes in it.
-        # A prefix for each restart hides them.
+        # torchrun keeps one store across restarts, with the addresses of dead processes in it. A
+        # prefix per restart hides them.
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
@@ -65,15 +65,15 @@ class Ranks:
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
-        The model, its gradients averaged over all ranks where there are several. They are then
-        views of the buckets that are averaged, so they take no memory of their own. Zero them in
-        place: None would cost 4 bytes a parameter.
+        The model; with several ranks, its gradients are averaged over all of them. Gradients are
+        then views of the buckets that are averaged, so they take no memory of their own. Zero them
+        in place: setting them to None would cost 4 bytes per parameter.
         """
         if self.world_size == 1:
             return model
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # DDP rearranges its buckets after the first backward pass, and three ranks or more then sum
-        # in another order. So make that pass here, with zeros: a resumed run makes it too.
+        # DDP rearranges its buckets after the first backward pass, and three or more ranks then sum
+        # in another order. So do that pass here, with zeros; a resumed run does it too.
         ddp_model.reducer.prepare_for_backward([])
         torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
         return ddp_model
@@ -92,8 +92,8 @@ class Ranks:
 
     def from_main(self, function: Callable[..., Any], *args) -> Any:
         """
-        Call function(*args) on rank 0; every rank gets its result. Where it raises UserError,
-        OSError or SystemExit (--help), every rank ends, and rank 0 alone says why.
+        Call function(*args) on rank 0; every rank gets its result. If it raises UserError, OSError
+        or SystemExit (--help), every rank ends, and only rank 0 prints why.
         """
         box: list[Any] = [None]
         if self.is_main:
@@ -117,11 +117,11 @@ class Ranks:
         return values
 
     def fail(self, line: str) -> NoReturn:
-        """Raises RunError. All ranks call this together, and rank 0 alone says why."""
+        """Raises RunError. All ranks call this together; only rank 0 prints why."""
         raise RunError(line) if self.is_main else RunError()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
-        """Raises UserError on every rank where one has another value than the first; says which."""
+        """Raises UserError on every rank if any rank's value differs from rank 0's."""
         everywhere = self.gather(value)
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
@@ -138,7 +138,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def lost_rank(error: BaseException) -> str:
-    """The error line where a process waits in vain for another one; empty for other errors."""
+    """The error line for a process whose peer is gone; empty for other errors."""
     lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
     if not (isinstance(error, RuntimeError) and lost):
         return ""
@@ -150,7 +150,7 @@ def lost_rank(error: BaseException) -> str:
 def check_shares(config: Config, n: int) -> list[str]:
     """The problem, if `n` processes cannot divide an iteration's micro-batches equally."""
     accum = config.gradient_accumulation_steps
-    shared = f"{accum} micro-batches cannot be shared out to {n} processes"
+    shared = f"{accum} micro-batches cannot be divided among {n} processes"
     hint, fits = f"a multiple of {n} can", (accum // n + 1) * n
     size, rest = divmod(config.batch_size * accum, fits)
     if not rest:
@@ -173,17 +173,17 @@ def check_gpus(config: Config) -> list[str]:
 
 class Signals:
     """
-    SIGINT, SIGTERM, and the warnings of SLURM, of a CPU limit and of a terminal that closes ask the
-    run to save and stop, all ranks together: the loop looks between two iterations, and at each
-    batch of an evaluation. A second SIGINT or SIGTERM ends the process at once. Windows has SIGINT
+    SIGINT, SIGTERM, and the warnings of Slurm, a CPU limit and a closing terminal ask the run to
+    save and stop, all ranks together: the loop looks between two iterations, and at each batch of
+    an evaluation. A second SIGINT or SIGTERM ends the process at once. Windows has SIGINT
     and SIGBREAK, Ctrl-C and Ctrl-Break.
     """
 
     def __init__(self, ranks: Ranks, log) -> None:
-        """`log`: the RunLog, which knows how long an iteration takes and what is saved."""
+        """`log`: the RunLog, which knows how long an iteration takes and what has been saved."""
         self.ranks, self.log, self.received = ranks, log, 0
         self.answered = threading.Event()
-        self.loop_is_over = False  # the run stops anyway
+        self.loop_is_over = False  # the run is stopping anyway
         self.name: str | None = None  # of the signal that all ranks have agreed on
         # The main thread may be in a kernel for seconds. So each signal's number is also written
         # into a socket, and another thread answers.
@@ -201,7 +201,7 @@ class Signals:
         self.received = self.received or number
 
     def answer(self, reader: socket.socket) -> None:
-        """Say at once that a signal has come, and end the process at the second one."""
+        """Confirm the first signal at once, and end the process at the second one."""
         first_stop = None
         while received := reader.recv(1):  # nothing: the other end is closed
             (number,) = received
@@ -215,7 +215,7 @@ class Signals:
                 print_err(f"stopping after this iteration{soon}; again: at once, {back}")
             self.answered.set()
             if number in STOPS:
-                # SLURM, systemd and torchrun between them send one stop twice
+                # Slurm, systemd and torchrun may each pass on the same stop
                 if first_stop is not None and time.monotonic() - first_stop > 0.5:
                     os._exit(128 + number)
                 first_stop = first_stop or time.monotonic()
@@ -228,7 +228,7 @@ class Signals:
 
     def look(self, *values: float) -> list[float]:
         """
-        All ranks look together. `name` is set where a signal has come to any of them. Returns each
+        All ranks look together. Sets `name` if any of them has received a signal. Returns each
         value's maximum over all ranks.
         """
         number, *most = self.ranks.max(self.received, *values)
@@ -243,12 +243,12 @@ class Signals:
         return most
 
     def came(self) -> bool:
-        """Whether a signal has come to any rank. All ranks take part."""
+        """Whether any rank has received a signal. All ranks take part."""
         self.look()
         return self.name is not None
 
     def wait(self, seconds: int) -> bool:
-        """Wait so long, or until a signal comes. Whether one has. All ranks take part."""
+        """Wait, or until a signal comes. Returns whether one has. All ranks take part."""
         while not self.came() and seconds > 0:
             time.sleep(1)
             seconds -= 1

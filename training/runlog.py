@@ -1,9 +1,9 @@
 """
-What a run says: lines on the console, records in out_dir/metrics.jsonl, and where the time went.
+A run's log: lines on the console, records in out_dir/metrics.jsonl, and where the time went.
 
-Console lines begin with nanoGPT's grammar, so its parsers still work. Warnings go to stderr. The
-time is cut into laps: each second since the run began belongs to exactly one category, so
-evaluation, checkpoints and compilation never enter an iteration's time.
+Console lines begin as nanoGPT's do, so its parsers still work. Warnings go to stderr. Time is cut
+into laps: each second since the run began belongs to exactly one category, so evaluation,
+checkpoints and compilation never count as iteration time.
 """
 
 import hashlib
@@ -34,17 +34,17 @@ from training.ranks import Ranks
 from training.tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
-MAX_SKIPS = 20  # updates in a row; float16 may need 16 until it has found its loss scale
-SPIKE = 2.0  # a loss this many times its running mean gets a warning
-TURNED = 1.01  # times the best validation loss: usually more than noise
-CPU_TOKENS = 100_000  # per iteration: more is hardly meant for a CPU
+MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
+SPIKE = 2.0  # warn of a loss this many times its running mean
+OVERFITS = 1.01  # warn of a validation loss this many times the best: more than noise
+CPU_TOKENS = 100_000  # per iteration; more is rarely meant for a CPU
 
 
 class RunLog:
     """
-    Console and metrics.jsonl of one run, written by rank 0 for all; but all ranks call lap(),
+    The console and metrics.jsonl of one run. Rank 0 writes for all, but all ranks call lap(),
     line() and end(). Locks the run's folder, and deletes leftovers in it. With eval_only there is
-    only the console. On resume, the records that the run will write again are dropped, so that the
+    only the console. On resume, the records that the run will write again are removed, so that the
     file reads as one run.
     """
 
@@ -53,26 +53,26 @@ class RunLog:
         self.config, self.hw, self.ranks, self.clock = config, hw, ranks, clock
         self.drawing: Drawing | None = None  # of out_dir/loss.png
         self.file = None
-        self.unwritten = b""  # records that a full disk has refused
-        # Seconds of all starts, and the moment up to which they are booked
+        self.unwritten = b""  # records that did not fit on a full disk
+        # Seconds in all launches, and the moment up to which they are counted
         self.seconds, self.lapped_at = dict.fromkeys(CATEGORIES, 0.0), clock.began
         for category, seconds in resumed.get("ledger", {}).items():
-            # c336bd1 had more of them, mostly the wait for data
+            # c336bd1 had more categories, mostly for waiting for data
             self.seconds[category if category in CATEGORIES else "steps"] += seconds
-        self.processor, self.processor_at = 0.0, time.process_time()  # of all threads, in steps
+        self.cpu_seconds, self.cpu_at = 0.0, time.process_time()  # of all threads, in steps
         progress = resumed.get("progress", {})
         self.first_iter = progress.get("iter_num", 0)
         self.saved_iter: int | None = self.first_iter if resumed else None
-        self.has_saved = False  # this start
-        self.pace = 0.0  # seconds of an iteration, as of the last line
+        self.has_saved = False  # in this launch
+        self.pace = 0.0  # seconds per iteration, at the last line
         self.first_steps = self.seconds["steps"]
-        # As of the last line: iterations, tokens, and seconds of steps, processor and waiting
+        # At the last line: iterations, tokens, and seconds of steps, CPU and waiting
         self.logged = (self.first_iter, progress.get("tokens", 0), self.first_steps, 0.0, 0.0)
         # Updates skipped since the last line, and in a row; counted on the device
         self.skipped = torch.zeros((), device=hw.device)
         self.skipped_in_a_row = torch.zeros((), device=hw.device)
         self.mean_loss: float | None = None  # a running mean over the lines
-        self.said: set[str] = set()  # what is said only once
+        self.said: set[str] = set()  # warnings that are given once
         out_dir, self.owner = Path(config.out_dir), ""
         if not config.eval_only:
             self.owner = ranks.from_main(claim_folder, out_dir, not resumed)
@@ -83,34 +83,34 @@ class RunLog:
             keep_transcript(open(out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; what comes after it is written again
         purge_from = self.first_iter + 1 if resumed else 0
-        self.tracker = Tracker(config, wanted=ranks.is_main, purge_from=purge_from)
+        self.tracker = Tracker(config, enabled=ranks.is_main, purge_from=purge_from)
 
     def lap(self, category: str) -> float:
         """
-        Book the time since the last lap, once the device has finished what it was given. Returns
-        these seconds.
+        Wait until the device has finished, and count the time since the last lap for a category.
+        Returns these seconds.
         """
         self.hw.synchronize()
-        now, processor = time.perf_counter(), time.process_time()
+        now, cpu = time.perf_counter(), time.process_time()
         seconds = now - self.lapped_at
         self.seconds[category] += seconds
         if category == "steps":
-            self.processor += processor - self.processor_at
-        self.lapped_at, self.processor_at = now, processor
+            self.cpu_seconds += cpu - self.cpu_at
+        self.lapped_at, self.cpu_at = now, cpu
         return seconds
 
     def hours(self) -> float:
-        """Spent so far by all starts on iterations, evaluations and checkpoints."""
+        """Hours spent on iterations, evaluations and checkpoints, in all launches."""
         booked = sum(self.seconds[name] for name in CATEGORIES[2:])
         return (booked + time.perf_counter() - self.lapped_at) / 3600
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest one that is known to be whole: saved by this start, or resumed from."""
+        """The newest checkpoint known to be valid: saved in this launch, or resumed from."""
         n = self.saved_iter
         return None if n is None else checkpoint_path(self.config.out_dir, n)
 
     def way_back(self) -> str:
-        """Where a run that ends now can be resumed from, for messages."""
+        """For messages: where a run that ends now can be resumed from."""
         if self.saved_iter is None:
             return "there is no checkpoint to resume from"
         return f"--init_from=resume continues from {self.newest_checkpoint()}"
@@ -128,18 +128,18 @@ class RunLog:
             try:
                 while self.unwritten:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
-            except OSError as error:  # a full disk: the run is worth more than its records
+            except OSError as error:  # a full disk: the run matters more than its records
                 if not waiting:
                     rest = "keeping its records in memory until there is room"
                     warn(f"metrics.jsonl: {error.strerror}; {rest}")
         self.tracker.log(record)
 
     def start(self, data: Dataset, model: GPTConfig) -> None:
-        """The first lines: what is trained, on what, with what, and for how long."""
+        """The first lines: the model, the device, the data, and the length of the run."""
         c, hw = self.config, self.hw
         parameters = count_parameters(model)
         self.flops_per_token = count_flops(model)[0] if self.ranks.is_main else None
-        # nobody has counted a stream's tokens
+        # the length of a stream is unknown
         self.train_tokens = None if data.stream else len(data.train)
         self.bytes_per_token = data.bytes_per_token
         train = count(self.train_tokens) if self.train_tokens else "streamed"
@@ -157,7 +157,7 @@ class RunLog:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"
             end = f"in {c.out_dir}; stops by about {clock_time(self.clock.left())}"
             if c.warmup_iters:
-                end += f"; warm-up: {c.warmup_iters:,} iterations, a tenth of the time at most"
+                end += f"; warmup: {c.warmup_iters:,} iterations, at most a tenth of the time"
             say(f"run: hours {self.clock.hours_text()}{bound}, {end}")
         elif not c.eval_only:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
@@ -193,22 +193,19 @@ class RunLog:
         )
 
     def warn_of_space(self, model: GPTConfig) -> None:
-        """Warn where the disk cannot hold all checkpoints of the run."""
+        """Warn if the disk cannot hold all checkpoints of the run."""
         out_dir, files = Path(self.config.out_dir), checkpoint_files(self.config)
         size = checkpoint_bytes(self.config, model)
-        # best.pt is mostly a link to one of them
+        # best.pt is usually a link to one of them
         there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
-        if lacks := lack_of_space(out_dir, files * size - sum(there.values())):
-            warn(
-                f"{lacks}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)"
-            )
+        if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
+            warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
     def note(
         self, p: Progress, lr: float, loss_sum: Tensor, targets: Tensor, grad_norm: Tensor
     ) -> None:
         """
-        After the update of iteration p.iter_num: what train_step has returned. It stays on the
-        device until the next line.
+        Keep what train_step returned for iteration p.iter_num, on the device until the next line.
         """
         self.last: dict = dict(iter=p.iter_num, tokens=p.tokens, lr=lr)
         self.loss_sum, self.targets, self.grad_norm = loss_sum, targets, grad_norm
@@ -218,20 +215,20 @@ class RunLog:
 
     def line(self, p: Progress, waited: float) -> None:
         """
-        One line and record for the iterations since the line before, which end at `p`. Only here do
-        their numbers leave the device. `waited`: seconds that this start has waited for data.
+        One line and record for the iterations since the previous line, up to `p`. Only here do
+        their values leave the device. `waited`: seconds that this launch has waited for data.
         Raises RunError after too many skipped updates in a row.
         """
         self.lap("steps")
         before, ranks = self.logged, self.ranks
-        self.logged = p.iter_num, p.tokens, self.seconds["steps"], self.processor, waited
-        iterations, tokens, elapsed, processor, waited = (
+        self.logged = p.iter_num, p.tokens, self.seconds["steps"], self.cpu_seconds, waited
+        iterations, tokens, elapsed, cpu, waited = (
             now - then for now, then in zip(self.logged, before, strict=True)
         )
-        if advice := self.hw.too_many_threads(elapsed - waited, processor):
+        if advice := self.hw.too_many_threads(elapsed - waited, cpu):
             self.warn_once("threads", self.last["iter"], advice)
         loss_sum, targets = ranks.reduce(self.loss_sum.item(), self.targets.item())
-        # the largest of any rank, each on its own
+        # the maximum over the ranks, of each value
         elapsed, waited, mem = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
         self.clock.note("iteration", elapsed / iterations)
         self.pace = elapsed / iterations
@@ -276,8 +273,8 @@ class RunLog:
 
     def eta(self, it: int) -> float:
         """
-        Seconds to the end: the iterations left at this start's mean, and an evaluation and a save
-        for each interval left; never more than the clock allows.
+        Seconds to the end: the iterations left at the mean pace of this launch, and an evaluation
+        and a save per interval left; at most what the clock allows.
         """
         c, done = self.config, max(1, it + 1 - self.first_iter)
         pace = (self.seconds["steps"] - self.first_steps) / done
@@ -287,7 +284,7 @@ class RunLog:
         return max(0.0, min((c.max_iters - it - 1) * pace + pauses, self.clock.left()))
 
     def warn_of_skips(self, iter_num: int) -> None:
-        """Say how many updates were skipped since the last line. Raises RunError after too many."""
+        """Warn of updates skipped since the last line. Raises RunError after too many."""
         skipped, in_a_row = int(self.skipped), int(self.skipped_in_a_row)
         self.skipped.zero_()
         if skipped:
@@ -301,8 +298,8 @@ class RunLog:
 
     def warn_of_spike(self, iter_num: int, loss: float) -> None:
         """
-        Warn of a loss far above the running mean of the lines before. A loss that is not finite
-        does not enter the mean.
+        Warn of a loss far above the running mean of the previous lines. A loss that is not finite
+        does not count in the mean.
         """
         mean = loss if self.mean_loss is None else self.mean_loss
         if loss > SPIKE * mean:
@@ -324,11 +321,11 @@ class RunLog:
         so_far = dict(iter=p.iter_num, tokens=p.tokens, hours=self.hours())
         values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
         self.record("eval", **so_far, **values, perplexity=perplexity, bits_per_byte=bits)
-        if TURNED * p.best_val_loss < val_loss < math.inf:
+        if OVERFITS * p.best_val_loss < val_loss < math.inf:
             best = f"step {p.best_iter} ({p.best_val_loss:.4f})"
             kept = "best.pt keeps that model" if p.best_iter else "lower learning_rate"
             line = f"validation has not improved since {best}; {kept}"
-            self.warn_once("turned", p.iter_num, line)
+            self.warn_once("overfits", p.iter_num, line)
 
     def checkpoint(self, iter_num: int, path: Path, size: int) -> None:
         """After a save, before its lap."""
@@ -348,19 +345,19 @@ class RunLog:
         self.record("event", iter=iter_num, message=message)
 
     def warn_once(self, what: str, iter_num: int, message: str) -> None:
-        """As `warn`, but no second time of the same thing."""
+        """As `warn`, but only once for each `what`."""
         if what not in self.said:
             self.said.add(what)
             self.warn(iter_num, message)
 
     def end(self, reason: str, p: Progress, waited: float) -> None:
-        """The last lines: why the run ended, and where its wall time went."""
+        """The last lines: why the run ended, and where the time went."""
         self.lap("evaluation")
         total, minutes = sum(self.seconds.values()), (time.perf_counter() - self.clock.began) / 60
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in self.seconds.items()]
         spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
-        say(f"time: {duration(total)} wall (this start {duration(60 * minutes)}) = {spent}")
-        say(f"waited for data: {waited:.1f}s of the steps of this start")
+        say(f"time: {duration(total)} wall (this launch {duration(60 * minutes)}) = {spent}")
+        say(f"waited for data: {waited:.1f}s of the steps of this launch")
         by_clock = reason in ("hours", "until")
         said = "the schedule is complete" if by_clock else reason
         say(f"end: {said} after {p.iter_num:,} iterations, {count(p.tokens)} tokens, {date()}")
@@ -372,19 +369,19 @@ class RunLog:
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to continue: {script} {command_line(*sys.argv)}{more}")
         self.tracker.close()
-        if self.drawing and not reason.startswith("SIG"):  # a stop may not wait for a picture
+        if self.drawing and not reason.startswith("SIG"):  # stopping must not wait for a picture
             self.drawing.draw_end(total)
         keep_transcript(None)
         unlock_folder()
 
 
 def date() -> str:
-    """Date and time, for people; records have theirs in ISO 8601."""
+    """Date and time for people; records use ISO 8601."""
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def tokenizer_name(spec: dict) -> str:
-    """The kind of a tokenizer and, if it has a table of its own, the sha256 of that."""
+    """The kind of a tokenizer and, if it has its own table, the sha256 of the table."""
     table = spec.get("json") or "".join(spec.get("itos", []))
     sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
     return f"{spec['kind']} {sha256}" if table else spec["kind"]

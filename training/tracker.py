@@ -1,5 +1,5 @@
 """
-wandb and tensorboard, beside metrics.jsonl.
+wandb and tensorboard, in addition to metrics.jsonl.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ NANOGPT_NAMES |= {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss"}
 
 class Tracker:
     """
-    Sends the records of metrics.jsonl to wandb or tensorboard, MFU in per cent. If that is missing
-    or fails, it warns once and does nothing from then on. On resume tensorboard's curves in out_dir
-    are replaced from iteration `purge_from` on; wandb shows each resume as a run of its own.
+    Sends the records of metrics.jsonl to wandb or tensorboard, with MFU in percent. If the tracker
+    is missing or fails, this warns once and sends nothing more. On resume, tensorboard's curves in
+    out_dir are replaced from iteration `purge_from` on; wandb shows each resume as a separate run.
     """
 
-    def __init__(self, config: Config, wanted: bool = True, purge_from: int = 0):
-        self.kind = config.tracker if wanted else "none"
+    def __init__(self, config: Config, enabled: bool = True, purge_from: int = 0):
+        self.kind = config.tracker if enabled else "none"
         self.writer: Any
         with self.warn_on_failure():
             if self.kind == "wandb":

@@ -295,5 +295,5 @@ def test_the_last_lines_of_a_resumed_run_tell_this_start_from_all(dataset, tmp_p
     checkpoint.save(state, tmp_path / "ckpt-00000004.pt")
     run_here(dataset, tmp_path, init_from="resume", max_iters=6)
     last = capsys.readouterr().out
-    assert re.search(r"time: 1h01m wall \(this start \d+s\) = .*steps 3600", last)
+    assert re.search(r"time: 1h01m wall \(this launch \d+s\) = .*steps 3600", last)
     assert "evaluation with any sample 60." in last
