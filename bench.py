@@ -1,14 +1,14 @@
 """
-Measure and plan training, with the very step that train.py runs.
+Measure and plan training, with the training step of train.py.
 
     python bench.py step CONFIG      speed, MFU, memory and compile time of a configuration
     python bench.py ladder CONFIG    what each optimisation is worth on this machine
     python bench.py sweep CONFIG     the fastest micro-batch at the same tokens per iteration
     python bench.py plan CONFIG      hours, memory, energy and cost of a run before it starts
-    python bench.py peer CONFIG      the same work in a checkout of nanoGPT, in turn
+    python bench.py peer CONFIG      this program and nanoGPT on the same work, alternately
 
-CONFIG stands for config files and --key=value flags, as train.py takes them. All modes train for
-some seconds, plan only where there is no GPU, on random tokens where the dataset is missing.
+CONFIG stands for config files and --key=value flags, as for train.py. All modes train for some
+seconds, plan only on a machine without a GPU; if the dataset is missing, on random tokens.
 
     python bench.py MODE --help      the flags of a mode
     python train.py --help           every configuration key
@@ -75,17 +75,17 @@ RANDOM_TOKENS = 2**22
 
 class Trainee:
     """
-    A model in training, set up as train.py does it, with random weights. It can also train in two
-    slower ways, which the ladder compares with: without `read_ahead` each batch is loaded only when
-    it is needed, and with `host_sync` the host waits for the device before each micro-step.
+    A model in training, set up as in train.py, with random weights. For the ladder it can train in
+    two slower ways: without `read_ahead` each batch is loaded only when it is needed, and with
+    `host_sync` the host waits for the device before each micro-step.
     """
 
     def __init__(
         self, config: Config, read_ahead=True, host_sync=False, nanogpt: Path | None = None
     ):
         """
-        `nanogpt`: a checkout of nanoGPT, whose model trains in place of ours, with the system's own
-        handling of memory, as its users have it. Raises UserError.
+        `nanogpt`: a checkout of nanoGPT, whose model trains instead of ours, with the system's
+        default memory handling, as its users have it. Raises UserError.
         """
         self.config, self.read_ahead = config, read_ahead
         self.hw = hw = hardware.set_up(config, keep_memory=not nanogpt)
@@ -159,7 +159,7 @@ class RandomTokens(ShardTokens):
 
 def real_or_random_data(config: Config) -> Dataset:
     """
-    The config's dataset, or random tokens where there is none. Raises UserError if the dataset does
+    The config's dataset, or random tokens if there is none. Raises UserError if the dataset does
     not suit the config.
     """
     vocab = vocab_where_missing(config)
@@ -200,7 +200,7 @@ def measure(trainee: Trainee, trials: int) -> dict:
 
 
 def machine(hw: hardware.Hardware) -> dict:
-    """What a figure was measured on, for the JSON."""
+    """What the figures were measured on, for the JSON."""
     return dict(
         device=hw.name,
         dtype=hw.dtype_name,
@@ -214,9 +214,9 @@ def machine(hw: hardware.Hardware) -> dict:
 
 def measure_apart(config: Config, trials: int, **how) -> dict:
     """
-    measure() in a new process, so that neither memory nor compiled code is left over from the
-    measurement before. `how`: the trainee's read_ahead, host_sync and nanogpt. If memory runs out,
-    the result holds only the micro-batch, and None as its tokens_per_sec.
+    measure() in a new process, so that no memory and no compiled code is left over from the
+    previous measurement. `how`: the trainee's read_ahead, host_sync and nanogpt. If memory runs
+    out, the result holds only the micro-batch, and None as its tokens_per_sec.
     """
     try:
         with new_process() as pool:
@@ -228,7 +228,7 @@ def measure_apart(config: Config, trials: int, **how) -> dict:
 
 
 def build_and_measure(config: Config, trials: int, **how) -> dict:
-    # here too: torch's own errors can be lost on their way to another process
+    # here too, because torch's errors can be lost between processes
     with readable_errors(config):
         return measure(Trainee(config, **how), trials)
 
@@ -245,8 +245,8 @@ def end_with_the_bench() -> None:
 
 def new_process() -> ProcessPoolExecutor:
     """
-    One process, which ends when this one does, in whatever way. Spawned rather than forked: CUDA
-    does not survive a fork.
+    One process, which ends when this one does, however it ends. Spawned, because CUDA does not
+    survive a fork.
     """
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_the_bench)
 
@@ -295,7 +295,7 @@ def percent(fraction: float | None) -> str:
 
 def draw(path: str, title: str, rows: list[dict]) -> None:
     """
-    Horizontal bars of tokens/s, one for each row, the first on top, with the range of its windows.
+    Horizontal bars of tokens/s, one per row, the first on top, with the range of the windows.
     """
     from matplotlib.figure import Figure
 
@@ -376,14 +376,14 @@ def sweep(config: Config, options: Namespace) -> dict:
 
 
 def sweep_sizes(config: Config) -> list[int]:
-    """A quarter to four times batch_size, those that divide the sequences of an iteration."""
+    """A quarter to four times batch_size, if they divide the sequences of an iteration."""
     b = config.batch_size
     return [n for n in divisors(config.iter_sequences) if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
 
 
 def write_config(path: Path, config: Config, best: dict) -> None:
     """The configuration with the fastest micro-batch, as a config file for train.py."""
-    # a folder of its own, because the config that was measured may have a run in its own
+    # a new out_dir, because the measured config may have a run in its out_dir
     fastest = batch_keys(config, best["batch_size"]) | dict(out_dir=f"out/{path.stem}")
     m = best["machine"]
     measured = f"# The fastest micro-batch of a sweep: {speed_text(best)}\n"
@@ -395,15 +395,15 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # -----------------------------------------------------------------------------
 # ladder
 
-# where the ladder begins: everything off
+# the first row of the ladder: everything off
 LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
 LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
 
 
 def ladder(config: Config, options: Namespace) -> dict:
     """
-    Measure and print a table in which each row adds one thing to those above it. `gain` is over the
-    row measured before, `total_gain` over the first.
+    Measure and print a table in which each row adds one optimisation to those above it. `gain` is
+    over the previous row, `total_gain` over the first.
     """
     device = hardware.set_up(config).device
     title = f"micro-batch {config.batch_size}"
@@ -424,7 +424,7 @@ def ladder(config: Config, options: Namespace) -> dict:
         gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
         load = f"{known(row['mem_gib'], 1):>6} {percent(row['mfu']):>6}"
         say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")
-    say("each row runs in a process of its own; mfu is relative to the peak of the row's own dtype")
+    say("each row runs in a new process; mfu is relative to the peak of the row's dtype")
     if options.png:
         draw(options.png, title, rows)
     return dict(rows=rows)
@@ -433,7 +433,7 @@ def ladder(config: Config, options: Namespace) -> dict:
 def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
     """
     The rows that this machine and this model can have: name, the config keys that the row changes,
-    and how it trains otherwise (see Trainee). The changes stay for the rows below.
+    and the changed options of Trainee. The changes stay for the rows below.
     """
     amp = dict(dtype="auto" if config.dtype == "float32" else config.dtype)
     rows = [
@@ -460,7 +460,7 @@ def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
 
 
 def ten_iterations(config: Config) -> float:
-    """Seconds of an iteration, the mean of ten after a first one, in a process of its own."""
+    """Seconds per iteration, the mean of ten after a first one, in a new process."""
     say("measuring ten iterations on this machine")
     with new_process() as pool:
         return pool.submit(time_ten, config).result()
@@ -484,9 +484,9 @@ SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "
 
 def peer(config: Config, options: Namespace) -> dict:
     """
-    This model and nanoGPT's in turn, each time in a process of its own, through the same
-    train_step: same weights, batches, dtype, compile setting and fused AdamW. Raises UserError
-    where the work is not the same.
+    This model and nanoGPT's alternately, each time in a new process, through the same train_step:
+    same weights, batches, dtype, compile setting and fused AdamW. Raises UserError if the work is
+    not the same.
     """
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
         raise UserError(f"nanogpt: {options.nanogpt}; --nanogpt= needs a clone of karpathy/nanoGPT")
@@ -525,12 +525,12 @@ def peer(config: Config, options: Namespace) -> dict:
 
 def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dict]]:
     """
-    What measure() returns, for each side and trial. Raises UserError where the sides do not do the
-    same work, RunError where one does not fit into memory.
+    What measure() returns, for each side and trial. Raises UserError if the sides do not do the
+    same work, RunError if one does not fit into memory.
     """
     rows: dict[str, list[dict]] = {side: [] for side in SIDES}
     for trial in tqdm(range(trials), desc="peer", disable=None):
-        # who begins changes from trial to trial
+        # the sides take turns in going first
         for side in reversed(SIDES) if trial % 2 else SIDES:
             row = measure_apart(config, 3, nanogpt=nanogpt if side == "nanoGPT" else None)
             if row["tokens_per_sec"] is None:
@@ -543,7 +543,7 @@ def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dic
 
 
 class LossOnly(torch.nn.Module):
-    """nanoGPT's model returns (logits, loss); train_step wants the loss."""
+    """nanoGPT's model returns (logits, loss); train_step needs the loss alone."""
 
     def __init__(self, model):
         super().__init__()
@@ -554,7 +554,7 @@ class LossOnly(torch.nn.Module):
 
 
 def use_nanogpt(side: Trainee, folder: Path) -> None:
-    """Put nanoGPT's model in place of ours, with our weights."""
+    """Replace our model by nanoGPT's, with our weights."""
     c = side.config
     betas = (c.beta1, c.beta2)
     loader = SourceFileLoader("nanogpt_model", str(folder / "model.py"))
@@ -565,7 +565,7 @@ def use_nanogpt(side: Trainee, folder: Path) -> None:
     model.load_state_dict(side.model.state_dict())
     settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
     their_groups = model.configure_optimizers(*settings).param_groups
-    # its groups in a fused AdamW, as ours: nanoGPT fuses the update on CUDA only
+    # its groups in a fused AdamW, as ours; nanoGPT fuses the update on CUDA only
     groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
     side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
     side.model = LossOnly(torch.compile(model) if c.compile else model)
@@ -581,13 +581,13 @@ FLAGS: dict[str, tuple] = {
     "png": (str, "PATH", "draw the result"),
     "write": (str, "CONFIG.py", "write the fastest micro-batch as a config file"),
     "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
-    "gpu": (str, "NAME", "a card of training/gpus.csv such as 4070, or all; else this machine's"),
-    "gpus": (parse_count, "N", "how many of them share the work; 1 if not given"),
-    "link_gbits": (float, "G", "what joins them, Gbit/s, such as 100; assumed if not given"),
-    "iter_seconds": (float, "S", "seconds that an iteration takes on one GPU"),
+    "gpu": (str, "NAME", "a GPU of training/gpus.csv such as 4070, or all; else this machine's"),
+    "gpus": (parse_count, "N", "number of GPUs; 1 if not given"),
+    "link_gbits": (float, "G", "the link between them, Gbit/s; assumed if not given"),
+    "iter_seconds": (float, "S", "seconds per iteration on one GPU"),
     "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
-    "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's own"),
-    "watts": (float, "W", "draw of one GPU, for the energy"),
+    "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's"),
+    "watts": (float, "W", "power of one GPU, for the energy"),
     "price_kwh": (float, "P", "price of a kWh, for the cost"),
     "json": (str, "PATH", "write all figures as JSON"),
 }
@@ -612,7 +612,7 @@ def main(argv: list[str]) -> int:
         hint = did_you_mean(mode, MODES)
         raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
     run_mode, flags = MODES[mode]
-    epilog = "Configuration keys: python train.py --help; plan heeds its --hours and --until"
+    epilog = "Configuration keys: python train.py --help; plan uses its --hours and --until"
     usage = f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]"
     parser = Parser(usage=usage, epilog=epilog)
     for name in [*flags, "json"]:
@@ -623,7 +623,7 @@ def main(argv: list[str]) -> int:
     # plan may be for another machine: it needs no device
     checks = [build.check_optimizer] + ([] if mode == "plan" else [hardware.check_device])
     config = load_config(config_arguments, checks)
-    for name in ("json", "png", "write", "profile"):  # what is written
+    for name in ("json", "png", "write", "profile"):  # files to write
         if path := getattr(options, name, None):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     if vocab_where_missing(config) == GPT2_VOCAB and not config.stream:

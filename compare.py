@@ -5,13 +5,13 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
     python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
     python compare.py old.log new.log --gpu=4070   nanoGPT's console output, MFU of this card
 
-Time is that of iterations, evaluations and checkpoints, without start-up and compilation.
+Time includes iterations, evaluations and checkpoints, but not startup and compilation.
 
-Losses are compared at the last evaluation of any run at which those of all runs are known. Between
-two evaluations a loss is read off a straight line. It is not known if the line would be longer than
-a fifth of the way so far, or would begin at iteration 0, because the loss falls steeply there.
+Losses are compared at the latest evaluation of any run at which the loss of every run is known.
+Between two evaluations a loss is interpolated linearly. It is unknown if they are further apart
+than a fifth of the way so far, or if the first is at iteration 0, where the loss falls steeply.
 
-Losses of unequal tokenizers do not compare; their bits per byte do.
+Losses with different tokenizers are not comparable; their bits per byte are.
 """
 
 import common  # before torch  # noqa: F401  isort: skip
@@ -30,16 +30,15 @@ from reports.picture import count4, millions, save_picture
 from reports.records import Run, learning_curve, loss_at, number, percentile, reach, read_run
 from training.gpus import resolve_gpu, row_peak
 
-# about twice the spread over seeds of a 124M model's loss: a smaller difference decides nothing
+# about twice the spread over seeds of a 124M model's loss; smaller differences are noise
 LOSS_NOISE = 0.005
-# Figures that differ by no more than this share are equal. The tokens and the time to a loss are
-# less certain: a straight line between evaluations that are half the way apart is off by a few per
-# cent.
+# Figures that differ by at most this share are equal. Tokens and time to a loss are less certain:
+# interpolating between evaluations that are far apart is off by a few percent.
 SAME, SAME_TO_LOSS = 0.005, 0.05
 BITS_NOISE = 0.002  # bits per byte: LOSS_NOISE at GPT-2's 4.5 bytes per token
-SHORT_RUN = 3_000  # iterations: nanoGPT's example for a CPU makes 2,000
+SHORT_RUN = 3_000  # iterations; nanoGPT's example for a CPU has 2,000
 LOWEST_IS_BEST = ("lower", "less")
-TOLD_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
+SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
 UNEQUAL_TOKENIZERS = "unequal tokenizers; bits per byte do, on the same text"
 
 # -----------------------------------------------------------------------------
@@ -64,16 +63,16 @@ class Row:
     """One line of the table."""
 
     label: str
-    key: str  # its name in the JSON
+    key: str  # name in the JSON
     values: list  # one per run, None if not known
     format: Callable[..., str]
-    word: str = ""  # what the best run is, such as faster; lower: a loss, by its difference
-    same: float = SAME  # values are equal that differ by no more than this share; losses, by this
+    word: str = ""  # what the best run is, such as faster; lower: a loss, compared by difference
+    same: float = SAME  # values that differ by at most this share are equal; losses: by this much
 
     def verdict(self, names: list[str]) -> str:
         """
-        The best value against the next best: "a 2.39x faster", "a 0.0134 lower". Empty where fewer
-        than two are known.
+        The best value against the next best: "a 2.39x faster", "a 0.0134 lower". Empty if fewer
+        than two values are known.
         """
         pairs = zip(self.values, names, strict=True)
         known = [(value, name) for value, name in pairs if value is not None]
@@ -95,11 +94,11 @@ class Row:
 
 def build_table(runs: list[Run], target_loss: float | None) -> list[Row]:
     rows = []
-    # the keys in which the runs differ, and the device and dtype that were in use
+    # the keys in which the runs differ, and the device and dtype in use
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
         values = ["by the clock" if value == NEVER else value for value in values]
-        if len(set(values) - {None}) > 1 and key not in TOLD_ELSEWHERE:
+        if len(set(values) - {None}) > 1 and key not in SHOWN_ELSEWHERE:
             rows.append(Row(key, f"config/{key}", values, str, "differs"))
     device, dtype, parameters = (
         [run.start.get(key) for run in runs] for key in ("device", "dtype", "parameters")
@@ -117,7 +116,7 @@ def build_table(runs: list[Run], target_loss: float | None) -> list[Row]:
         Row("time", "hours", [run.hours for run in runs], time_text, "longer"),
         Row("tok/s", "tokens_per_sec", of_steps("tokens_per_sec", 50), whole, "faster"),
         Row("MFU", "mfu", of_steps("mfu", 50), percent, "higher"),
-        # no verdict: tok/s have it, whatever an iteration holds
+        # no verdict: tok/s has it, and iterations may differ in tokens
         Row("iteration time p50, ms", "step_ms_p50", of_steps("step_ms", 50), tenths),
         Row("iteration time p95, ms", "step_ms_p95", of_steps("step_ms", 95), tenths),
     ]
@@ -150,14 +149,14 @@ def loss_rows(runs: list[Run], target_loss: float | None) -> list[Row]:
     problem = why_not_comparable(runs)
     if problem:
         rows = [replace(row, word="not comparable") for row in rows]
-    # where the losses decide, no second verdict beside theirs
+    # no second verdict where the losses have one
     word = "lower" if problem == UNEQUAL_TOKENIZERS else ""
     row = Row("best bits per byte", "best_bits_per_byte", bits, decimals, word, BITS_NOISE)
     return [*rows, row]
 
 
 def why_not_comparable(runs: list[Run]) -> str:
-    """Why the losses of these runs do not compare; empty where they do."""
+    """Why the losses of these runs are not comparable; empty if they are."""
     if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
         return UNEQUAL_TOKENIZERS
     if len({run.config.get("dataset") for run in runs} - {None}) > 1:
@@ -168,7 +167,7 @@ def why_not_comparable(runs: list[Run]) -> str:
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
-    """The last evaluation of any run at which all losses are known; None where there is none."""
+    """The latest evaluation of any run at which all losses are known, or None."""
     for at in sorted(np.concatenate([x for x, _ in curves]), reverse=True):
         if all(loss_at(*curve, at) is not None for curve in curves):
             return float(at)
@@ -218,15 +217,15 @@ def set_mfu(run: Run, gpu: str) -> None:
     peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
-    # tok/s are those of all cards together, MFU is that of one
+    # tok/s counts all GPUs together, MFU is per GPU
     flops = number(run.start.get("flops_per_token")) / run.start.get("world_size", 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
 def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
     """
-    The runs, each by a name of its own, and the same tokens by one name: nanoGPT's shakespeare_char
-    is ../nanoGPT/data/shakespeare_char here.
+    The runs, each with a unique name. Datasets with the same tokens get the same name, such as
+    shakespeare_char and ../nanoGPT/data/shakespeare_char.
     """
     runs = [open_run(path, gpu) for path in paths]
     names, datasets = [run.name for run in runs], dict[str, str]()
@@ -235,24 +234,24 @@ def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
             run.name = str(path)
         if "dataset" in run.config:
             name = Path(run.config["dataset"]).name
-            # a stream's fingerprint is that of its validation
+            # a stream's fingerprint covers only its validation split
             tokens = not run.config.get("stream") and run.start.get("data_fingerprint") or name
             run.config["dataset"] = datasets.setdefault(tokens, name)
     return runs
 
 
 def collect_warnings(runs: list[Run]) -> list[str]:
-    """What has to be known to read the table right."""
+    """What readers of the table must know."""
     warnings = [warning for run in runs for warning in run.warnings]
     if reason := why_not_comparable(runs):
-        warnings.append(f"losses do not compare: {reason}")
+        warnings.append(f"losses are not comparable: {reason}")
     logs = [run for run in runs if run.start.get("program") == "nanoGPT"]
     for run in runs:
         if not logs or run in logs or (run.iterations or 0) >= SHORT_RUN:
             continue
         if any(run.config.get(k) != logs[0].config.get(k) for k in ("model", "dataset")):
             continue
-        # what a start says of itself was in use, whatever the configuration asked for
+        # what a launch recorded was in use, whatever the configuration asked for
         ours, theirs = (r.config | r.start for r in (run, logs[0]))
         keys = [key for key in ("pad_vocab_multiple", "dtype") if theirs.get(key) is not None]
         if flags := " ".join(f"--{k}={theirs[k]}" for k in keys if ours.get(k) != theirs[k]):
@@ -271,7 +270,7 @@ def main(argv: list[str]) -> None:
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
 
-    # Windows' shells leave patterns to the program
+    # shells of Windows do not expand patterns
     named = [path for run in args.runs for path in sorted(glob(str(run))) or [run]]
     paths, png = [Path(path) for path in dict.fromkeys(named)], args.png
     runs = open_runs(paths, args.gpu)

@@ -1,8 +1,8 @@
 """
-GPT-2, the whole of it.
+All of GPT-2.
 
-Parameter names are nanoGPT's, so its checkpoints load as they are; the mathematics is GPT-2's (tanh
-GELU, learned positions, pre-norm), so weights go to and from Hugging Face exactly. Shapes in
+Parameter names are nanoGPT's, so its checkpoints load as they are. The mathematics is GPT-2's (tanh
+GELU, learned positions, pre-norm), so weights convert to and from Hugging Face exactly. Shapes in
 comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V =
 vocabulary.
 """
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class GPTConfig:
     block_size: int = 1024
-    # 50257 padded to a multiple of 128: the head's matrix product runs on full tiles
+    # 50257 padded to a multiple of 128, so that the matmul of the head runs on full tiles
     vocab_size: int = 50304
     n_layer: int = 12
     n_head: int = 12
@@ -30,17 +30,19 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     tie_weights: bool = True  # the output head is the token embedding
-    flash: bool = True  # fused attention kernel; False: the plain formula
+    flash: bool = True  # fused attention kernel; False: plain_attention
     model: str = "gpt2"  # or "fast": model_fast.py
-    loss_chunk: int = 0  # tokens whose logits exist at once in training; 0: all
-    recompute: bool = False  # keep each block's input alone; the backward pass runs it again
-    # model_fast.py's tables of value embeddings, and the rows of its table of token pairs
+    loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
+    recompute: bool = (
+        False  # keep only each block's input, and run the block again in the backward pass
+    )
+    # of model_fast.py: the number of value embeddings, and the rows of the bigram embedding
     value_tables: int = 0
     bigram_rows: int = 0
 
 
-# Fields that a resume may change: how the model is computed, and how its loss is weighed. All
-# others are its architecture.
+# Fields that a resumed run may change: how the model is computed, and loss weights. All others
+# define the architecture.
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 
@@ -50,8 +52,8 @@ FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 def mark(module: nn.Module, role: str = "matrix", parts: tuple[int, ...] = ()) -> None:
     """
-    Say what optimizer=muon shall do with a module's weight, where it is no plain matrix of a block:
-    its role (training/muon.py lists them), and the rows of each matrix that is stacked in it.
+    Tell optimizer=muon what a module's weight is, unless it is a single matrix of a block: its role
+    (see training/muon.py), and if several matrices are stacked in it, the rows of each.
     """
     vars(module)["muon"] = role, parts
 
@@ -59,8 +61,8 @@ def mark(module: nn.Module, role: str = "matrix", parts: tuple[int, ...] = ()) -
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
 ) -> Tensor:
-    """F.scaled_dot_product_attention in plain products: q, k, v and result (B, nh, T, hs)."""
-    # on a CPU in bfloat16 it is faster, 4 times at 64 tokens (results/cpu/kernels.json)
+    """F.scaled_dot_product_attention as separate matmuls: q, k, v and result (B, nh, T, hs)."""
+    # faster on a CPU in bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     scores = q * scale @ k.transpose(-2, -1)  # (B, nh, T, T plus cached tokens)
     if is_causal:
@@ -84,8 +86,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # (B, nh, T, hs) each
         if cache is not None:
             k, v = cache.extend(k, v)
-        # A single token, as in generation, sees all tokens before it and needs no mask. There the
-        # plain formula serves: cuDNN would plan its fused kernel anew at each length.
+        # A single token, as in generation, sees all previous tokens and needs no mask. Plain
+        # attention is faster there: cuDNN would plan its fused kernel again at each length.
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -95,7 +97,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        # GPT-2's own; the exact GELU moves its logits by up to 1e-3
+        # as in GPT-2; the exact GELU changes its logits by up to 1e-3
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -142,12 +144,12 @@ class GPT(nn.Module):
 
     def init_weights(self) -> None:
         """
-        GPT-2's initialisation: N(0, 0.02), biases zero; the projections back into the residual
-        stream by a further 1/sqrt(2 n_layer), so that the sum over 2 n_layer of them keeps its size
-        (GPT-2 paper, section 2.3).
+        GPT-2's initialisation: N(0, 0.02), biases zero. The projections into the residual stream
+        are scaled by a further 1/sqrt(2 n_layer), so that the sum of all 2 n_layer of them keeps
+        its size (GPT-2 paper, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        kinds = (nn.Linear, nn.Embedding)  # others begin as they have made themselves
+        kinds = (nn.Linear, nn.Embedding)  # other modules initialise themselves
         plain = {p for m in self.modules() if isinstance(m, kinds) for p in m.parameters(False)}
         for name, p in self.named_parameters():
             if p not in plain:
@@ -171,15 +173,15 @@ class GPT(nn.Module):
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
-        idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
-        head reads.
+        idx (B, T), the tokens after those in the caches -> the normed residual stream (B, T, C),
+        the input of the head.
         """
         past = caches[0].length if caches else 0
         positions = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too; an eager CPU's norms would sum in it
+            x = x.bfloat16()  # the residual stream too; eager CPU norms would sum in bfloat16
         recompute = self.config.recompute and self.training and not caches
         blocks = self.transformer.h
         for block, cache in zip(blocks, caches if caches else [None] * len(blocks), strict=True):
@@ -187,7 +189,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def new_caches(self, room: int) -> "list[KVCache]":
-        """Empty caches for `hidden`, one for each block, with room for so many tokens."""
+        """Empty caches for `hidden`, one per block, with room for `room` tokens."""
         return [KVCache(room) for _ in self.transformer.h]
 
     def next_logits(self, idx: Tensor, caches: "list[KVCache]") -> Tensor:
@@ -204,10 +206,10 @@ class GPT(nn.Module):
 
 def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | None) -> Tensor:
     """
-    What training minimises and evaluation reports: the loss of logits (n, V), not capped yet,
-    against targets (n,), summed over those that are not -1, in nats. The one place for it: a term
-    added to `loss` acts everywhere, all logits at once or in chunks, compiled or not. One that
-    compares targets with each other needs loss_chunk=off.
+    What training minimises and evaluation reports: the loss of logits (n, V), before the cap,
+    against targets (n,), summed over those that are not -1, in nats. This is its only place: a term
+    added to `loss` counts everywhere, with all logits at once or in chunks, compiled or not. A term
+    that compares targets with each other needs loss_chunk=off.
     """
     loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
     return loss
@@ -217,17 +219,19 @@ def mean_loss(
     x: Tensor, weight: Tensor, targets: Tensor, config: GPTConfig, cap: float | None = None
 ) -> Tensor:
     """
-    `loss_sum` of the head's logits against targets (B, T), divided by the number of those that are
-    not -1; without any, the loss and its gradients are 0. x is (B, T, C), the head's weight (V, C),
-    `cap` as in `cap_logits`.
+    `loss_sum` of the head's logits against targets (B, T), divided by the number of targets that
+    are not -1; if there are none, the loss and its gradients are 0. x is (B, T, C), the head's
+    weight (V, C), `cap` as in `cap_logits`.
 
-    With a loss_chunk > 0 the logits of only so many tokens exist at once. Their gradient is made
-    along with them, before it is divided, so that float16 has room for it without GradScaler's
-    factor.
+    With loss_chunk > 0, the logits of only that many tokens exist at one time. Their gradient is
+    computed along with them, before the division, so that it does not underflow in float16 without
+    GradScaler's factor.
     """
     chunk = config.loss_chunk
     x, targets = x.flatten(0, 1), targets.flatten()
-    count = (targets != -1).sum().clamp(min=1)  # a masked micro-batch must not cost the update
+    count = (
+        (targets != -1).sum().clamp(min=1)
+    )  # a micro-batch of masked targets must not divide by 0
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         return loss_sum(F.linear(x, weight), targets, config, cap)
@@ -241,21 +245,21 @@ def mean_loss(
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products of x are computed in."""
+    """The dtype in which matmuls of x are computed."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits in at least float32, squeezed by the cap, if any: cap z / sqrt(z^2 + cap^2)."""
+    """Logits in at least float32, limited by the cap, if any: cap z / sqrt(z^2 + cap^2)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if cap is None else cap * logits * torch.rsqrt(logits.square() + cap**2)
 
 
 class ChunkedLoss(torch.autograd.Function):
     """
-    `mean_loss` of x (N, C) and targets (N,) with its gradients, made in the forward pass chunk by
-    chunk. Products run in `dtype`; the weight's gradient is summed in at least float32.
+    `mean_loss` of x (N, C) and targets (N,). The forward pass also computes the gradients, chunk by
+    chunk. Matmuls run in `dtype`; the weight's gradient is summed in at least float32.
     """
 
     @staticmethod
@@ -271,8 +275,8 @@ class ChunkedLoss(torch.autograd.Function):
             losses.append(loss.detach())
             dx.append(dx_part)
             dweight += dhead
-            del loss, dhead  # before the next chunk's are made
-        # only here: for a count made before, the compiler would make all chunks' logits at once
+            del loss, dhead  # before the next chunk needs the memory
+        # after the loop: with the count before it, the compiler computes all chunks' logits at once
         count = (targets != -1).sum().clamp(min=1)
         ctx.save_for_backward(torch.cat(dx), dweight, count)
         return sum(losses) / count
@@ -285,17 +289,17 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# Text, id by id
+# Generating text
 
 
 class KVCache:
-    """Keys and values of one layer's past tokens: room for `capacity`, `length` filled."""
+    """The keys and values of one layer for the `length` past tokens; room for `capacity`."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in k and v, (B, nh, T, hs) each, of further tokens; returns those of all so far."""
+        """Append k and v of T further tokens, (B, nh, T, hs) each; returns those of all tokens."""
         if self.length == 0:
             B, nh, _, hs = k.shape
             self.k = k.new_empty(B, nh, self.capacity, hs)
@@ -309,11 +313,11 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an id is chosen from those that may come next."""
+    """How the next id is drawn."""
 
-    temperature: float = 1.0  # 0: the likeliest; 1: as the model predicts
-    top_k: int = 0  # from the k likeliest; 0: from all
-    top_p: float = 1.0  # from the fewest that have this probability together; 1: from all
+    temperature: float = 1.0  # 0: the likeliest id; 1: as the model predicts
+    top_k: int = 0  # only from the k likeliest ids; 0: from all
+    top_p: float = 1.0  # only from the fewest ids that have this probability together; 1: from all
 
 
 @torch.no_grad()
@@ -326,12 +330,11 @@ def generate_tokens(
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """
-    Continue idx (B, T), T > 0, yielding max_new_tokens times the next ids (B, 1). Only ids below
-    `vocab` (the vocabulary before padding) are chosen. `model`: a GPT or FastGPT.
+    Continue idx (B, T), T > 0: yields the next ids (B, 1), max_new_tokens times. Only ids below
+    `vocab` (the vocabulary before padding) are drawn. `model`: a GPT or FastGPT.
 
-    Up to block_size tokens the past is cached. Beyond, each id follows from the last block_size
-    tokens alone, all computed anew: what is cached of a token knows of those that have left the
-    window.
+    Up to block_size tokens the past is cached. Beyond that, each id is computed from the last
+    block_size tokens without a cache, because cached values depend on tokens outside the window.
     """
     T, window = idx.size(1), model.config.block_size
     caches, new = list[KVCache](), idx
@@ -346,13 +349,13 @@ def generate_tokens(
 
 
 def generate(model, idx: Tensor, *args, **kwargs) -> Tensor:
-    """idx (B, T) and all that `generate_tokens` continues it with, -> (B, T + max_new_tokens)."""
+    """idx (B, T), continued by `generate_tokens` -> (B, T + max_new_tokens)."""
     return torch.cat((idx, *generate_tokens(model, idx, *args, **kwargs)), dim=1)
 
 
 def sample_next(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """One id per row of logits (B, vocab), as (B, 1)."""
-    if sampling.temperature < 1e-5:  # greedy, and what would overflow on the way there
+    if sampling.temperature < 1e-5:  # greedy; also avoids overflow just above 0
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.size(-1):
@@ -362,6 +365,8 @@ def sample_next(logits: Tensor, sampling: Sampling, generator: torch.Generator |
     if sampling.top_p < 1:
         descending, order = probs.sort(dim=-1, descending=True)
         before = descending.cumsum(dim=-1) - descending
-        descending[:, 1:][before[:, 1:] >= sampling.top_p] = 0  # those before have it already
+        descending[:, 1:][before[:, 1:] >= sampling.top_p] = (
+            0  # the ids before have the probability already
+        )
         probs = torch.zeros_like(probs).scatter(1, order, descending)
     return torch.multinomial(probs, 1, generator=generator)

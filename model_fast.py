@@ -1,11 +1,10 @@
 """
-The fast model: GPT-2's size, and what public speed records have found to learn more from each
-token.
+The fast model: a GPT of GPT-2's size that needs fewer tokens for the same loss.
 
-Same interface as model.py. Where it departs from GPT-2, one line says why and where it comes from;
-"records" are those of the modded-nanogpt speedrun, in which a change stays only if it shortens the
-run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of
-hs = C / nh channels, V = vocabulary.
+Same interface as model.py. Where it differs from GPT-2, a comment says why and where the change
+comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if it
+shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels,
+nh heads of hs = C / nh channels, V = vocabulary.
 """
 
 from typing import Any
@@ -18,23 +17,22 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPTConfig, KVCache, cap_logits, mark, mean_loss, plain_attention, product_dtype
 
-# the slowest pair turns one radian in so many tokens; RoFormer's 10,000 is for longer contexts
-# (records)
+# tokens per radian of the slowest pair; RoFormer's 10,000 is for longer contexts (records)
 ROTARY_BASE = 1024
-# logits stay within +-15, as in Gemma 2: no token becomes certain early (arXiv:2408.00118)
+# logits stay within +-15, as in Gemma 2, so that no token becomes certain early (arXiv:2408.00118)
 LOGIT_CAP = 15.0
-# / sqrt(hs), 0.12 at hs = 128; q and k have unit size, and 1 / sqrt(hs) is too flat (records)
+# divided by sqrt(hs): 0.12 at hs = 128. q and k are normed; 1 / sqrt(hs) is too flat (records)
 ATTENTION_SCALE = 1.36
-# spreads token pairs evenly over a table of any size (Knuth's Fibonacci hashing)
+# spreads bigrams evenly over a table of any size (Knuth's Fibonacci hashing)
 GOLDEN_RATIO = 0.6180339887498949
-# so many channels say how much of a value embedding each head takes (records)
+# the channels that decide how much of a value embedding each head adds (records)
 GATE_CHANNELS = 12
 
 
 def norm(x: Tensor) -> Tensor:
     """
-    RMSNorm (arXiv:1910.07467) over the last dimension, without weights: the next matrix can scale
-    as well (records). In x's own dtype, where CUDA's autocast would make it float32.
+    RMSNorm (arXiv:1910.07467) over the last dimension, without weights, because the next matrix can
+    scale as well (records). In the dtype of x; CUDA's autocast would use float32.
     """
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, (x.size(-1),))
@@ -43,8 +41,8 @@ def norm(x: Tensor) -> Tensor:
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
     Cosine and sine of each position's angles, (T, 1, hs) each (RoFormer, arXiv:2104.09864). The two
-    channels of a pair have opposite angles. Half of the pairs do not turn: they carry what does not
-    depend on distance (records).
+    channels of a pair have opposite angles. Half of the pairs do not turn; they carry what does
+    not depend on distance (records).
     """
     turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
     angles = positions[:, None, None] * F.pad(turning, (0, head_size // 2 - len(turning)))
@@ -54,8 +52,8 @@ def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
-    Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by their position's angles: q k^T then
-    depends on distance.
+    Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by the angles of their position, so that
+    q k^T depends on distance.
     """
     # compiled for a GPU, joining two halves takes far more instructions (results/LOG.md)
     partners = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
@@ -64,9 +62,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def offset_keys(k: Tensor) -> Tensor:
     """
-    Keys k (B, nh, T, hs) after their rotation -> the same, but the channels that do not turn are
-    those of the token before. So one layer can find what followed an earlier token; otherwise that
-    takes two (modded-nanogpt, pull request 169).
+    The key offset: rotated keys k (B, nh, T, hs) -> the same, except that the channels that do not
+    turn come from the previous token. So one layer can find what followed an earlier token, which
+    otherwise takes two layers (modded-nanogpt, pull request 169).
     """
     before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
     turning = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) < k.size(-1) // 4
@@ -77,9 +75,9 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, has_table: bool):
         super().__init__()
         self.n_head, self.flash = config.n_head, config.flash
-        self.looks_back = config.bigram_rows > 0
+        self.offsets_keys = config.bigram_rows > 0
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
-        # q, k and v in one product
+        # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         mark(self.c_attn, parts=3 * (config.n_embd,))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -94,17 +92,17 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
         if values is not None:
-            # add the token's value embedding, scaled by a gate for each head (records)
+            # add the token's value embedding, scaled by a gate per head (records)
             gate = 3 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, nh)
             v = v + gate[..., None] * values.view_as(v)
-        # QK-norm: scores cannot explode (arXiv:2010.04245). The angles were in float32.
+        # QK-norm limits the attention scores (arXiv:2010.04245); the angles are in float32
         qk = rotate(norm(qk), *angles).type_as(v)
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.looks_back:
+        if self.offsets_keys:
             k = offset_keys(k)
-        # as in model.py, but without dropout: Block has it, on what attention adds
+        # as in model.py, but without dropout, which Block applies to the result
         attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
         y = attention(q, k, v, dropout_p=0.0, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -141,7 +139,7 @@ class FastGPT(nn.Module):
         super().__init__()
         self.config = config
         vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer
-        # the first layers have a table each, and the last ones the same again (records)
+        # the first layers have a value embedding each, and the last layers share them (records)
         tables = list(range(config.value_tables))
         self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
         blocks = [Block(config, number is not None) for number in self.table_of_layer]
@@ -157,24 +155,24 @@ class FastGPT(nn.Module):
             )
         )
         if config.bigram_rows:
-            # a hash table of token pairs, added to the token's embedding (modded-nanogpt, pull
+            # the hashed bigram embedding, added to the token embedding (modded-nanogpt, pull
             # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
             mark(self.transformer.bigrams, role="bigrams")
         self.rotary: tuple[Tensor, Tensor] | None = None  # see keep_rotary_tables()
-        # a head of its own: tying costs loss here (records)
+        # not tied to the embedding, which would raise the loss (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         mark(self.lm_head, role="head")
         self.init_weights()
 
     def init_weights(self) -> None:
         """
-        Embedding N(0, 1), as the norm after it asks for; matrices that read the residual stream
-        N(0, 0.33 / fan_in); what writes to it, and the head, zero: every block begins as the
-        identity, and the first loss is ln V (muP, arXiv:2203.03466). Token pairs zero (records).
-        Value embeddings N(0, 1 / C) (nanochat).
+        Token embedding N(0, 1), to suit the norm after it. Matrices that read the residual stream
+        N(0, 0.33 / fan_in). Matrices that write to it, and the head, zero, so that every block
+        begins as the identity and the first loss is ln V (muP, arXiv:2203.03466). Bigram embedding
+        zero (records). Value embeddings N(0, 1 / C) (nanochat).
         """
-        kinds = (nn.Linear, nn.Embedding)  # others begin as they have made themselves
+        kinds = (nn.Linear, nn.Embedding)  # other modules initialise themselves
         plain = {p for m in self.modules() if isinstance(m, kinds) for p in m.parameters(False)}
         for name, p in self.named_parameters():
             if p not in plain:
@@ -193,8 +191,8 @@ class FastGPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
         idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
-        T), in nats per token; targets of -1 count for nothing. T may be anything; positions beyond
-        block_size have not been trained on.
+        T), in nats per token; targets of -1 count for nothing. T may be anything, but the
+        model is not trained on positions beyond block_size.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -203,8 +201,8 @@ class FastGPT(nn.Module):
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
-        idx (B, T), after what is in the caches -> the normed residual stream (B, T, C) that the
-        head reads.
+        idx (B, T), the tokens after those in the caches -> the normed residual stream (B, T, C),
+        the input of the head.
         """
         past = caches[0].length if caches else 0
         x = norm(self.transformer.wte(idx))
@@ -236,16 +234,16 @@ class FastGPT(nn.Module):
 
     def keep_rotary_tables(self) -> None:
         """
-        For compiled code: it would compute the sines again in each layer, in both passes. As
-        buffers they would be cast with the weights, and DDP would send them around.
+        For compiled code, which would otherwise compute the sines again in each layer and pass. Not
+        buffers: these would be cast with the weights, and DDP would broadcast them.
         """
         self.rotary = self.angles(0, self.config.block_size, self.lm_head.weight.device)
 
     def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
         """
-        idx (B, T) int64, after what is in the last cache -> the row (B, T) of each token and the
-        one before it in the table of token pairs. Token 0 stands before the first. Pairs share rows
-        where there are fewer rows than pairs.
+        idx (B, T) int64, the tokens after those in the last cache -> the row (B, T) of the bigram
+        embedding for each token and the previous one. The first token follows token 0. Bigrams
+        share rows if there are fewer rows than bigrams.
         """
         tokens = idx
         if caches:
@@ -261,8 +259,8 @@ class FastGPT(nn.Module):
 
     def new_caches(self, room: int) -> list[KVCache]:
         """
-        Empty caches for `hidden`, with room for so many tokens: one for each block, and a last one
-        for the tokens, as pairs of them are looked up.
+        Empty caches for `hidden`, with room for `room` tokens: one per block, and a last one for
+        the tokens themselves, whose bigrams are looked up.
         """
         return [KVCache(room) for _ in range(len(self.transformer.h) + 1)]
 

@@ -1,7 +1,7 @@
 """
 Pictures of runs: losses and speed over tokens, and for several runs the val loss over time.
 
-A run has `python -m reports.picture OUT_DIR` draw its own picture beside it.
+A run starts `python -m reports.picture OUT_DIR` to draw its own picture.
 """
 
 import os
@@ -15,16 +15,16 @@ from common.console import UserError, count
 from common.files import replacing
 from reports.records import Run, learning_curve, read_run
 
-PICTURE_POINTS = 600  # a line has at most this many, so that a long run stays readable
-# told apart by colour-blind readers too: Okabe and Ito's (jfly.uni-koeln.de/color), and by markers
+PICTURE_POINTS = 600  # at most this many per line, so that a long run stays readable
+# for colour-blind readers: Okabe and Ito's colours (jfly.uni-koeln.de/color), and markers
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]
 MARKERS = "os^Dv*XP"
 
 
 def save_picture(runs: list[Run], path: Path) -> None:
     """
-    Write a PNG of one run or of several. Raises UserError where matplotlib is missing, and OSError,
-    and leaves the old file as it was.
+    Write a PNG of one run or of several. Raises UserError if matplotlib is missing, and OSError;
+    then the old file stays as it was.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot: it may look for a screen
@@ -39,13 +39,13 @@ def save_picture(runs: list[Run], path: Path) -> None:
 
 def draw(figure, runs: list[Run]) -> None:
     """
-    Losses and tok/s over tokens, and the val loss over time. Each run has a colour and a marker:
-    its train loss is a pale line, its val loss a line with markers.
+    Losses and tok/s over tokens, and val loss over time. Each run has a colour and a marker: a pale
+    line for its train loss, a line with markers for its val loss.
     """
     panels = figure.subplot_mosaic([["losses", "time"], ["speed", "speed"]], height_ratios=(5, 2.5))
     longest = max(run.hours or 0 for run in runs)
     time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
-    settled = []  # without the fall from ln V in the first 2 %, which would flatten the rest
+    settled = []  # losses after the first 2% of a run, whose fall from ln V would flatten the rest
     for i, run in enumerate(runs):
         line = dict(color=COLORS[i % len(COLORS)])
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4)
@@ -63,10 +63,10 @@ def draw(figure, runs: list[Run]) -> None:
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
     finish(panels["time"], time_unit, "val loss, nats per token")
     finish(panels["speed"], "tokens", "tokens per second")
-    # from 0, which shows differences in proportion
+    # from 0, so that differences are in proportion
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].yaxis.set_major_formatter(count4)
-    # below the panels, where it covers nothing
+    # below the panels, so that it covers nothing
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(runs) < 4 else 2)
     how = "val loss: lines with markers; train loss: pale lines"
     figure.suptitle(how, fontsize=10, x=0.01, ha="left")
@@ -74,8 +74,8 @@ def draw(figure, runs: list[Run]) -> None:
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    The means of x and y over at most PICTURE_POINTS groups of neighbours. Points whose y is not
-    known are left out.
+    The means of x and y over at most PICTURE_POINTS groups of neighbours. Points with unknown
+    y are left out.
     """
     known = np.isfinite(y)
     size = known.sum() // PICTURE_POINTS + 1
@@ -101,7 +101,7 @@ def millions(parameters: float) -> str:
 
 
 def heading(run: Run) -> str:
-    """The run's name, its size, and how far it is or was at its end."""
+    """The run's name, its size, and its number of iterations."""
     parts = [run.name]
     if parameters := run.start.get("parameters"):
         parts.append(f"{millions(parameters)} parameters")
@@ -111,11 +111,11 @@ def heading(run: Run) -> str:
 
 
 def count4(number: float, _position: int = 0) -> str:
-    """40560000 -> 40.56M. Has the form that matplotlib wants for the labels of an axis."""
+    """40560000 -> 40.56M. The signature is that of a matplotlib formatter."""
     return count(number, digits=4)
 
 
-if __name__ == "__main__":  # beside a run, which goes first where both want the processor
+if __name__ == "__main__":  # next to a run, which has priority on the CPU
     end_with_parent()
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)

@@ -384,7 +384,7 @@ def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
     assert row(out, "dataset").split() == ["dataset", "d", "other", "differs"]
     for label in ("best val loss", "val loss at", "tokens to val loss"):
         assert row(out, label).endswith("  not comparable")
-    assert err == ["warning: losses do not compare: unequal datasets"]
+    assert err == ["warning: losses are not comparable: unequal datasets"]
 
 
 # settings of two runs, one of which reads 4,096 tokens of each split in an evaluation
@@ -395,7 +395,7 @@ def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
         (
             dict(batch_size=4),
             "  not comparable",
-            ["warning: losses do not compare: unequal tokens evaluated"],
+            ["warning: losses are not comparable: unequal tokens evaluated"],
         ),
     ],
 )
