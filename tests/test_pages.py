@@ -6,6 +6,7 @@ their Python blocks run.
 import math
 import pickle
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from helpers import ROOT
 from test_docs import after, code_blocks, rounds_to
 from test_own_text import LINES, written
 
+import bench
 from configurator import FIELDS, find_keys
 from data import prepare_text
 from data.shards import open_dataset, read_manifest
@@ -79,6 +81,14 @@ def test_with_hours_the_schedule_takes_as_long_at_any_speed():
             assert lr[0] == 0.025 and lr[-1] < 0.0001
             ends.append(hours[-1])
         assert (max(ends) - min(ends) < 0.01) is same
+
+
+def test_the_tokens_that_plan_gives_to_eight_hours_are_the_page_s(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (block,) = [b for b in code_blocks(DOCS / "hours.md") if b.startswith("$ python bench.py plan")]
+    command, line = block.splitlines()
+    assert bench.main(shlex.split(command)[3:]) == 0
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_the_rule_on_the_page_is_that_of_the_written_config(tmp_path):
