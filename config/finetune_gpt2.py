@@ -2,7 +2,7 @@
 # python data/prepare_text.py my.txt --tokenizer=gpt2 --out=data/my_gpt2
 # python train.py config/finetune_gpt2.py --dataset=my_gpt2
 # python sample.py --out_dir=out/finetune_gpt2
-# No GPU has run it: the numbers are common ones for a text of about 1 MB, not tuned.
+# Not measured on real text: the numbers are common ones for about 1 MB, not tuned.
 out_dir = "out/finetune_gpt2"
 init_from = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl; --init_from=resume continues the run
 dataset = "my_gpt2"  # with GPT-2's tokens
