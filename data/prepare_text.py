@@ -140,7 +140,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):
         parser.error(f"--write={arguments.write}: give a .py file that does not exist yet")
     if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error("--write makes no config for gpt2; to fine-tune GPT-2, see docs/finetune.md")
+        parser.error("--write: not for gpt2; to fine-tune GPT-2 on this text: docs/finetune.md")
     return arguments
 
 

@@ -6,6 +6,7 @@ whose validation has turned, and sample.py after it.
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,7 +174,8 @@ def test_the_rule_changes_at_its_thresholds(
 def test_gpt2s_tokens_are_sent_to_fine_tuning(tmp_path, script):
     path = tmp_path / "my.py"
     code, _, err = script(prepare_text.main, __file__, "--tokenizer=gpt2", f"--write={path}")
-    assert code == 2 and len(err) == 1 and "to fine-tune GPT-2, see docs/finetune.md" in err[0]
+    assert code == 2 and len(err) == 1
+    assert err[0].endswith("to fine-tune GPT-2 on this text: docs/finetune.md")
     assert not path.exists()
 
 
@@ -255,30 +257,45 @@ def test_samples_and_exports_come_from_the_best_evaluation(tmp_path, script, mon
     assert source_of(f"--init_from={newest}") == f"model: {newest}, iteration 4, val loss 3.0100"
 
 
-def fine_tuning(words: str) -> list[list[str]]:
+def fine_tuning(weights: str) -> list[list[str]]:
     """The arguments of the commands in README and the page that begin with these weights."""
-    pages = (README, ROOT / "docs" / "own_text.md")
+    pages = (README, ROOT / "docs" / "finetune.md")
     commands = [command[1:] for page in pages for command in command_lines(page)]
-    found = [command for command in commands if any(word.startswith(words) for word in command)]
+    flag, found = "--init_from=", []
+    for command in commands:
+        given = [word.removeprefix(flag) for word in command if word.startswith(flag)]
+        if not given and command[:1] == ["config/finetune_gpt2.py"]:
+            given = ["gpt2"]
+        if given == [weights]:
+            found.append(command)
     assert found
     return found
 
 
 def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
-    """On a small model with GPT-2's vocabulary, without a network; context and batch are small."""
+    """
+    On a small model with GPT-2's vocabulary, without a network; context and batch are small. It is
+    resumed as the page says.
+    """
     monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    shutil.copy(ROOT / "config" / "finetune_gpt2.py", "config")
     random_gpt2(Path("gpt2"), vocab_size=50257)  # a folder of that name comes before the hub
-    for number, arguments in enumerate(fine_tuning("--init_from=gpt2")):
-        given = dict(word.removeprefix("--").split("=") for word in arguments)
-        folder = write_dataset(Path("data", given["dataset"]), [3000], vocab=50257)
+    for number, arguments in enumerate(fine_tuning("gpt2")):
+        (dataset,) = [word for word in arguments if word.startswith("--dataset=")]
+        folder = write_dataset(Path("data", dataset.partition("=")[2]), [3000], vocab=50257)
         manifest = (folder / "manifest.json").read_text()
         (folder / "manifest.json").write_text(manifest.replace('"byte"', '"gpt2"'))
-        small = ["--tokens_per_iter=128", "--warmup_iters=0", "--eval_tokens=256"]
-        steps = ["--max_iters=6", "--eval_interval=3", "--learning_rate=1e-3", "--compile=False"]
+        small = ["--tokens_per_iter=128", "--warmup_iters=0", "--eval_tokens=256", *CPU]
+        steps = ["--eval_interval=3", "--learning_rate=1e-3", "--compile=False", "--max_iters=6"]
         out_dir = tmp_path / str(number)
-        assert train.main([*arguments, *small, *steps, *CPU, f"--out_dir={out_dir}"]) == 0
+        run = [*arguments, *small, *steps, "--sample_tokens=0", f"--out_dir={out_dir}"]
+        assert train.main(run) == 0
         before, *_, after = records(out_dir, "eval")
         assert after["val_loss"] < before["val_loss"]
+        with pytest.raises(UserError, match="holds an earlier run"):
+            train.main(run)
+        assert train.main([*run, "--init_from=resume", "--max_iters=7"]) == 0
 
 
 def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch):
@@ -291,7 +308,7 @@ def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch
     assert prepare_text.main(["my.txt", "--write=config/my.py", "--val_fraction=0.2"]) is None
     assert train.main(["config/my.py", *short]) == 0
     assert prepare_text.main(["letters.txt", "--val_fraction=0.2"]) is None
-    (arguments,) = fine_tuning("--init_from=out/my")
+    (arguments,) = fine_tuning("out/my/best.pt")
     assert train.main([*arguments, *short]) == 0
     before, *_, after = records(Path("out/letters"), "eval")
     assert after["val_loss"] < before["val_loss"]

@@ -33,7 +33,7 @@ LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
 SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses are 1e-4 off at most (results/LOG.md)
 MOST_CHUNKS = 8  # compiled code of 16 kept the gradients of all logits
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264). Without dropout
-# small models still gained at five readings, and got worse at eight (docs/own_text.md).
+# small models still gained at five epochs, and got worse at eight (results/own_text.md).
 MOST_EPOCHS = 6
 
 
