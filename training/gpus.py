@@ -3,7 +3,8 @@ Peak speeds and memory of GPUs, from gpus.csv beside this file. Needs no torch.
 In its column `source`, "copy" is a copy of a page made in 2025, and "recalled" is a vendor's sheet
 that was not read again. Each peak was recomputed from SMs, clock and FLOPs a clock; FLAG in `note`
 says where that and the sources differ by more than 3 %. `link_gbs`: what each card of a machine
-sends and receives in an all-reduce, GB/s, assumed, where NVLink joins them (docs/several_gpus.md).
+sends and receives in an all-reduce, GB/s, assumed, where NVLink joins them
+(docs/internals/multi_gpu.md).
 """
 
 import csv
