@@ -202,8 +202,8 @@ def make_plan(
 def exchange_figures(p: dict, params: int, options: Namespace) -> dict:
     """
     The time of an iteration with the averaging of its float32 gradients, of which each GPU sends
-    and receives 2 (N - 1) / N times all; nothing overlaps (docs/several_gpus.md). The range is that
-    of the pace, and of a link twice as fast to one half as fast.
+    and receives 2 (N - 1) / N times all; nothing overlaps (docs/internals/multi_gpu.md). The range
+    is that of the pace, and of a link twice as fast to one half as fast.
     """
     n, links = options.gpus, {short_name(row): row["link_gbs"] for row in read_gpu_table()}
     inside = float(links.get(p["gpu"].removeprefix("NVIDIA ")) or PCIE_GBS)

@@ -568,6 +568,33 @@ def test_a_larger_models_command_is_planned_as_the_page_says(name, tmp_path, mon
         assert rounds_to(value, shown), (row, value)
 
 
+ROOMS = [
+    ("| GPT-2 124M |", "gpt124m_4070"),
+    ("| fast124m_4070, with its lookup tables |", "fast124m_4070"),
+]
+
+
+@pytest.mark.parametrize("start, config", ROOMS)
+def test_the_room_on_the_recovery_page_is_what_plan_estimates(start, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = plan_of(ROOT / f"config/{config}.py", "4070", tmp_path)["checkpoint_gb"]
+    check("recovery.md", start, [size, 3 * size])
+
+
+STOPS = [
+    ("| RTX 4070, gpt124m_4070 |", "gpt124m_4070", "4070"),
+    ("| T4, gpt124m_t4 |", "gpt124m_t4", "t4"),
+    ("| RTX 3060, gpt124m_3060 |", "gpt124m_3060", "3060"),
+]
+
+
+@pytest.mark.parametrize("start, config, gpu", STOPS)
+def test_how_long_a_stop_takes_is_what_plan_estimates(start, config, gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    p = plan_of(ROOT / f"config/{config}.py", gpu, tmp_path)
+    check("recovery.md", start, [p["iter_seconds"], p["checkpoint_gb"] / 0.5])
+
+
 def test_the_plans_line_about_the_link_is_the_page_s(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=16")

@@ -3,7 +3,7 @@ Peak speeds and memory of GPUs, from gpus.csv beside this file. Needs no torch.
 In the column `source`, "copy" means a copy of a page made in 2025, "recalled" a data sheet that was
 not read again. Each peak was recomputed from SMs, clock and FLOPs per clock; FLAG in `note` marks a
 difference of more than 3% to the sources. `link_gbs`: GB/s that each of several GPUs joined by
-NVLink sends and receives in an all-reduce; assumed (docs/several_gpus.md).
+NVLink sends and receives in an all-reduce; assumed (docs/internals/multi_gpu.md).
 """
 
 import csv

@@ -1,6 +1,6 @@
 """
-docs/unattended.md: its exit codes are the program's, and what it says to put around a run decides
-by them.
+The exit codes of docs/recovery.md are the program's, and what docs/unattended.md puts around a run
+decides by them.
 """
 
 import re
@@ -19,7 +19,8 @@ from training.ranks import Ranks, Signals
 
 pytest.importorskip("fcntl", reason="signals and shells of POSIX")
 PAGE = (ROOT / "docs" / "unattended.md").read_text(encoding="utf-8")
-ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", PAGE, re.M)}
+CODES = (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
+ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", CODES, re.M)}
 NAMES = {code: after.partition(":")[0] for code, after in ROWS.items() if code > 2}
 OTHERS = ("SIGKILL", "SIGBREAK")  # never saves; is on Windows alone
 SAVING = {code: getattr(signal, name) for code, name in NAMES.items() if name not in OTHERS}
