@@ -436,11 +436,16 @@ def test_the_ladder_is_what_was_measured():
         assert rounds_to(first["mem_gib"], gib)
 
 
-# a ladder's name in the first column of fast_recipe.md -> its result
-LADDERS = dict(prose="transfer", again="transfer_again", sources="transfer_sources")
+STUDY = "internals/recipe_study.md"
+# a study's name in the first column of the page -> its result
+STUDIES = {
+    "prose": "transfer",
+    "prose, repeated": "transfer_again",
+    "Python code": "transfer_sources",
+}
 
 
-def shares(of: str, by: str, name: str = "transfer") -> dict[tuple[str, str], dict]:
+def ratios(of: str, by: str, name: str = "transfer") -> dict[tuple[str, str], dict]:
     """Size and length, as in ("4.72M", "4") -> that run's row."""
     rows = [row for row in result(name)["shares"] if (row["of"], row["by"]) == (of, by)]
     return {(f"{row['matrices'] / 1e6:.2f}M", f"{row['length']:g}"): row for row in rows}
@@ -448,42 +453,59 @@ def shares(of: str, by: str, name: str = "transfer") -> dict[tuple[str, str], di
 
 def check_cells(start: str, values: list[float | None]):
     """The cells behind `start` are these values, and "not known" for None."""
-    cells = after("fast_recipe.md", start).strip(" |").split(" | ")
+    cells = after(STUDY, start).strip(" |").split(" | ")
     assert len(cells) == len(values), start
     for cell, value in zip(cells, values, strict=True):
-        known = value is not None and rounds_to(value, re.sub(r"M| %", "", cell))
+        known = value is not None and rounds_to(value, re.sub(r"M|%", "", cell))
         assert known or (value is None and cell == "not known"), (start, cell, value)
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-def test_the_ladder_of_sizes_is_what_was_measured(ladder):
-    fast, bare = (shares("classic", by, LADDERS[ladder]) for by in ("fast", "no_tables"))
+def percent(rows: dict[tuple[str, str], dict], key: tuple[str, str]) -> float | None:
+    return 100 * rows[key]["share"] if key in rows else None
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_token_ratios_are_those_measured(study):
+    fast, bare = (ratios("classic", by, STUDIES[study]) for by in ("fast", "no_tables"))
     assert len(fast | bare) >= 3
-    for matrices, length in fast | bare:
-        key = matrices, length
-        found = [by[key]["share"] if key in by else None for by in (fast, bare)]
-        row = (fast | bare)[key]
+    for key, row in (fast | bare).items():
         tokens = row["matrices"] * row["length"] / 1e6
-        check_cells(f"| {ladder} | {matrices} | {length} | ", [tokens, row["loss"], *found])
+        found = [percent(by, key) for by in (fast, bare)]
+        check_cells(f"| {study} | {key[0]} | {key[1]} | ", [tokens, row["loss"], *found])
+
+
+def test_the_ranges_on_the_fast_recipes_page_are_those_measured():
+    for start, names in (
+        ("| English prose, up to two seeds |", ("transfer", "transfer_again")),
+        ("| Python code, one seed |", ("transfer_sources",)),
+    ):
+        ranges = []
+        for by in ("fast", "no_tables"):
+            rows = [row for name in names for row in ratios("classic", by, name).values()]
+            ranges += [f(100 * row["share"] for row in rows) for f in (min, max)]
+        sizes = sorted({row["matrices"] / 1e6 for row in rows})
+        check("fast_recipe.md", start, [*dict.fromkeys((sizes[0], sizes[-1])), *ranges])
 
 
 GROUPS = {
-    "| both tables and the offset | ": ("no_tables", "fast"),
-    "| value embeddings alone | ": ("no_values", "fast"),
-    "| token pairs and the offset alone | ": ("no_pairs", "fast"),
-    "| the rest, against Muon in a GPT-2 | ": ("muon", "no_tables"),
+    "| lookup tables and key offset | ": ("no_tables", "fast", "transfer"),
+    "| the same, prose repeated | ": ("no_tables", "fast", "transfer_again"),
+    "| the same, Python code | ": ("no_tables", "fast", "transfer_sources"),
+    "| value embeddings alone | ": ("no_values", "fast", "transfer"),
+    "| bigram embedding and key offset alone | ": ("no_pairs", "fast", "transfer"),
+    "| the other components, against Muon in a GPT-2 | ": ("muon", "no_tables", "transfer"),
 }
 
 
 @pytest.mark.parametrize("start", GROUPS)
-def test_what_the_pieces_bring_is_what_was_measured(start):
-    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+def test_what_the_components_bring_is_what_was_measured(start):
+    text = (ROOT / "docs" / STUDY).read_text(encoding="utf-8")
     header = re.search(r"^\| group \|(.*)\|$", text, re.M)[1]
     columns = re.findall(r"(\d\.\d\dM), ([\d.]+)", header)
-    rows = shares(*GROUPS[start])
-    saved = [100 * (1 - rows[key]["share"]) if key in rows else None for key in columns]
-    assert sum(value is not None for value in saved) > 2
-    check_cells(start, saved)
+    assert len(columns) == 5
+    needed = [percent(ratios(*GROUPS[start]), key) for key in columns]
+    assert sum(value is not None for value in needed) >= 2
+    check_cells(start, needed)
 
 
 def plan_rows() -> list[tuple[str, str]]:
@@ -509,7 +531,7 @@ def test_the_sizes_of_both_recipes_are_read():
 
 
 def test_the_chain_to_the_target_multiplies():
-    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / STUDY).read_text(encoding="utf-8")
     table = text.partition("| step of the chain |")[2].partition("\n\n")[0]
     tokens = 3250 * 524_288 / 1e9
     rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]
