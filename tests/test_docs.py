@@ -342,9 +342,9 @@ def test_the_times_in_a_configs_comments_are_what_plan_estimates(config, tmp_pat
         assert int(minutes) == pytest.approx(expected, rel=0.1)
 
 
-def test_the_mfu_ranges_in_benchmarks_are_those_of_plan():
+def test_the_mfu_ranges_on_the_page_are_those_of_plan():
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| .* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text, re.M)
+    shown = re.findall(r"^\| .* \| (\d+)% \| (\d+)% \| (\d+)% \|$", text, re.M)
     ranges = (planning.GEFORCE_MFU, planning.LAPTOP_MFU, planning.OTHER_MFU)
     assert [tuple(int(percent) / 100 for percent in row) for row in shown] == list(ranges)
     published = re.search(r"^Published, in %: (.*?)\.\n", text, re.M | re.S)[1].replace("\n", " ")
@@ -355,6 +355,39 @@ def test_the_mfu_ranges_in_benchmarks_are_those_of_plan():
             names = [name for name in entries if name in short_name(row)]
             assert entries[max(names, key=len)] == row["mfu_percent"], row["name"]
     assert len(entries) == 22
+
+
+def runs_on_the_plan_page() -> list[tuple[str, ...]]:
+    """(GPU, config, hours, memory) of each run in the two tables of plan.md."""
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| (.+) \| `(\w+)` \| (.+) \| (.+) GiB \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "gpu, config, hours, memory",
+    runs_on_the_plan_page(),
+    ids=lambda cell: cell.replace(" ", "-"),
+)
+def test_the_hours_on_the_plan_page_are_what_plan_estimates(
+    gpu, config, hours, memory, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # no dataset: GPT-2's vocabulary
+    plan = plan_of(ROOT / f"config/{config}.py", gpu, tmp_path)
+    assert_planned(hours, plan)
+    assert rounds_to(plan["vram_gib"], memory)
+
+
+def test_the_runs_on_the_plan_page_are_read():
+    assert len(runs_on_the_plan_page()) >= 10
+
+
+def test_the_example_on_the_plan_page_is_what_bench_prints(capsys, tmp_path, monkeypatch):
+    block = code_blocks(ROOT / "docs" / "plan.md")[0]
+    command, *shown = block.splitlines()
+    arguments = [ROOT / word if "config/" in word else word for word in shlex.split(command)[4:]]
+    monkeypatch.chdir(tmp_path)  # no dataset
+    assert bench.main(["plan", *map(str, arguments)]) == 0
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_the_table_of_cards_is_read():
@@ -420,20 +453,6 @@ PEERS = {
 @pytest.mark.parametrize("start, name", PEERS.items(), ids=PEERS.values())
 def test_the_table_against_nanogpt_is_what_was_measured(start, name):
     check("plan.md", start, peer_figures(name))
-
-
-def test_the_ladder_is_what_was_measured():
-    rows = [row for row in result("cpu_amx/ladder")["rows"] if row["why"] is None]
-    assert len(rows) > 5
-    for row in rows:
-        first = row["first"]
-        gains = [first["gain"], first["total_gain"]]
-        shown = re.sub(r"(?<=\d)x", "", after("plan.md", f"{row['name']}  "))
-        batch, speed, *shown_gains, gib = numbers(shown)
-        assert int(batch) == first["batch_size"]
-        assert rounds_to(first["tokens_per_sec"], speed.replace(",", ""))
-        assert all(rounds_to(*pair) for pair in zip(gains, shown_gains, strict=True))
-        assert rounds_to(first["mem_gib"], gib)
 
 
 STUDY = "internals/recipe_study.md"
