@@ -14,9 +14,11 @@ import statistics
 import subprocess
 from pathlib import Path
 
+import draw_study
 import pytest
 import yaml
 from helpers import ON_WINDOWS, ROOT, write_dataset
+from matplotlib.figure import Figure
 from packaging.requirements import Requirement
 
 import bench
@@ -525,6 +527,25 @@ def test_what_the_components_bring_is_what_was_measured(start):
     needed = [percent(ratios(*GROUPS[start]), key) for key in columns]
     assert sum(value is not None for value in needed) >= 2
     check_cells(start, needed)
+
+
+def test_the_studys_pictures_draw_what_was_measured():
+    """A line per recipe up to its longest run; a line per length of both prose studies and code."""
+    losses, both = Figure(), Figure()
+    draw_study.draw_losses(losses)
+    runs = [run for run in result("transfer")["runs"] if run["matrices"] == draw_study.SIZE]
+    recipes = [line for line in losses.axes[0].lines if len(line.get_label().split()) > 1]
+    for line, name in zip(recipes, draw_study.RECIPES, strict=True):
+        longest = max((run for run in runs if run["name"] == name), key=lambda run: run["tokens"])
+        assert (line.get_xdata()[-1] * 1e6, line.get_ydata()[-1]) == pytest.approx(
+            (longest["tokens"], longest["val_loss"])
+        )
+    draw_study.draw_ratios(both)
+    shown = sorted(y for line in both.axes[0].lines for y in line.get_ydata())
+    measured = [
+        row for name in STUDIES.values() for row in ratios("classic", "fast", name).values()
+    ]
+    assert shown == pytest.approx(sorted(100 * row["share"] for row in measured))
 
 
 def plan_rows() -> list[tuple[str, str]]:
