@@ -14,9 +14,11 @@ import statistics
 import subprocess
 from pathlib import Path
 
+import draw_study
 import pytest
 import yaml
 from helpers import ON_WINDOWS, ROOT, write_dataset
+from matplotlib.figure import Figure
 from packaging.requirements import Requirement
 
 import bench
@@ -342,9 +344,9 @@ def test_the_times_in_a_configs_comments_are_what_plan_estimates(config, tmp_pat
         assert int(minutes) == pytest.approx(expected, rel=0.1)
 
 
-def test_the_mfu_ranges_in_benchmarks_are_those_of_plan():
+def test_the_mfu_ranges_on_the_page_are_those_of_plan():
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| .* \| (\d+) % \| (\d+) % \| (\d+) % \|$", text, re.M)
+    shown = re.findall(r"^\| .* \| (\d+)% \| (\d+)% \| (\d+)% \|$", text, re.M)
     ranges = (planning.GEFORCE_MFU, planning.LAPTOP_MFU, planning.OTHER_MFU)
     assert [tuple(int(percent) / 100 for percent in row) for row in shown] == list(ranges)
     published = re.search(r"^Published, in %: (.*?)\.\n", text, re.M | re.S)[1].replace("\n", " ")
@@ -355,6 +357,39 @@ def test_the_mfu_ranges_in_benchmarks_are_those_of_plan():
             names = [name for name in entries if name in short_name(row)]
             assert entries[max(names, key=len)] == row["mfu_percent"], row["name"]
     assert len(entries) == 22
+
+
+def runs_on_the_plan_page() -> list[tuple[str, ...]]:
+    """(GPU, config, hours, memory) of each run in the two tables of plan.md."""
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| (.+) \| `(\w+)` \| (.+) \| (.+) GiB \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "gpu, config, hours, memory",
+    runs_on_the_plan_page(),
+    ids=lambda cell: cell.replace(" ", "-"),
+)
+def test_the_hours_on_the_plan_page_are_what_plan_estimates(
+    gpu, config, hours, memory, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # no dataset: GPT-2's vocabulary
+    plan = plan_of(ROOT / f"config/{config}.py", gpu, tmp_path)
+    assert_planned(hours, plan)
+    assert rounds_to(plan["vram_gib"], memory)
+
+
+def test_the_runs_on_the_plan_page_are_read():
+    assert len(runs_on_the_plan_page()) >= 10
+
+
+def test_the_example_on_the_plan_page_is_what_bench_prints(capsys, tmp_path, monkeypatch):
+    block = code_blocks(ROOT / "docs" / "plan.md")[0]
+    command, *shown = block.splitlines()
+    arguments = [ROOT / word if "config/" in word else word for word in shlex.split(command)[4:]]
+    monkeypatch.chdir(tmp_path)  # no dataset
+    assert bench.main(["plan", *map(str, arguments)]) == 0
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_the_table_of_cards_is_read():
@@ -422,25 +457,16 @@ def test_the_table_against_nanogpt_is_what_was_measured(start, name):
     check("plan.md", start, peer_figures(name))
 
 
-def test_the_ladder_is_what_was_measured():
-    rows = [row for row in result("cpu_amx/ladder")["rows"] if row["why"] is None]
-    assert len(rows) > 5
-    for row in rows:
-        first = row["first"]
-        gains = [first["gain"], first["total_gain"]]
-        shown = re.sub(r"(?<=\d)x", "", after("plan.md", f"{row['name']}  "))
-        batch, speed, *shown_gains, gib = numbers(shown)
-        assert int(batch) == first["batch_size"]
-        assert rounds_to(first["tokens_per_sec"], speed.replace(",", ""))
-        assert all(rounds_to(*pair) for pair in zip(gains, shown_gains, strict=True))
-        assert rounds_to(first["mem_gib"], gib)
+STUDY = "internals/recipe_study.md"
+# a study's name in the first column of the page -> its result
+STUDIES = {
+    "prose": "transfer",
+    "prose, repeated": "transfer_again",
+    "Python code": "transfer_sources",
+}
 
 
-# a ladder's name in the first column of fast_recipe.md -> its result
-LADDERS = dict(prose="transfer", again="transfer_again", sources="transfer_sources")
-
-
-def shares(of: str, by: str, name: str = "transfer") -> dict[tuple[str, str], dict]:
+def ratios(of: str, by: str, name: str = "transfer") -> dict[tuple[str, str], dict]:
     """Size and length, as in ("4.72M", "4") -> that run's row."""
     rows = [row for row in result(name)["shares"] if (row["of"], row["by"]) == (of, by)]
     return {(f"{row['matrices'] / 1e6:.2f}M", f"{row['length']:g}"): row for row in rows}
@@ -448,42 +474,78 @@ def shares(of: str, by: str, name: str = "transfer") -> dict[tuple[str, str], di
 
 def check_cells(start: str, values: list[float | None]):
     """The cells behind `start` are these values, and "not known" for None."""
-    cells = after("fast_recipe.md", start).strip(" |").split(" | ")
+    cells = after(STUDY, start).strip(" |").split(" | ")
     assert len(cells) == len(values), start
     for cell, value in zip(cells, values, strict=True):
-        known = value is not None and rounds_to(value, re.sub(r"M| %", "", cell))
+        known = value is not None and rounds_to(value, re.sub(r"M|%", "", cell))
         assert known or (value is None and cell == "not known"), (start, cell, value)
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
-def test_the_ladder_of_sizes_is_what_was_measured(ladder):
-    fast, bare = (shares("classic", by, LADDERS[ladder]) for by in ("fast", "no_tables"))
+def percent(rows: dict[tuple[str, str], dict], key: tuple[str, str]) -> float | None:
+    return 100 * rows[key]["share"] if key in rows else None
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_token_ratios_are_those_measured(study):
+    fast, bare = (ratios("classic", by, STUDIES[study]) for by in ("fast", "no_tables"))
     assert len(fast | bare) >= 3
-    for matrices, length in fast | bare:
-        key = matrices, length
-        found = [by[key]["share"] if key in by else None for by in (fast, bare)]
-        row = (fast | bare)[key]
+    for key, row in (fast | bare).items():
         tokens = row["matrices"] * row["length"] / 1e6
-        check_cells(f"| {ladder} | {matrices} | {length} | ", [tokens, row["loss"], *found])
+        found = [percent(by, key) for by in (fast, bare)]
+        check_cells(f"| {study} | {key[0]} | {key[1]} | ", [tokens, row["loss"], *found])
+
+
+def test_the_ranges_on_the_fast_recipes_page_are_those_measured():
+    for start, names in (
+        ("| English prose, up to two seeds |", ("transfer", "transfer_again")),
+        ("| Python code, one seed |", ("transfer_sources",)),
+    ):
+        ranges = []
+        for by in ("fast", "no_tables"):
+            rows = [row for name in names for row in ratios("classic", by, name).values()]
+            ranges += [f(100 * row["share"] for row in rows) for f in (min, max)]
+        sizes = sorted({row["matrices"] / 1e6 for row in rows})
+        check("fast_recipe.md", start, [*dict.fromkeys((sizes[0], sizes[-1])), *ranges])
 
 
 GROUPS = {
-    "| both tables and the offset | ": ("no_tables", "fast"),
-    "| value embeddings alone | ": ("no_values", "fast"),
-    "| token pairs and the offset alone | ": ("no_pairs", "fast"),
-    "| the rest, against Muon in a GPT-2 | ": ("muon", "no_tables"),
+    "| lookup tables and key offset | ": ("no_tables", "fast", "transfer"),
+    "| the same, prose repeated | ": ("no_tables", "fast", "transfer_again"),
+    "| the same, Python code | ": ("no_tables", "fast", "transfer_sources"),
+    "| value embeddings alone | ": ("no_values", "fast", "transfer"),
+    "| bigram embedding and key offset alone | ": ("no_pairs", "fast", "transfer"),
+    "| the other components, against Muon in a GPT-2 | ": ("muon", "no_tables", "transfer"),
 }
 
 
 @pytest.mark.parametrize("start", GROUPS)
-def test_what_the_pieces_bring_is_what_was_measured(start):
-    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+def test_what_the_components_bring_is_what_was_measured(start):
+    text = (ROOT / "docs" / STUDY).read_text(encoding="utf-8")
     header = re.search(r"^\| group \|(.*)\|$", text, re.M)[1]
     columns = re.findall(r"(\d\.\d\dM), ([\d.]+)", header)
-    rows = shares(*GROUPS[start])
-    saved = [100 * (1 - rows[key]["share"]) if key in rows else None for key in columns]
-    assert sum(value is not None for value in saved) > 2
-    check_cells(start, saved)
+    assert len(columns) == 5
+    needed = [percent(ratios(*GROUPS[start]), key) for key in columns]
+    assert sum(value is not None for value in needed) >= 2
+    check_cells(start, needed)
+
+
+def test_the_studys_pictures_draw_what_was_measured():
+    """A line per recipe up to its longest run; a line per length of both prose studies and code."""
+    losses, both = Figure(), Figure()
+    draw_study.draw_losses(losses)
+    runs = [run for run in result("transfer")["runs"] if run["matrices"] == draw_study.SIZE]
+    recipes = [line for line in losses.axes[0].lines if len(line.get_label().split()) > 1]
+    for line, name in zip(recipes, draw_study.RECIPES, strict=True):
+        longest = max((run for run in runs if run["name"] == name), key=lambda run: run["tokens"])
+        assert (line.get_xdata()[-1] * 1e6, line.get_ydata()[-1]) == pytest.approx(
+            (longest["tokens"], longest["val_loss"])
+        )
+    draw_study.draw_ratios(both)
+    shown = sorted(y for line in both.axes[0].lines for y in line.get_ydata())
+    measured = [
+        row for name in STUDIES.values() for row in ratios("classic", "fast", name).values()
+    ]
+    assert shown == pytest.approx(sorted(100 * row["share"] for row in measured))
 
 
 def plan_rows() -> list[tuple[str, str]]:
@@ -509,7 +571,7 @@ def test_the_sizes_of_both_recipes_are_read():
 
 
 def test_the_chain_to_the_target_multiplies():
-    text = (ROOT / "docs" / "fast_recipe.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / STUDY).read_text(encoding="utf-8")
     table = text.partition("| step of the chain |")[2].partition("\n\n")[0]
     tokens = 3250 * 524_288 / 1e9
     rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]

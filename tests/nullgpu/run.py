@@ -1,10 +1,11 @@
 """
-Train on GPUs that are not here: `python tests/nullgpu/run.py [ROW...]`; see README.md beside it.
+Train on GPUs that are not here: `python tests/nullgpu/run.py [ROW...]`.
 
 Each row trains a shipped configuration for a few iterations, in a process of its own, on a card
 that counts instead of computing (nullgpu.c). KERNELS ARE NOT RUN: nothing here is a time, a loss or
 a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of the code that they
-ran; the command runs those that are missing or stale, or the ones that are named.
+ran; the command runs those that are missing or stale, or the ones that are named. What it tells and
+what not: docs/internals/simulated_gpus.md.
 """
 
 import argparse
@@ -50,28 +51,28 @@ class Row:
 
 EAGER = "--compile=False"
 ROWS = {
-    "4070-classic": Row("4070", "gpt124m_4070", whole=True),
-    "4070-classic-recompute": Row("4070", "gpt124m_4070", "--recompute=True"),
-    "4070-classic-dropout": Row("4070", "gpt124m_4070", "--dropout=0.1"),
-    "4070-classic-muon": Row("4070", "gpt124m_4070", "--optimizer=muon"),
-    "4070-classic-eager": Row("4070", "gpt124m_4070", EAGER),
-    "4070-classic-eager-off": Row("4070", "gpt124m_4070", f"{EAGER} --loss_chunk=off"),
-    "4070-classic-eager-recompute": Row("4070", "gpt124m_4070", f"{EAGER} --recompute=True"),
-    "4070-classic-eager-dropout": Row("4070", "gpt124m_4070", f"{EAGER} --dropout=0.1"),
-    "4070-classic-eager-float32": Row(
+    "4070-gpt2": Row("4070", "gpt124m_4070", whole=True),
+    "4070-gpt2-recompute": Row("4070", "gpt124m_4070", "--recompute=True"),
+    "4070-gpt2-dropout": Row("4070", "gpt124m_4070", "--dropout=0.1"),
+    "4070-gpt2-muon": Row("4070", "gpt124m_4070", "--optimizer=muon"),
+    "4070-gpt2-eager": Row("4070", "gpt124m_4070", EAGER),
+    "4070-gpt2-eager-off": Row("4070", "gpt124m_4070", f"{EAGER} --loss_chunk=off"),
+    "4070-gpt2-eager-recompute": Row("4070", "gpt124m_4070", f"{EAGER} --recompute=True"),
+    "4070-gpt2-eager-dropout": Row("4070", "gpt124m_4070", f"{EAGER} --dropout=0.1"),
+    "4070-gpt2-eager-float32": Row(
         "4070", "gpt124m_4070", f"{EAGER} --dtype=float32 --batch_size=4"
     ),
     "4070-fast": Row("4070", "fast124m_4070", whole=True),
     "4070-fast-eager": Row("4070", "fast124m_4070", EAGER),
     "4070-fast-eager-recompute": Row("4070", "fast124m_4070", f"{EAGER} --recompute=True"),
     "4070-nanogpt": Row("4070", "gpt124m_4070", nanogpt=True),
-    "t4-classic": Row("t4", "gpt124m_t4"),
-    "t4-classic-eager": Row("t4", "gpt124m_t4", EAGER, whole=True),
+    "t4-gpt2": Row("t4", "gpt124m_t4"),
+    "t4-gpt2-eager": Row("t4", "gpt124m_t4", EAGER, whole=True),
     "t4-fast-eager": Row("t4", "fast124m_4070", f"{EAGER} --dtype=float16 --batch_size=4"),
-    "a100-classic": Row("a100", "gpt124m_a100"),
+    "a100-gpt2": Row("a100", "gpt124m_a100"),
     "a100-fast-eager-off": Row("a100", "fast124m_a100", f"{EAGER} --loss_chunk=off"),
-    "h200-classic": Row("h200", "gpt124m_h200"),
-    "h200-classic-64": Row("h200", "gpt124m_h200", "--batch_size=64 --loss_chunk=8192"),
+    "h200-gpt2": Row("h200", "gpt124m_h200"),
+    "h200-gpt2-64": Row("h200", "gpt124m_h200", "--batch_size=64 --loss_chunk=8192"),
     "h200-nanogpt-64": Row("h200", "gpt124m_h200", "--batch_size=64", nanogpt=True),
     "h200-fast": Row("h200", "fast124m_h200"),
     "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=8192"),
@@ -163,14 +164,14 @@ def run_row(name: str, python: Path, folder: Path, nanogpt: Path | None) -> dict
     return json.loads(figures.read_text())
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--nanogpt", type=Path, help="a checkout of karpathy/nanoGPT")
     parser.add_argument("--folder", type=Path, default=ROOT / ".nullgpu", help="venv and caches")
     parser.add_argument("--docs", action="store_true", help="only write the tables into the docs")
     parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)  # in a row's own process
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if unknown := set(options.rows) - ROWS.keys():
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     if options.figures:
@@ -453,7 +454,8 @@ def memory_table(rows: dict[str, dict]) -> list[list]:
     """GiB at the peak: simulated, and by the memory model without what CUDA itself takes."""
     from training.memory import memory_bytes
 
-    table = [["row", "allocated", "modelled", "off", "reserved", "modelled", "off"]]
+    compared = ["estimated", "difference"]
+    table = [["row", "allocated", *compared, "reserved", *compared]]
     for name, row in rows.items():
         if row["model"] == "nanoGPT":
             table.append([name, f"{row['allocated_gib']:.2f}", "", ""])
@@ -468,7 +470,7 @@ def memory_table(rows: dict[str, dict]) -> list[list]:
             (allocated, row["allocated_gib"]),
             (reserved, row["reserved_gib"]),
         ):
-            off = f"{100 * (modelled / simulated - 1):+.1f} %"
+            off = f"{100 * (modelled / simulated - 1):+.1f}%"
             line += [f"{simulated:.2f}", f"{modelled:.2f}", off]
         table.append(line)
     return table
@@ -476,7 +478,7 @@ def memory_table(rows: dict[str, dict]) -> list[list]:
 
 def iteration_table(rows: dict[str, dict]) -> list[list]:
     """What an iteration asks of the card. A whole run compiles a graph for evaluations too."""
-    table = [["row", "waits", "launches a micro-batch", "attention", "graphs", "recompilations"]]
+    table = [["row", "waits", "launches per micro-batch", "attention", "graphs", "recompilations"]]
     for name, row in rows.items():
         launches = f"{row['launches_of_a_micro_batch']:,}"
         graphs = [row["graphs"], row["recompilations"]] if row["graphs"] else ["", ""]
@@ -502,7 +504,7 @@ def projection_table(rows: dict[str, dict]) -> list[list]:
     from training.gpus import find_row
 
     speed = "tokens/s at the data sheet's clocks"
-    table = [["row", "products", "attention", "memory", "sum", speed]]
+    table = [["row", "matmuls", "attention", "memory", "sum", speed]]
     for name, row in rows.items():
         if "compiled_gb" not in row:
             continue
@@ -534,7 +536,7 @@ def parameters(row: dict) -> int:
 
 TABLES = {
     "docs/internals/memory_model.md": [memory_table],
-    "docs/plan.md": [iteration_table, traffic_table, projection_table],
+    "docs/internals/simulated_gpus.md": [iteration_table, traffic_table, projection_table],
 }
 
 
