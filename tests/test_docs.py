@@ -30,9 +30,9 @@ PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    ROOT / "results" / "LOG.md",
+    *sorted((ROOT / "results").glob("*.md")),
 ]
-GUIDES = [page for page in PAGES if page.name != "LOG.md"]  # the log names scripts that are gone
+GUIDES = [page for page in PAGES if page.parent.name != "results"]  # those name scripts of old
 FOLDERS = ["", "data", "training", "reports", "common", "results"]
 
 
