@@ -332,9 +332,7 @@ def test_the_times_in_a_configs_comments_are_what_plan_estimates(config, tmp_pat
     text = config.read_text(encoding="utf-8")
     gpu = re.search(rf"^# python bench.py plan config/{config.name} --gpu=(\w+)$", text, re.M)[1]
     plan = plan_of(config, gpu, tmp_path)
-    assert_planned(
-        re.search("^# Not measured on that card. Estimated for .*$", text, re.M)[0], plan
-    )
+    assert_planned(re.search("^# Estimated, not measured .*$", text, re.M)[0], plan)
     for name, minutes in re.findall(
         r"^(\w+_interval) = .*(?:every|about) (\d+) minutes", text, re.M
     ):
