@@ -1,4 +1,5 @@
-# The fast recipe: GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB).
+# The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4070 (12 GB).
+# 124M parameters are used in matmuls; with embeddings and lookup tables it stores 379M.
 # Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
 # Estimated, not measured (docs/status.md): 8.1 hours (6.2 to 11.7) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4070.py --gpu=4070

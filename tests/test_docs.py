@@ -333,6 +333,7 @@ def test_the_times_in_a_configs_comments_are_what_plan_estimates(config, tmp_pat
     gpu = re.search(rf"^# python bench.py plan config/{config.name} --gpu=(\w+)$", text, re.M)[1]
     plan = plan_of(config, gpu, tmp_path)
     assert_planned(re.search("^# Estimated, not measured .*$", text, re.M)[0], plan)
+    assert all(rounds_to(plan["params"] / 1e6, m) for m in re.findall(r"stores (\d+)M", text))
     for name, minutes in re.findall(
         r"^(\w+_interval) = .*(?:every|about) (\d+) minutes", text, re.M
     ):
