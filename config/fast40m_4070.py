@@ -1,40 +1,40 @@
-# The fast recipe: 40M parameters in matrices, on FineWeb-Edu with an RTX 4070 (12 GB).
-# Not measured on that card. Estimated for 1.30B tokens: 2.9 hours (2.2 to 4.1), by
+# The fast recipe: 40M parameters in matmuls, on FineWeb-Edu with an RTX 4070 (12 GB).
+# Estimated, not measured (docs/status.md): 2.9 hours (2.2 to 4.1) for 1.30B tokens, by
 # python bench.py plan config/fast40m_4070.py --gpu=4070
 out_dir = "out/fast40m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and continues it after a stop
+init_from = "auto"  # the same command starts the run, and resumes it after a stop
 
-# rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits, value embeddings,
-# token pairs: model_fast.py
+# Rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits, value embeddings
+# and a bigram embedding: see model_fast.py
 model = "fast"
 n_layer = 12
 n_head = 3  # heads of 128
 n_embd = 384
-value_tables = 3  # value embeddings of the first and last 3 layers; no FLOPs, but memory
-bigram_rows = 131072  # for token pairs; no FLOPs, but memory
+value_tables = 3  # value embeddings for the first and last 3 layers: memory, but no FLOPs
+bigram_rows = 131072  # rows of the bigram embedding: memory, but no FLOPs
 block_size = 1024
-batch_size = 16  # modelled: 6.8 GiB
-tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
+batch_size = 16  # estimated: 6.8 GiB
+tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
-optimizer = "muon"  # for the matrices of the layers; AdamW for embedding, head and vectors
+optimizer = "muon"  # for the layers' matrices; embeddings, head and vectors get AdamW
 learning_rate = 0.025
 muon_momentum = 0.95
-head_lr = 0.011  # 0.008 at a width of 768
+head_lr = 0.011  # 0.008 for a width of 768
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
-grad_clip = 0.0  # Muon's updates have one size, whatever the gradient's
+grad_clip = 0.0  # not needed: Muon's updates have the same size whatever the gradient's
 
-max_iters = 2475  # 1.30B tokens; --max_iters=1400 or --hours is a complete, shorter schedule
+max_iters = 2475  # 1.30B tokens; for a shorter run --max_iters=1400, or --hours, decays in time
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30 %, then down to zero
+decay_fraction = 0.7  # constant for 30% of the run, then linearly down to zero
 min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 125  # about 9 minutes are lost
+checkpoint_interval = 125  # every 9 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

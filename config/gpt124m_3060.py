@@ -1,20 +1,20 @@
-# GPT-124M on FineWeb-Edu with an RTX 3060 (12 GB).
-# Not measured on that card. Estimated for 10B tokens: 143 hours (110 to 207), by
+# GPT-2 124M on FineWeb-Edu with an RTX 3060 (12 GB).
+# Estimated, not measured (docs/status.md): 143 hours (110 to 207) for 10B tokens, by
 # python bench.py plan config/gpt124m_3060.py --gpu=3060
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and continues it after a stop
+init_from = "auto"  # the same command starts the run, and resumes it after a stop
 
-batch_size = 8  # modelled: 5.8 GiB
-tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
+batch_size = 8  # estimated: 5.8 GiB
+tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
 warmup_iters = 715
-# 10.0B tokens, one epoch of sample-10BT. For the reasons see config/gpt124m_4070.py
+# 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the rates
 max_iters = 19073
 
 eval_interval = 250  # every 110 minutes
 eval_tokens = 2097152
-checkpoint_interval = 50  # about 23 minutes are lost
+checkpoint_interval = 50  # every 23 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -1,34 +1,34 @@
-# GPT-124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
-# Not measured on that card. Estimated for 10B tokens: 63 hours (48 to 90), by
+# GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
+# Estimated, not measured (docs/status.md): 63 hours (48 to 90) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
-# One nanoGPT log, believed to be of this card, has 9,340 ms per iteration: 56,134 tokens/s.
+# Somebody's nanoGPT log, probably from this card, has 9.34 s per iteration: 56,134 tokens/s.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and continues it after a stop
+init_from = "auto"  # the same command starts the run, and resumes it after a stop
 
-# 64 micro-batches of 8 * 1024 tokens: 524,288 per iteration, as GPT-3 of this size
-batch_size = 8  # modelled: 5.8 GiB; 16 would need 8.3 GiB
+# 64 micro-batches of 8 * 1024 tokens per iteration: 524,288, as for GPT-3 of this size
+batch_size = 8  # estimated: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
-tokens_per_iter = 524288  # at any batch_size: gradient_accumulation_steps follows
+tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
-# GPT-2 small. The widths, heads of 64 and the vocabulary padded to 50,304 fill tensor-core tiles
+# GPT-2's smallest size. Width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores
 n_layer = 12
 n_head = 12
 n_embd = 768
 bias = False
 
-# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a model of a third the size
+# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a third of the size
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
 max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
 eval_interval = 500  # every 100 minutes
-eval_tokens = 2097152  # takes 32 seconds, 0.5 % of the time between two evaluations
-checkpoint_interval = 100  # about 20 minutes are lost; 1.5 GB each
+eval_tokens = 2097152  # takes 32 seconds (estimated), 0.5% of the time between evaluations
+checkpoint_interval = 100  # every 20 minutes, 1.5 GB each: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 
-dtype = "bfloat16"  # float32's range, so no loss scaling
+dtype = "bfloat16"  # has float32's range, so needs no loss scaling
 compile = True

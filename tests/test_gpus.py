@@ -31,7 +31,7 @@ GPT124M = GPTConfig(bias=False)
 ROOT = Path(__file__).parent.parent
 CONFIG_FOLDER = ROOT / "config"
 CONFIG_FILES = [
-    path for path in sorted(CONFIG_FOLDER.glob("*.py")) if "# modelled" in path.read_text()
+    path for path in sorted(CONFIG_FOLDER.glob("*.py")) if "# estimated: " in path.read_text()
 ]
 # rows of tests/nullgpu/run.py, but nanoGPT's
 SIMULATED = json.loads((ROOT / "results" / "nullgpu.json").read_text())["rows"]
@@ -172,11 +172,11 @@ def test_an_unknown_or_mistyped_card_is_told_of_the_list(typed):
 
 
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
-def test_what_a_configs_comments_say_about_memory_is_modelled(path):
-    """`batch_size = 8  # modelled: 6.1 GiB; 16 would need 9.4 GiB`"""
+def test_what_a_configs_comments_say_about_memory_is_estimated(path):
+    """`batch_size = 8  # estimated: 6.1 GiB; 16 would need 9.4 GiB`"""
     config = load_config([str(path)])
     (line,) = [line for line in path.read_text().splitlines() if line.startswith("batch_size = ")]
-    claims = dict([(config.batch_size, float(re.search(r"modelled: ([\d.]+) GiB", line)[1]))])
+    claims = dict([(config.batch_size, float(re.search(r"estimated: ([\d.]+) GiB", line)[1]))])
     for batch_size, gib in re.findall(r"(\d+) would need ([\d.]+) GiB", line):
         claims[int(batch_size)] = float(gib)
     for batch_size, gib in claims.items():

@@ -22,7 +22,7 @@ from training.muon import Muon, parameters_by_role
 EMBEDDING_LR = dict(gpt2=0.004, fast=0.7)
 # value embeddings learn at this share of it (nanochat)
 VALUE_RATE = 0.5
-# token pairs learn at this share of it: 0.03 and 0.3 were worse (results/LOG.md)
+# token pairs learn at this share of it: 0.03 and 0.3 were worse (results/recipe.md)
 BIGRAM_RATE = 0.1
 VECTOR_LR = 0.015  # highest rate of biases and norms (records)
 MATRIX_WEIGHT_DECAY = 0.05
@@ -30,7 +30,7 @@ MATRIX_WEIGHT_DECAY = 0.05
 # Tokens whose logits exist at once. Eager code keeps 12 bytes of each logit. Compiled code keeps 2,
 # but it reads logits once less where it makes their gradient at once.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
-SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses are 1e-4 off at most (results/LOG.md)
+SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses are 1e-4 off at most (results/speed.md)
 MOST_CHUNKS = 8  # compiled code of 16 kept the gradients of all logits
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264). Without dropout
 # small models still gained at five epochs, and got worse at eight (results/own_text.md).

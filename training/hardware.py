@@ -117,7 +117,7 @@ class Hardware:
         """
         What to say of iterations that took `wall` seconds, and `processor` seconds of all cores;
         mostly nothing. Threads that wait for one another while other programs have the cores slow a
-        small model's iterations on a CPU down more than tenfold (results/LOG.md).
+        small model's iterations on a CPU down more than tenfold (results/speed.md).
         """
         threads, cores = torch.get_num_threads(), processor / max(wall, LEAST_SECONDS)
         if self.device.type != "cpu" or threads == 1 or wall < LEAST_SECONDS:
@@ -188,7 +188,7 @@ def processor_name() -> str:
 def best_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """
     What --dtype=auto stands for: half precision where matrix products are faster in it, else
-    float32. And the reason. On a CPU a rule by its features, from measurements (results/LOG.md).
+    float32. And the reason. On a CPU a rule by its features, from measurements (results/speed.md).
     """
     if device.type == "cuda":
         # is_bf16_supported() counts a T4's emulation (nanoGPT #525)
