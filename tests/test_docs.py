@@ -248,23 +248,6 @@ def test_the_log_lines_in_readme_multiply_to_the_tokens_of_an_iteration():
         assert ms / 1000 * tokens_per_sec == pytest.approx(32 * 64, rel=0.01)
 
 
-PLANS = [(p, b) for p in GUIDES for b in code_blocks(p) if b.startswith("$ python bench.py plan")]
-
-
-@pytest.mark.parametrize("page, block", PLANS, ids=[page_name(page) for page, _ in PLANS])
-def test_the_plan_on_a_page_is_what_bench_prints(page, block, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    command, *shown = block.splitlines()
-    arguments = shlex.split(command)[3:]
-    given = " ".join(arguments)
-    assert "--gpu=" in given and "--iter_seconds=" in given  # the same figures on any machine
-    assert bench.main(arguments) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert shown
-    for line in shown:
-        assert line in printed
-
-
 def test_the_other_figures_in_readmes_log_follow_from_each_other(tmp_path):
     """
     The quickstart trains on bytes: a loss in nats per byte is loss / ln 2 in bits per byte and
@@ -445,13 +428,8 @@ def test_readmes_table_against_nanogpt_is_what_was_measured():
             assert rounds_to(value, shown)
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "results").glob("*.md")]
     nanogpt, ours, how = readme_row("Shakespeare demo, val loss")
-    # of nanoGPT, of config/shakespeare_char.py, and the CPU seconds of three pairs of runs
-    assert any("1.8983" in page and "1.5283" in page for page in pages)
-    assert rounds_to(1.8983, nanogpt) and rounds_to(1.5283, ours)
-    seconds = [(90.6, 97.8), (87.6, 86.9), (83.5, 92.1)]
-    assert any(all(f"{a} and {b}" in page for a, b in seconds) for page in pages)
-    ratios = [a / b for a, b in seconds]
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} of the CPU time" in how
+    assert (nanogpt, ours) == ("1.90", "1.53") and "0.91 to 1.01 of the CPU time" in how
+    assert any(all(n in page for n in ("1.898", "1.528", "0.91", "1.01")) for page in pages)
     nanogpt, ours, how = readme_row("tokens per second, nanoGPT's CPU demo")
     assert (nanogpt, ours) == ("1", "2.08") and how.endswith("1.03")
     assert any("2.08 (1.95 to 2.33)" in page and "1.03 (1.00 to 1.05)" in page for page in pages)
