@@ -626,11 +626,12 @@ def test_a_page_that_people_meet_first_is_short_and_narrow(name):
 
 
 def quoted_messages() -> list[str]:
-    """The messages of this program on the page: what its tables have in code, in the first cell."""
+    """Messages of this program: in the first cells of the page, and those that README repeats."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     ours = text.partition("## Messages of other programs")[0]
     cells = re.findall(r"^\| (`.*?) \| ", ours, re.MULTILINE)
-    return [message for cell in cells for message in re.findall("`([^`]+)`", cell)]
+    front = re.findall("^- (`[^`]+`):", README.read_text(encoding="utf-8"), re.MULTILINE)
+    return [message for cell in cells + front for message in re.findall("`([^`]+)`", cell)]
 
 
 def program_texts() -> list[str]:
