@@ -412,6 +412,7 @@ def plan(config: Config, options: Namespace) -> dict:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
+        config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
     model = build.model_config(config, vocab)
     if options.gpu == "all":
         return plan_all(config, model, options)

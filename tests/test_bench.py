@@ -19,6 +19,7 @@ import bench
 import train
 from common.console import UserError
 from configurator import Config, load_config
+from data.shards import open_dataset
 from reports import plan
 from reports.plan import count_pauses
 from training import hardware
@@ -369,6 +370,15 @@ def test_plan_from_a_run_on_several_gpus_counts_their_exchange_once(dataset, tmp
     assert p["iter_seconds"] == pytest.approx((0.75 / 2 + 1.5 / 4) * seconds, rel=1e-3)
     with pytest.raises(UserError, match="s for its gradients at .* GB/s; try --link_gbits="):
         run(tmp_path, "plan", *tiny, "--link_gbits=1e-9", "--gpus=2")
+
+
+def test_a_plan_evaluates_no_more_tokens_than_the_dataset_has(dataset, tmp_path):
+    """Of two splits, forward alone: a third of training's work."""
+    tiny = [*small(dataset=str(dataset)), "--iter_seconds=1", "--gradient_accumulation_steps=2"]
+    val = len(open_dataset(str(dataset)).val)
+    for asked, read in ((val // 2, val // 2), (10 * val, val)):
+        p = run(tmp_path, "plan", *tiny, f"--eval_tokens={asked}")
+        assert p["eval_seconds"] == pytest.approx(2 * read / p["tokens_per_sec"] / 3)
 
 
 # -----------------------------------------------------------------------------
