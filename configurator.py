@@ -352,8 +352,9 @@ def fit(value: Any, f: Field, where: str) -> Any:
             if kind(value) == value:
                 value = kind(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        parts = re.fullmatch(r"\(?(\d+), ?(\d+)\)?", str(value)) if kind is float else None
-        hint = f"; a comma: write {parts[1]}.{parts[2]}" if parts else ""
+        parts = re.fullmatch(r"\(?(\d+), ?(\d+)\)?", str(value))
+        without = f"write {parts[1]}.{parts[2]}" if parts and kind is float else "leave it out"
+        hint = f"; a comma: {without}" if parts else ""
         raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}{hint}")
     if m["choices"] and value not in m["choices"]:
         hint = did_you_mean(value, m["choices"])

@@ -117,11 +117,13 @@ def known_pace(source: str, seconds: float) -> dict:
     return dict(pace=source, iter_seconds=seconds, iter_seconds_range=[seconds, seconds])
 
 
-def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dict]:
+def pace_of_run(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
     """
-    What an iteration of `config` takes on one GPU, in seconds, by the median iteration of a run,
-    and the card that it ran on. Raises UserError if the log has no iteration or another model.
+    The card that a run was on, and the pace of `config` by its median iteration: without the
+    exchange that several GPUs had in it, so that the plan's own is the only one. Raises UserError
+    if the log has no iteration, another model or less time than its exchange takes.
     """
+    run = Path(options.from_run)
     path, start, rate = run / "metrics.jsonl", {}, None
     if path.is_file():
         records = read_run(path)
@@ -133,9 +135,17 @@ def pace_of_run(config: Config, model: GPTConfig, run: Path) -> tuple[float, dic
     if start["parameters"] != build.count_parameters(model) or not same_flops:
         differ = "trained another model than this configuration and code"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")
-    seconds = config.iter_tokens / rate * start.get("world_size", 1)
+    n, seconds = start.get("world_size", 1), start["tokens_per_iter"] / rate
+    exchange, link = exchange_seconds(start["device"], n, start["parameters"], options)
+    if exchange > seconds:
+        short = f"an iteration took {seconds:.3g} s, {exchange:.3g} s for its gradients"
+        raise UserError(f"from_run: {short} at {link:g} GB/s; try --link_gbits=")
+    share = config.iter_tokens / start["tokens_per_iter"] * n / options.gpus
+    # where the link is slower, more of the same time was exchange
+    span = [share * (seconds - exchange / 2), share * max(0.0, seconds - 2 * exchange)]
+    pace = dict(pace=f"measured in {run}", iter_seconds=share * (seconds - exchange))
     card = dict(gpu=start["device"], dtype=start["dtype"], peak_tflops=start["peak_tflops"])
-    return seconds, card | dict(gpu_memory_gib=None)
+    return card | dict(gpu_memory_gib=None), pace | dict(iter_seconds_range=span)
 
 
 def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
@@ -145,11 +155,10 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
     """
     card = card_named(options.gpu, config) if options.gpu else None
     if options.from_run:
-        seconds, card_of_run = pace_of_run(config, model, Path(options.from_run))
+        card_of_run, pace = pace_of_run(config, model, options)
         if card and card["gpu"] not in card_of_run["gpu"]:
             where = f"{options.from_run} ran on {card_of_run['gpu']}"
             raise UserError(f"gpu: {where}, not on {card['gpu']}; leave out one of the two flags")
-        pace = known_pace(f"measured in {options.from_run}", seconds / options.gpus)
         return card or card_of_run, pace
     card = card or card_here(config)
     if options.iter_seconds:
@@ -199,19 +208,29 @@ def make_plan(
     return p | disk_figures(config, p)
 
 
+def exchange_seconds(gpu: str, n: int, params: int, options: Namespace) -> tuple[float, float]:
+    """
+    How long averaging the float32 gradients takes, of which each of n GPUs sends and receives
+    2 (N - 1) / N times all, and the link's GB/s: --link_gbits where it is for as many machines.
+    """
+    links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
+    inside = float(links.get(gpu.removeprefix("NVIDIA ")) or PCIE_GBS)
+    across = n > GPUS_OF_A_MACHINE
+    link = NETWORK_GBS if across else inside
+    if options.link_gbits and across == (options.gpus > GPUS_OF_A_MACHINE):
+        link = options.link_gbits / 10
+    return 2 * (n - 1) / n * 4 * params / (link * 1e9), link
+
+
 def exchange_figures(p: dict, params: int, options: Namespace) -> dict:
     """
-    The time of an iteration with the averaging of its float32 gradients, of which each GPU sends
-    and receives 2 (N - 1) / N times all; nothing overlaps (docs/internals/multi_gpu.md). The range
-    is that of the pace, and of a link twice as fast to one half as fast.
+    The time of an iteration with the averaging of its gradients; nothing overlaps
+    (docs/internals/multi_gpu.md). The range is that of the pace, and of a link twice as fast to one
+    half as fast.
     """
-    n, links = options.gpus, {short_name(row): row["link_gbs"] for row in read_gpu_table()}
-    inside = float(links.get(p["gpu"].removeprefix("NVIDIA ")) or PCIE_GBS)
-    assumed = NETWORK_GBS if n > GPUS_OF_A_MACHINE else inside
-    link = (options.link_gbits or 10 * assumed) / 10
-    seconds = 2 * (n - 1) / n * 4 * params / (link * 1e9)
+    seconds, link = exchange_seconds(p["gpu"], options.gpus, params, options)
     low, high = p["iter_seconds_range"]
-    span = [low + seconds / 2, high + 2 * seconds]
+    span = sorted((low + seconds / 2, high + 2 * seconds))
     times = dict(iter_seconds=p["iter_seconds"] + seconds, iter_seconds_range=span)
     return times | dict(exchange_seconds=seconds, link_gbs=link)
 
@@ -305,14 +324,14 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     epochs = "epochs n/a (--dataset_tokens=)"
     if p["epochs"]:
         epochs = f"{p['epochs']:.2f} epochs of {count(p['dataset_tokens'])}"
-    low, high = p.get("tokens_range") or (0, 0)
-    if low < high:
-        epochs += f"; {count(low)} to {count(high)} by the range of speeds"
+    low, high = map(count, p.get("tokens_range") or (0, 0))
+    if low != high:
+        epochs += f"; {low} to {high} by the range of speeds"
     compute = f"{p['total_flops']:.2e} FLOPs" if p["total_flops"] else "FLOPs n/a"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
-    low, high = p["hours_range"]
-    span = f" ({hours_text(low)} to {hours_text(high)})" if low < high else ""
+    low, high = map(hours_text, p["hours_range"])
+    span = f" ({low} to {high})" if low != high else ""
     known = "8 GPUs a machine, 100 Gbit/s between" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
     average = f"{p['exchange_seconds']:.3f} s of it average gradients at {p['link_gbs']:g} GB/s"
     link = f"\nlink     {average} (--link_gbits, or assumed: {known})" if p["gpus"] > 1 else ""
@@ -393,6 +412,7 @@ def plan(config: Config, options: Namespace) -> dict:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
+        config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
     model = build.model_config(config, vocab)
     if options.gpu == "all":
         return plan_all(config, model, options)

@@ -19,6 +19,7 @@ import bench
 import train
 from common.console import UserError
 from configurator import Config, load_config
+from data.shards import open_dataset
 from reports import plan
 from reports.plan import count_pauses
 from training import hardware
@@ -341,6 +342,43 @@ def test_plan_from_a_run(dataset, tmp_path):
     flops = records(tmp_path / "run", "start")[0]["flops_per_token"]
     log.write_text(log.read_text().replace(str(flops), str(round(1.005 * flops))))
     assert run(tmp_path, "plan", *tiny, "--n_embd=32")["iter_seconds"] == p["iter_seconds"]
+
+
+def test_plan_from_a_run_on_several_gpus_counts_their_exchange_once(dataset, tmp_path, capsys):
+    """
+    An exchange of two GPUs sends all gradients once, so at 4 P / s bytes per second it takes s; one
+    of four sends them 1.5 times.
+    """
+    run_here(dataset, tmp_path / "run", max_iters=5)
+    log, speeds = tmp_path / "run/metrics.jsonl", records(tmp_path / "run", "step")
+    log.write_text(log.read_text().replace('"world_size": 1', '"world_size": 2'))
+    params = records(tmp_path / "run", "start")[0]["parameters"]
+    seconds = 128 / sorted(r["tokens_per_sec"] for r in speeds)[2]
+    tiny = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2"]
+    tiny += [f"--dataset={dataset}", f"--from_run={tmp_path}/run", "--max_iters=10000"]
+    tiny += ["--gradient_accumulation_steps=4"]
+    exchange = seconds / 4
+    link = f"--link_gbits={10 * 4 * params / exchange / 1e9:.9f}"  # ten bits per byte
+    p = run(tmp_path, "plan", *tiny, link, "--gpus=2")
+    assert p["iter_seconds"] == pytest.approx(seconds)
+    assert p["exchange_seconds"] == pytest.approx(exchange, rel=1e-3)
+    assert p["hours_range"] == pytest.approx(2 * [p["hours"]])
+    assert " to " not in re.search("^time .*", capsys.readouterr().out, re.MULTILINE)[0]
+    p = run(tmp_path, "plan", *tiny, link, "--gpus=1")
+    assert p["iter_seconds"] == pytest.approx(2 * 0.75 * seconds, rel=1e-3)
+    p = run(tmp_path, "plan", *tiny, link, "--gpus=4")
+    assert p["iter_seconds"] == pytest.approx((0.75 / 2 + 1.5 / 4) * seconds, rel=1e-3)
+    with pytest.raises(UserError, match="s for its gradients at .* GB/s; try --link_gbits="):
+        run(tmp_path, "plan", *tiny, "--link_gbits=1e-9", "--gpus=2")
+
+
+def test_a_plan_evaluates_no_more_tokens_than_the_dataset_has(dataset, tmp_path):
+    """Of two splits, forward alone: a third of training's work."""
+    tiny = [*small(dataset=str(dataset)), "--iter_seconds=1", "--gradient_accumulation_steps=2"]
+    val = len(open_dataset(str(dataset)).val)
+    for asked, read in ((val // 2, val // 2), (10 * val, val)):
+        p = run(tmp_path, "plan", *tiny, f"--eval_tokens={asked}")
+        assert p["eval_seconds"] == pytest.approx(2 * read / p["tokens_per_sec"] / 3)
 
 
 # -----------------------------------------------------------------------------

@@ -427,8 +427,11 @@ def test_a_decimal_comma_is_told_to_be_a_point(tmp_path):
     (line,) = problems_of(write(tmp_path, "dropout = 0,2"))
     assert line.endswith("c.py: dropout: needs a finite number, got (0, 2); a comma: write 0.2")
     assert problems_of("--dropout=0,05")[0].endswith("got '0,05'; a comma: write 0.05")
+    line = problems_of("--max_iters=1,024")[0]
+    assert line == "--max_iters: needs a whole number, got '1,024'; a comma: leave it out"
+    assert problems_of("--batch_size=1,000")[0].endswith("got (1, 0); a comma: leave it out")
     assert "comma" not in problems_of("--dropout=x")[0]
-    assert "comma" not in problems_of("--batch_size=1,000")[0]
+    assert "comma" not in problems_of("--batch_size=x")[0]
 
 
 def test_a_rate_below_min_lr_does_not_rise():

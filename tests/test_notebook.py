@@ -1,5 +1,6 @@
 """
-notebook.ipynb: what a GPU that is lent for some hours is given, run here on a CPU at a tiny size.
+notebook.ipynb: an own text on a CPU, and what a GPU that is lent for some hours is given, run here
+on a CPU at a tiny size.
 """
 
 import json
@@ -42,7 +43,7 @@ def test_the_one_thing_to_set_is_said_first_and_each_step_has_a_heading():
         'os.environ.setdefault("REPOSITORY", "https://github.com/YOUR-NAME/nightshift")  # set this'
     ]
     steps = [text for text in texts[1:] if text.startswith("## ")]
-    assert [text[3] for text in steps] == list("1234567") and len(CELLS) == 7
+    assert [text[3] for text in steps] == list("12345678") and len(CELLS) == 8
 
 
 def test_it_leaves_the_torch_that_is_there():
@@ -73,7 +74,9 @@ def shell_commands() -> list[list[str]]:
 def test_its_commands_name_scripts_configs_and_flags_that_exist(capsys):
     commands = shell_commands()
     scripts = [words[1] for words in commands if words[0] == "python"]
-    assert scripts == "train.py data/prepare_fineweb.py train.py compare.py sample.py".split()
+    own = "data/prepare_text.py train.py sample.py"
+    web = "data/prepare_fineweb.py train.py compare.py sample.py"
+    assert scripts == f"train.py {own} {web}".split()
     for words in commands:
         if words[0] != "python":
             continue
@@ -81,7 +84,7 @@ def test_its_commands_name_scripts_configs_and_flags_that_exist(capsys):
         for word in words[2:]:
             if word.startswith("--"):
                 assert word[2:].partition("=")[0] in flags, word
-            elif word.startswith("config/"):
+            elif word.startswith("config/") and "$" not in word:
                 assert (ROOT / word).is_file(), word
 
 
@@ -103,13 +106,12 @@ def commit_tree(folder: Path) -> str:
 
 
 def test_without_a_gpu_it_stops_before_the_data(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    install = SHELL.sub("\\1pass", CELLS[0])
-    with pytest.raises(RuntimeError, match="no GPU here: Runtime, Change runtime type") as error:
-        exec(install, {})
-    assert f"torch {torch.__version__} " in str(error.value) and "nvidia-smi" in str(error.value)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    install, data = (SHELL.sub("\\1pass", CELLS[i]) for i in (0, 3))
+    with pytest.raises(RuntimeError, match="no GPU here, and a CPU takes days: Runtime") as error:
+        exec(data, {})
+    assert f"torch {torch.__version__} " in str(error.value) and "nvidia-smi" in str(error.value)
     with pytest.raises(RuntimeError, match="set REPOSITORY above"):
         exec(install, {})
 
@@ -121,15 +123,15 @@ def test_on_colab_the_run_is_kept_in_drive(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(drive=drive))
     monkeypatch.setenv("OUT", "")  # restored at the end
-    names = {}
-    exec(SHELL.sub("\\1pass", CELLS[0]), names)
+    names = {"os": os}
+    exec(SHELL.sub("\\1pass", CELLS[3]), names)
     assert calls == ["/content/drive"]
     assert os.environ["OUT"].startswith("/content/drive/MyDrive/")
-    assert all("$OUT" in "".join(CELLS[i]) for i in (3, 4, 5))
-    exec(CELLS[6], names)
+    assert all("$OUT" in "".join(CELLS[i]) for i in (4, 5, 6))
+    exec(CELLS[7], names)
     assert calls == ["/content/drive", "flushed"]
     monkeypatch.setenv("OUT", "out/notebook")  # refused, or not on Colab
-    exec(CELLS[6], {"os": os})
+    exec(CELLS[7], {"os": os})
 
 
 def run_command(command: str, outputs: list[str]) -> None:
@@ -147,33 +149,73 @@ def run_cells(cells: list[str]) -> list[str]:
     return outputs
 
 
+@pytest.fixture
+def fresh_folder(tmp_path, monkeypatch):
+    """Offline: the clone is of this tree."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    names = dict(REPOSITORY=commit_tree(tmp_path / "source"), QUICK_FLAGS=TINY, PATH=path)
+    names |= dict(PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
+    for name in ("BOOK", "TEXT", "OWN", "ITERS", "OUT"):  # which the cells set
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_book(path: Path) -> None:
+    path.write_text("\n\n".join(filter(None, documents(300))), encoding="utf-8")
+
+
 @pytest.mark.slow
-def test_its_cells_run_in_order_in_a_fresh_folder(tmp_path, monkeypatch):
-    """Offline: the clone is of this tree, and FineWeb-Edu a parquet file of some documents."""
+def test_a_text_is_trained_on_without_a_gpu(fresh_folder, monkeypatch, capsys):
+    """By the config that is written for it, at most ten minutes: hours=0.15 are nine."""
+    monkeypatch.setenv("BOOK", "a book.txt")
+    monkeypatch.setenv("BOOK_FLAGS", "--hours=0.003 --device=cpu --sample_tokens=8")
+    install, _, own = CELLS[:3]
+    assert len(run_cells([install, own])) == 2  # git and pip
+    assert "There is no a book.txt yet" in capsys.readouterr().out
+    write_book(fresh_folder / "a book.txt")  # beside the clone, as on Colab
+    prepared, trained, samples = run_cells(["import os", own])
+    assert "tokens for training" in prepared and "end: the schedule is complete" in trained
+    assert samples.count("The ") >= 2
+    run = fresh_folder / "nightshift" / "out" / "my_a book"
+    keys = records(run, "start")[0]["config"]
+    tokens = int(re.search(r"([\d,]+) tokens", prepared)[1].replace(",", ""))
+    assert keys["max_iters"] == 1 + 10 * tokens // 2048 and keys["n_embd"] == 128
+    trained, _ = run_cells(["import os", own])
+    assert "iterations are done" in trained
+    assert "--hours=0.15 " in own
+
+
+@pytest.mark.slow
+def test_its_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
+    """FineWeb-Edu is a parquet file of some documents."""
     try:
         Tokenizer({"kind": "gpt2"})
     except UserError as error:
         pytest.skip(str(error))
-    parquet = write_parquet(tmp_path / "fineweb.parquet", documents(300))
+    parquet = write_parquet(fresh_folder / "fineweb.parquet", documents(300))
+    write_book(fresh_folder / "book.txt")
     flags = dict(
-        REPOSITORY=commit_tree(tmp_path / "source"),
-        QUICK_FLAGS=TINY,
+        BOOK_FLAGS=f"{TINY} --value_tables=1",
         DATA_FLAGS=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
         TRAIN_FLAGS=f"{TINY} --tokens_per_iter=256",
     )
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for name, value in dict(flags, PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1").items():
+    for name, value in flags.items():
         monkeypatch.setenv(name, value)
     pictures = []
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
-    monkeypatch.chdir(tmp_path)
 
-    _, _, quickstart, prepared, trained, figures, samples = run_cells(CELLS)
-    clone = tmp_path / "nightshift"
+    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples = run_cells(CELLS)
+    clone = fresh_folder / "nightshift"
     assert Path.cwd() == clone
     assert "end: max_iters after 4 iterations" in quickstart
+    assert "data/my_book: " in book and "end: max_iters after 4 iterations" in read
+    assert wrote.count("The ") >= 2
     assert "data/fineweb_100M: 96 documents, 4,022 tokens for training" in prepared
     assert "end: max_iters after 4 iterations, 1.02k tokens" in trained
     start = records(clone / "out" / "notebook", "start")[0]
@@ -182,6 +224,7 @@ def test_its_cells_run_in_order_in_a_fresh_folder(tmp_path, monkeypatch):
     assert [(clone / name).read_bytes()[:4] for name in pictures] == [b"\x89PNG"]
     assert samples.count("The sun is") == 3
     # once more, as somebody does whose browser was closed: nothing is lost and nothing fails
-    _, quickstart, prepared, trained = run_cells(CELLS[:4])
-    assert "all 4 iterations are done" in quickstart and "nothing to do" in prepared
+    _, quickstart, read, _, prepared, trained = run_cells(CELLS[:5])
+    assert all("all 4 iterations are done" in out for out in (quickstart, read))
+    assert "nothing to do" in prepared
     assert "all 4 iterations are done" in trained
