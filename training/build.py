@@ -15,6 +15,7 @@ from common.console import did_you_mean, warn
 from configurator import Config
 from model import GPT, ChunkedLoss, GPTConfig
 from model_fast import FastGPT
+from training.hardware import no_draws
 from training.muon import Muon, parameters_by_role
 
 # Constants of optimizer=muon. The highest rate of the token embedding, by model: the fast one's
@@ -245,9 +246,9 @@ def count_flops(config: GPTConfig) -> tuple[float | None, str]:
     They are three times those of a forward pass over one sequence, as a backward pass takes twice
     as many (PaLM paper, appendix B). torch counts the matrix products that run: those of attention
     without regard to its mask, those of a block that runs twice twice, those of an expert for the
-    tokens that reach it. For GPT-2 that is the paper's 6 N + 12 L H Q T less its norms. How the
-    model is computed changes nothing: fused attention, the loss in chunks, recomputed activations,
-    torch.compile.
+    tokens that reach it, those of a model that leaves out blocks at random of one draw. For GPT-2
+    that is the paper's 6 N + 12 L H Q T less its norms. How the model is computed changes nothing:
+    fused attention, the loss in chunks, recomputed activations, torch.compile.
     """
     # imported here: FakeTensorMode imports torch's compiler, for a second
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -255,7 +256,9 @@ def count_flops(config: GPTConfig) -> tuple[float | None, str]:
 
     # torch knows no count for the fused attention of a CPU
     plain_attention = sdpa_kernel(SDPBackend.MATH)
-    with torch.no_grad(), plain_attention, torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), plain_attention, no_draws(torch.device("cpu")):
+        # of a model that draws, one draw: the same at each start, and in a plan
+        torch.default_generator.manual_seed(0)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without memory
                 return 3 * forward_flops(config), "counted"

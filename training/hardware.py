@@ -7,8 +7,10 @@ use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.console import warn
@@ -268,9 +271,24 @@ def keep_freed_memory() -> None:
 # Random states
 
 
+def set_seed(seed: int) -> None:
+    """Of all random numbers that a model, an optimizer or a change of the text may draw."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no more
+
+
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The random states that dropout draws on. Does not wait for the device."""
-    states = {"cpu": torch.get_rng_state()}
+    """
+    The random states that dropout draws on, and those of Python and numpy, on which people's
+    changes do. Does not wait for the device.
+    """
+    # Python's and numpy's end with the second of two normal numbers; inf: Python has none
+    _, numbers, half = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    others = [*numbers, math.inf if half is None else half], [*keys.tolist(), *rest]
+    python, numpy = (torch.tensor(values, dtype=torch.float64) for values in others)
+    states = {"cpu": torch.get_rng_state(), "python": python, "numpy": numpy}
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state()
     return states
@@ -278,20 +296,38 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
+    if "numpy" in states:  # older checkpoints have neither
+        *numbers, half = states["python"].tolist()
+        random.setstate((3, tuple(map(int, numbers)), None if half == math.inf else half))
+        *keys, position, has_half, half = states["numpy"].tolist()
+        np.random.set_state(("MT19937", keys, int(position), int(has_half), half))
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
+
+
+def has_drawn(before: dict[str, torch.Tensor], device: torch.device) -> bool:
+    """Whether random numbers were drawn since the states `before`."""
+    now = get_rng_state(device)
+    return not all(torch.equal(state, now[name]) for name, state in before.items())
+
+
+@contextlib.contextmanager
+def no_draws(device: torch.device) -> Iterator[None]:
+    """What is drawn inside leaves the random states as they were."""
+    before = get_rng_state(device)
+    yield
+    set_rng_state(before, device)
 
 
 @contextlib.contextmanager
 def no_trace(model, device: torch.device) -> Iterator[None]:
     """What is computed inside leaves random states, gradients and buffers as they were."""
-    random_states = get_rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
+    with no_draws(device):
+        yield
     model.zero_grad()
     for buffer, before in buffers:
         buffer.data.copy_(before)
-    set_rng_state(random_states, device)
 
 
 # -----------------------------------------------------------------------------
