@@ -257,3 +257,17 @@ def test_a_model_that_leaves_out_blocks_is_counted_the_same_each_time(patch):
         count_flops.cache_clear()
         counts.add(count_flops(config)[0])
     assert len(counts) == 1
+
+
+def test_a_mask_of_infinities_is_saved_and_resumed(patch, dataset, tmp_path):
+    """Only weights that have become infinite are not."""
+    stock = gpt2.MLP.__init__
+
+    def with_a_mask(self, config):
+        stock(self, config)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+    patch.setattr(gpt2.MLP, "__init__", with_a_mask)
+    assert run_here(dataset, tmp_path, max_iters=4) == 0
+    assert run_here(dataset, tmp_path, max_iters=8, init_from="resume") == 0
+    assert load(tmp_path, 8)["model"]["transformer.h.0.mlp.mask"][0, 1] == -torch.inf

@@ -154,6 +154,12 @@ def build_shapes(config: GPTConfig) -> GPT | FastGPT:
         return build_model(config)
 
 
+def not_finite(weights: dict[str, Tensor], config: GPTConfig) -> list[str]:
+    """The parameters that hold infinity or NaN. A buffer of a changed model may, as masks do."""
+    names = [name for name, _ in build_shapes(config).named_parameters()]
+    return [name for name in names if not weights[name].isfinite().all()]
+
+
 # -----------------------------------------------------------------------------
 # The optimizers
 
