@@ -261,7 +261,7 @@ def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
-        if build.caches_differ(model):
+        if build.caches_differ(model, config.sample_tokens):
             log.warn_once("caches", p.iter_num, build.CACHES_DIFFER)
         ids = generate(model, idx, config.sample_tokens, data.vocab, sampling, generator)
     model.train()
