@@ -39,7 +39,6 @@ def set_environment() -> None:
         os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
         # else Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
         os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # of --init_from=gpt2
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
     # The user may have set it by its earlier name.
