@@ -39,7 +39,7 @@ from training.hardware import Hardware
 from training.muon import Muon
 from training.progress import Progress
 from training.ranks import Ranks, Signals, mean_over_ranks
-from training.runlog import RunLog
+from training.runlog import COMPLETE, RunLog
 from training.start import (
     check_folder,
     explain,
@@ -52,8 +52,6 @@ from training.start import (
 from training.state import checkpoint_state, restore, write_checkpoint
 
 RETRY_SECONDS = 60  # between two tries of the last save
-# ends that complete a run, after a last evaluation; after any other the same command resumes it
-COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 # -----------------------------------------------------------------------------
 # One iteration

@@ -185,6 +185,21 @@ def test_a_parameter_that_no_update_has_reached_may_be_resumed(
     assert run_here(dataset, tmp_path, **OPTIONS, init_from="resume") == 0
 
 
+def test_what_an_optimizer_keeps_in_lists_is_counted(lion, monkeypatch):
+    class Factors(Lion):
+        def step(self, closure=None):
+            super().step()
+            for p, state in self.state.items():
+                state["factors"] = [torch.zeros_like(p), torch.zeros_like(p)]
+
+    sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=24)
+    arguments = Config(optimizer="lion"), GPTConfig(**sizes), "float32", 1
+    one = memory_bytes(*arguments)["optimizer"]
+    monkeypatch.setitem(OPTIMIZERS, "lion", (adamw_groups, lambda groups, **_: Factors(groups)))
+    optimizer_bytes.cache_clear()
+    assert memory_bytes(*arguments)["optimizer"] == 3 * one
+
+
 @pytest.mark.parametrize("error", [AssertionError("on meta"), NotImplementedError("no kernel")])
 def test_an_optimizer_that_needs_values_is_counted_as_adam(lion, monkeypatch, capsys, error):
     class Looks(Lion):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import bench
 import compare
 import model as gpt2
+import train
 from common.console import UserError
 from configurator import load_config
 from model import GPT, CausalSelfAttention, GPTConfig, plain_attention
@@ -271,3 +272,23 @@ def test_a_mask_of_infinities_is_saved_and_resumed(patch, dataset, tmp_path):
     assert run_here(dataset, tmp_path, max_iters=4) == 0
     assert run_here(dataset, tmp_path, max_iters=8, init_from="resume") == 0
     assert load(tmp_path, 8)["model"]["transformer.h.0.mlp.mask"][0, 1] == -torch.inf
+
+
+def test_a_run_that_an_end_of_ones_own_completes_is_not_continued(
+    monkeypatch, dataset, tmp_path, capsys
+):
+    """As patience does. Another end still says how to go on."""
+    stock = train.reason_to_end
+
+    def reason_to_end(config, iter_num, over):
+        return "patience" if iter_num >= 6 else stock(config, iter_num, over)
+
+    monkeypatch.setattr(train, "reason_to_end", reason_to_end)
+    assert run_here(dataset, tmp_path / "stopped") == 0
+    assert "end: patience after 6 iterations" in (out := capsys.readouterr().out)
+    assert "to continue: " in out
+    for module in (train, runlog):
+        monkeypatch.setattr(module, "COMPLETE", (*runlog.COMPLETE, "patience"))
+    assert run_here(dataset, tmp_path / "complete") == 0
+    assert "to continue: " not in capsys.readouterr().out
+    assert [r["iter"] for r in records(tmp_path / "complete", "eval")] == [0, 4, 6]
