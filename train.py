@@ -168,7 +168,7 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
     began = time.perf_counter()
     # like real batches, strides too, or the first real one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
-    random_states, training = hardware.get_rng_state(hw.device), not config.eval_only
+    before, training = hardware.get_rng_state(hw.device), not config.eval_only
     compile_model(model)
     try:
         if training:
@@ -176,7 +176,8 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
                 loss = model(x, y)
             loss.backward()
             # compiled code draws other numbers: then the loss of an evaluation is compared
-            training = not hardware.has_drawn(random_states, hw.device)
+            now = hardware.get_rng_state(hw.device)
+            training = all(torch.equal(before[name], now[name]) for name in before)
         total, count, *_ = evaluate(model, [(x, y)], hw.autocast()) or (math.nan, 1)
         compiled_loss = loss.item() if training else total / count
         build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())

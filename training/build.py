@@ -15,7 +15,7 @@ from common.console import did_you_mean, warn
 from configurator import Config
 from model import GPT, ChunkedLoss, GPTConfig
 from model_fast import FastGPT
-from training.hardware import no_draws
+from training.hardware import no_trace
 from training.muon import Muon, parameters_by_role
 
 # Constants of optimizer=muon. The highest rate of the token embedding, by model: the fast one's
@@ -32,9 +32,6 @@ MATRIX_WEIGHT_DECAY = 0.05
 # but it reads logits once less where it makes their gradient at once.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
 SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses are 1e-4 off at most (results/LOG.md)
-# Of the largest logit, the most by which caches may move one: float32 moves it by 2e-6, but TF32
-# has 13 bits less; bfloat16 by 0.02
-CACHES_TF32, CACHES_HALF = 0.01, 0.05
 MOST_CHUNKS = 8  # compiled code of 16 kept the gradients of all logits
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264). Without dropout
 # small models still gained at five readings, and got worse at eight (docs/own_text.md).
@@ -118,15 +115,15 @@ def caches_differ(model: GPT | FastGPT, tokens: int) -> bool:
     at earlier tokens, and has no cache for them.
     """
     weight, config = model.lm_head.weight, model.config
-    T = min(max(128, tokens), config.block_size)
-    generator = torch.Generator().manual_seed(0)
+    T, generator = min(max(128, tokens), config.block_size), torch.Generator().manual_seed(0)
     idx = torch.randint(config.vocab_size, (1, T), generator=generator).to(weight.device)
     caches = model.new_caches(T)
     with torch.autocast(weight.device.type, enabled=False):
         for part in idx.split([max(1, T - 4), *[1] * min(4, T - 1)], dim=1):
             logits = model.next_logits(part, caches)
         expected = model.forward(idx)[:, -1]
-    tolerance = CACHES_TF32 if weight.dtype == torch.float32 else CACHES_HALF
+    # float32 moves logits by 2e-6 of the largest, but TF32 has 13 bits less; bfloat16 by 0.02
+    tolerance = 0.01 if weight.dtype == torch.float32 else 0.05
     return not (logits - expected).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -269,7 +266,7 @@ def count_flops(config: GPTConfig) -> tuple[float | None, str]:
 
     # torch knows no count for the fused attention of a CPU
     plain_attention = sdpa_kernel(SDPBackend.MATH)
-    with torch.no_grad(), plain_attention, no_draws(torch.device("cpu")):
+    with torch.no_grad(), plain_attention, no_trace(nn.Module(), torch.device("cpu")):
         # of a model that draws, one draw: the same at each start, and in a plan
         torch.default_generator.manual_seed(0)
         try:

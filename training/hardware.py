@@ -285,7 +285,7 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     # Python's and numpy's end with the second of two normal numbers; inf: Python has none
     _, numbers, half = random.getstate()
     _, keys, *rest = np.random.get_state()
-    others = [*numbers, math.inf if half is None else half], [*keys.tolist(), *rest]
+    others = [*numbers, math.inf if half is None else half], [*keys, *rest]
     python, numpy = (torch.tensor(values, dtype=torch.float64) for values in others)
     states = {"cpu": torch.get_rng_state(), "python": python, "numpy": numpy}
     if device.type != "cpu":
@@ -298,35 +298,22 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
     if "numpy" in states:  # older checkpoints have neither
         *numbers, half = states["python"].tolist()
         random.setstate((3, tuple(map(int, numbers)), None if half == math.inf else half))
-        *keys, position, has_half, half = states["numpy"].tolist()
-        np.random.set_state(("MT19937", keys, int(position), int(has_half), half))
+        *keys, at, has_half, half = states["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, "u4"), int(at), int(has_half), half))
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
-
-
-def has_drawn(before: dict[str, torch.Tensor], device: torch.device) -> bool:
-    """Whether random numbers were drawn since the states `before`."""
-    now = get_rng_state(device)
-    return not all(torch.equal(state, now[name]) for name, state in before.items())
-
-
-@contextlib.contextmanager
-def no_draws(device: torch.device) -> Iterator[None]:
-    """What is drawn inside leaves the random states as they were."""
-    before = get_rng_state(device)
-    yield
-    set_rng_state(before, device)
 
 
 @contextlib.contextmanager
 def no_trace(model, device: torch.device) -> Iterator[None]:
     """What is computed inside leaves random states, gradients and buffers as they were."""
+    random_states = get_rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with no_draws(device):
-        yield
+    yield
     model.zero_grad()
     for buffer, before in buffers:
         buffer.data.copy_(before)
+    set_rng_state(random_states, device)
 
 
 # -----------------------------------------------------------------------------

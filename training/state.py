@@ -134,8 +134,8 @@ def restore(
         return Progress()
     groups, saved = optimizer.state_dict()["param_groups"], start["optimizer"]
     ours = {key for group in optimizer_groups(model, config) for key in group}
-    for kind in type(optimizer).__mro__:
-        ours |= inspect.signature(kind.__init__).parameters.keys()
+    for kind in type(optimizer).__mro__[:-1]:  # all but object
+        ours |= inspect.signature(kind).parameters.keys()
     for group, before in zip(groups, saved["param_groups"], strict=True):
         # what nobody has given it, such as its own counters
         group |= {key: before[key] for key in before.keys() - ours}
