@@ -12,6 +12,7 @@ CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a conv
 
 import common  # before torch  # noqa: F401  isort: skip
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -60,12 +61,13 @@ def ckpt_to_hf(source: str, out: str) -> str:
     weights = fast_weights(state) if fast else gpt2_weights(state)
     hf = hf_config(state["tokenizer"], config, state["vocab"])
     check_logits(state, weights, hf)
+    code = fast_code() if fast else {}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    if fast:
-        write_code(folder)
+    for name, text in code.items():
+        (folder / name).write_text(text, encoding="utf-8")
     kind = state["tokenizer"]["kind"]
     if kind not in ("gpt2", "bpe"):
         say(f"tokenizer: Hugging Face has no class for it ({kind}); no tokenizer files written")
@@ -90,7 +92,7 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
             tensor = tensor[:vocab]
         elif name.endswith(TRANSPOSED):
             tensor = tensor.mT
-        weights[name] = tensor.contiguous()
+        weights[name] = copied(tensor)
         has_bias = name.endswith((".ln_1.weight", ".ln_2.weight", ".ln_f.weight", *TRANSPOSED))
         if has_bias and not config.bias:
             weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
@@ -99,7 +101,12 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
 
 def fast_weights(state: dict) -> dict[str, torch.Tensor]:
     """The weights by the modelling file's names, with the vocabulary's padding, which it cuts."""
-    return {f"model.{name}": tensor.contiguous() for name, tensor in state["model"].items()}
+    return {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Two blocks may share a tensor; a file of safetensors holds none under two names."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
@@ -185,12 +192,20 @@ def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
     return hf | {key: allowed[0] for key, allowed in GPT2_SETTINGS.items()}
 
 
-def write_code(folder: Path) -> None:
-    """The modelling file of a fast model, and what it imports, as siblings."""
+def fast_code() -> dict[str, str]:
+    """
+    The modelling file of a fast model, and what it imports, as siblings, by name. Raises UserError
+    where that imports more of this program.
+    """
+    root, files = Path(__file__).parent, {}
     for name in CODE_FILES:
-        path = Path(__file__).parent / name
-        code = path.read_text(encoding="utf-8").replace("\nfrom model", "\nfrom .nightshift_model")
-        (folder / f"nightshift_{path.name}").write_text(code, encoding="utf-8")
+        code = (root / name).read_text("utf-8").replace("\nfrom model", "\nfrom .nightshift_model")
+        for module in re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?: |,|$)", code, re.MULTILINE):
+            if (root / module).is_dir() or (root / f"{module}.py").is_file():
+                mend = "put what it needs into model_fast.py"
+                raise UserError(f"{name}: imports {module}, which is not exported; {mend}")
+        files[f"nightshift_{Path(name).name}"] = code
+    return files
 
 
 def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:

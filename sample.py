@@ -95,7 +95,7 @@ def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     model = build_model(replace(saved, flash=hw.flash(saved)))
     model.load_state_dict(state["model"])
     model.to(hw.device, hw.dtype).eval()
-    if caches_differ(model):
+    if caches_differ(model, config.max_new_tokens):
         warn(CACHES_DIFFER)
     if machine.compile:
         compiled = torch.compile(model.next_logits, dynamic=True)

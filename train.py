@@ -39,7 +39,7 @@ from training.hardware import Hardware
 from training.muon import Muon
 from training.progress import Progress
 from training.ranks import Ranks, Signals, mean_over_ranks
-from training.runlog import RunLog
+from training.runlog import COMPLETE, RunLog
 from training.start import (
     check_folder,
     explain,
@@ -52,8 +52,6 @@ from training.start import (
 from training.state import checkpoint_state, restore, write_checkpoint
 
 RETRY_SECONDS = 60  # between two tries of the last save
-# ends that complete a run, after a last evaluation; after any other the same command resumes it
-COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 # -----------------------------------------------------------------------------
 # One iteration
@@ -136,9 +134,8 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     iteration `horizon`. By the clock that is it / share, with `share` of the time gone by.
     """
     warmup = min(config.warmup_iters, horizon / 10) if config.by_clock else config.warmup_iters
-    # nanoGPT's warm-up: the first rate is above 0
     if it < warmup:
-        return highest * (it + 1) / (warmup + 1)
+        return highest * (it + 1) / (warmup + 1)  # nanoGPT's: the first rate is above 0
     if config.lr_schedule == "constant":
         return highest  # exactly: min_lr + (highest - min_lr) rounds
     start: float = warmup
@@ -171,14 +168,16 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
     began = time.perf_counter()
     # like real batches, strides too, or the first real one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
-    # compiled dropout draws other numbers: then the loss of an evaluation is compared
-    training = not (config.eval_only or config.dropout)
+    before, training = hardware.get_rng_state(hw.device), not config.eval_only
     compile_model(model)
     try:
-        if not config.eval_only:
+        if training:
             with hw.autocast():
                 loss = model(x, y)
             loss.backward()
+            # compiled code draws other numbers: then the loss of an evaluation is compared
+            now = hardware.get_rng_state(hw.device)
+            training = all(torch.equal(before[name], now[name]) for name in before)
         total, count, *_ = evaluate(model, [(x, y)], hw.autocast()) or (math.nan, 1)
         compiled_loss = loss.item() if training else total / count
         build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
@@ -261,7 +260,7 @@ def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
     generator = torch.Generator(hw.device).manual_seed(config.seed)
     model.eval()
     with hw.autocast():
-        if build.caches_differ(model):
+        if build.caches_differ(model, config.sample_tokens):
             log.warn_once("caches", p.iter_num, build.CACHES_DIFFER)
         ids = generate(model, idx, config.sample_tokens, data.vocab, sampling, generator)
     model.train()
@@ -306,9 +305,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state
-    torch.manual_seed(c.seed)  # the same weights on every rank
+    hardware.set_seed(c.seed)  # the same weights on every rank
     model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
-    torch.manual_seed(c.seed + ranks.rank)  # but other dropout
+    hardware.set_seed(c.seed + ranks.rank)  # but other dropout
     optimizer = build_optimizer(model, c, hw.dtype)
     scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
     p = restore(start, model, optimizer, scaler, c, hw, ranks.rank)

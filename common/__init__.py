@@ -26,3 +26,5 @@ def end_in_one_line(kind, error, trace):
 
 
 sys.excepthook = end_in_one_line
+# on Windows most users may not make symbolic links; the hub's library would warn at length
+os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")

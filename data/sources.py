@@ -91,8 +91,6 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
     The addresses of a hub dataset's training files, in its own order, and their revision: the one
     given, or else the newest. Raises UserError.
     """
-    # on Windows most users may not make symbolic links; the hub's library would warn at length
-    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
     try:
         import datasets
         from huggingface_hub import HfApi

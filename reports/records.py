@@ -47,7 +47,7 @@ class Run:
         self.step, self.eval = (to_columns(rows[kind], COLUMNS[kind]) for kind in COLUMNS)
         # a resume may have changed what the first start said
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
-        before, now = (known_keys(start.get("config") or {}) for start in (first, self.start))
+        before, now = (known_keys(start) for start in (first, self.start))
         # what began it, and not the flag or the time of day that a resume was given
         self.config = now | {key: before[key] for key in INITIAL if key in before}
         self.warnings: list[str] = []
@@ -78,9 +78,14 @@ def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
 
 
-def known_keys(values: dict) -> dict:
-    """The keys that this program has too, by today's names, with a value of the key's type."""
-    values = translate(values)
+def known_keys(start: dict) -> dict:
+    """
+    A start's keys that this program has too, by today's names, with a value of the key's type. A
+    key that came after a run of this program has its default.
+    """
+    values = translate(start.get("config") or {})
+    if values and start.get("program") != "nanoGPT":
+        values = {name: f.default for name, f in FIELDS.items()} | values
     known = values.keys() & FIELDS.keys()
     return {key: values[key] for key in known if type(values[key]) is FIELDS[key].type}
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import assert_same_state, flags, load, run_here
+from torch.utils._pytree import tree_leaves
 
 import train
 from common.console import UserError
@@ -111,6 +112,46 @@ def test_an_optimizers_own_counters_in_its_groups_are_resumed(dataset, tmp_path,
         assert torch.equal(load(tmp_path / "halves", 8)["model"][name], weights)
 
 
+def test_an_optimizers_state_is_resumed_in_the_types_that_it_keeps(dataset, tmp_path, monkeypatch):
+    """torch casts it to the parameter's type. Also what lies in lists, as Shampoo's factors do."""
+
+    class Half(Lion):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state.setdefault("exp_avg", torch.zeros_like(p, dtype=torch.bfloat16))
+                    state.setdefault("sums", [torch.zeros_like(p, dtype=torch.float64)])
+                    state.setdefault("seen", torch.tensor(2**24 + 1))
+                    state["exp_avg"].lerp_(p.grad.bfloat16(), 0.1)
+                    state["sums"][0] += 0.1 * p.grad
+                    state["seen"] += 1
+                    p.sub_(group["lr"] * (state["exp_avg"] + state["sums"][0]).sign())
+
+    monkeypatch.setitem(OPTIMIZERS, "lion", (adamw_groups, lambda groups, **_: Half(groups)))
+    options = dict(OPTIONS, lr_decay_iters=8)
+    assert run_here(dataset, tmp_path / "straight", **options) == 0
+    assert run_here(dataset, tmp_path / "halves", **options, max_iters=4) == 0
+    assert run_here(dataset, tmp_path / "halves", **options, init_from="resume") == 0
+    straight, halves = (load(tmp_path / run, 8) for run in ("straight", "halves"))
+    for number, kept in straight["optimizer"]["state"].items():
+        resumed = halves["optimizer"]["state"][number]
+        for one, other in zip(tree_leaves(kept), tree_leaves(resumed), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+        assert kept["seen"] == 2**24 + 9
+
+
+def test_a_constant_of_the_code_is_not_the_checkpoints(dataset, tmp_path, monkeypatch):
+    """Muon's class gives AdamW an eps, which no group of the table sets."""
+    options = dict(optimizer="muon", lr_decay_iters=8)
+    assert run_here(dataset, tmp_path, **options, max_iters=4) == 0
+    monkeypatch.setattr("training.muon.ADAM_EPS", 1e-6)
+    assert run_here(dataset, tmp_path, **options, init_from="resume") == 0
+    assert {group["eps"] for group in load(tmp_path, 4)["optimizer"]["param_groups"]} == {1e-10}
+    assert {group["eps"] for group in load(tmp_path, 8)["optimizer"]["param_groups"]} == {1e-6}
+
+
 def test_what_a_resume_would_refuse_is_refused_when_it_is_first_saved(
     lion, dataset, tmp_path, monkeypatch
 ):
@@ -142,6 +183,21 @@ def test_a_parameter_that_no_update_has_reached_may_be_resumed(
     assert run_here(dataset, tmp_path, **OPTIONS, max_iters=4, lr_decay_iters=8) == 0
     assert load(tmp_path, 4)["optimizer"]["state"][0] == {}
     assert run_here(dataset, tmp_path, **OPTIONS, init_from="resume") == 0
+
+
+def test_what_an_optimizer_keeps_in_lists_is_counted(lion, monkeypatch):
+    class Factors(Lion):
+        def step(self, closure=None):
+            super().step()
+            for p, state in self.state.items():
+                state["factors"] = [torch.zeros_like(p), torch.zeros_like(p)]
+
+    sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=24)
+    arguments = Config(optimizer="lion"), GPTConfig(**sizes), "float32", 1
+    one = memory_bytes(*arguments)["optimizer"]
+    monkeypatch.setitem(OPTIMIZERS, "lion", (adamw_groups, lambda groups, **_: Factors(groups)))
+    optimizer_bytes.cache_clear()
+    assert memory_bytes(*arguments)["optimizer"] == 3 * one
 
 
 @pytest.mark.parametrize("error", [AssertionError("on meta"), NotImplementedError("no kernel")])

@@ -1,15 +1,18 @@
 """A changed model: its FLOPs are counted as it runs, or somebody is told why they are not."""
 
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
-from helpers import ROOT, load, records, run_here
+from helpers import ROOT, assert_same_state, load, records, run_here
 from torch.nn import functional as F
 
 import bench
 import compare
 import model as gpt2
+import train
 from common.console import UserError
 from configurator import load_config
 from model import GPT, CausalSelfAttention, GPTConfig, plain_attention
@@ -185,3 +188,107 @@ def test_a_checkpoint_that_says_which_code_wrote_it_is_resumed(dataset, tmp_path
     torch.save(load(tmp_path, 4) | fingerprints, tmp_path / "ckpt-00000004.pt")
     assert run_here(dataset, tmp_path, init_from="resume", max_iters=5) == 0
     assert fingerprints.keys().isdisjoint(load(tmp_path, 5))
+
+
+class Noisy(gpt2.MLP):
+    """It draws by each of the three sources of random numbers."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.training:
+            y = y * (torch.rand(()) + np.random.rand() + random.gauss(1, 0.1))
+        return y
+
+
+def test_what_a_model_draws_by_torch_numpy_and_python_is_seeded_and_resumed(
+    patch, dataset, tmp_path
+):
+    patch.setattr(gpt2, "MLP", Noisy)
+    for run in ("straight", "halves"):
+        random.seed()
+        np.random.seed()
+        iterations = 8 if run == "straight" else 3
+        assert run_here(dataset, tmp_path / run, max_iters=iterations, lr_decay_iters=8) == 0
+    random.seed()
+    np.random.seed()
+    more = dict(init_from="resume", lr_decay_iters=8)
+    assert run_here(dataset, tmp_path / "halves", **more) == 0
+    assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "halves", 8))
+
+
+def test_a_checkpoint_of_before_numpys_states_were_kept_is_resumed(dataset, tmp_path):
+    run_here(dataset, tmp_path, max_iters=4)
+    state = load(tmp_path, 4)
+    for states in state["rng"]:
+        del states["numpy"], states["python"]
+    torch.save(state, tmp_path / "ckpt-00000004.pt")
+    assert run_here(dataset, tmp_path, init_from="resume", max_iters=5) == 0
+
+
+@pytest.mark.parametrize("factor, refused", [(1, 0), (1.01, 1)])
+def test_a_compiled_model_that_draws_is_judged_by_its_evaluation(
+    factor, refused, patch, dataset, tmp_path, capsys
+):
+    """Compiled code draws other numbers, so that its loss in training is another."""
+
+    def compile(call):
+        def compiled(*batch):
+            torch.rand(7)
+            return factor * call(*batch)
+
+        return compiled
+
+    patch.setattr(gpt2, "MLP", Noisy)
+    patch.setattr(torch, "compile", compile)
+    assert run_here(dataset, tmp_path, compile=True, max_iters=2) == 0
+    assert capsys.readouterr().err.count("torch.compile does not work here") == refused
+
+
+def test_a_model_that_leaves_out_blocks_is_counted_the_same_each_time(patch):
+    class Sometimes(gpt2.MLP):
+        def forward(self, x):
+            keep = not self.training or torch.rand(()).item() < 0.5
+            return super().forward(x) if keep else torch.zeros_like(x)
+
+    patch.setattr(gpt2, "MLP", Sometimes)
+    config = GPTConfig(n_layer=12, n_head=2, n_embd=32, block_size=16, vocab_size=64)
+    counts = set()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        count_flops.cache_clear()
+        counts.add(count_flops(config)[0])
+    assert len(counts) == 1
+
+
+def test_a_mask_of_infinities_is_saved_and_resumed(patch, dataset, tmp_path):
+    """Only weights that have become infinite are not."""
+    stock = gpt2.MLP.__init__
+
+    def with_a_mask(self, config):
+        stock(self, config)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+    patch.setattr(gpt2.MLP, "__init__", with_a_mask)
+    assert run_here(dataset, tmp_path, max_iters=4) == 0
+    assert run_here(dataset, tmp_path, max_iters=8, init_from="resume") == 0
+    assert load(tmp_path, 8)["model"]["transformer.h.0.mlp.mask"][0, 1] == -torch.inf
+
+
+def test_a_run_that_an_end_of_ones_own_completes_is_not_continued(
+    monkeypatch, dataset, tmp_path, capsys
+):
+    """As patience does. Another end still says how to go on."""
+    stock = train.reason_to_end
+
+    def reason_to_end(config, iter_num, over):
+        return "patience" if iter_num >= 6 else stock(config, iter_num, over)
+
+    monkeypatch.setattr(train, "reason_to_end", reason_to_end)
+    assert run_here(dataset, tmp_path / "stopped") == 0
+    assert "end: patience after 6 iterations" in (out := capsys.readouterr().out)
+    assert "to continue: " in out
+    for module in (train, runlog):
+        monkeypatch.setattr(module, "COMPLETE", (*runlog.COMPLETE, "patience"))
+    assert run_here(dataset, tmp_path / "complete") == 0
+    assert "to continue: " not in capsys.readouterr().out
+    assert [r["iter"] for r in records(tmp_path / "complete", "eval")] == [0, 4, 6]

@@ -387,6 +387,17 @@ def test_losses_on_unequal_datasets_are_not_compared(tmp_path, script):
     assert err == ["warning: losses are not comparable: unequal datasets"]
 
 
+def test_a_key_that_came_after_a_run_has_its_default_there(tmp_path, script):
+    a = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0})
+    b = write_run(tmp_path / "b", 10, {0: 8.0, 5: 2.0}, dropout=0.1)
+    _, out, _ = script(compare.main, a, b)
+    assert row(out, "dropout").split() == ["dropout", "0.0", "0.1", "differs"]
+    theirs = tmp_path / "nanogpt.log"
+    theirs.write_text("step 0: train loss 8.0, val loss 8.0\niter 0: loss 8.0, time 5.00ms\n")
+    _, out, _ = script(compare.main, b, theirs)
+    assert "dropout" not in out and "bias" not in out  # nobody knows
+
+
 # settings of two runs, one of which reads 4,096 tokens of each split in an evaluation
 @pytest.mark.parametrize(
     "other, verdict, said",

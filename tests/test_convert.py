@@ -313,6 +313,43 @@ def test_an_export_is_checked_without_transformers_too(tmp_path, script, patch_m
     assert_refused(script, convert.main, "ckpt-to-hf", path, tmp_path / "other", words=NOT_GPT2)
 
 
+@pytest.mark.parametrize("model", [GPT, FastGPT])
+def test_blocks_that_share_their_weights_are_exported_each_with_its_own(
+    model, tmp_path, script, patch_model
+):
+    """GPT-2 with equal blocks computes the same."""
+    stock = model.__init__
+
+    def shared(self, config):
+        stock(self, config)
+        for name in ("attn", "mlp"):
+            setattr(self.transformer.h[1], name, getattr(self.transformer.h[0], name))
+
+    patch_model.setattr(model, "__init__", shared)
+    gpt = random_gpt() if model is GPT else random_fast()
+    export(script, save(gpt, tmp_path / "x.pt", 60), tmp_path / "hf")
+    if model is GPT:
+        reference = GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
+        assert_same_logits(gpt, reference, 60)
+
+
+def test_a_fast_model_that_imports_more_than_an_export_holds_is_refused(
+    tmp_path, script, monkeypatch
+):
+    for name in ("training/modeling_fast.py", "model_fast.py", "model.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "layers.py").write_text("")
+    text = (ROOT / "model_fast.py").read_text()
+    (tmp_path / "model_fast.py").write_text(text.replace("import torch\n", "import layers\n", 1))
+    monkeypatch.setattr(convert, "__file__", str(tmp_path / "convert.py"))
+    source = save(random_fast(), tmp_path / "x.pt", 60)
+    code, _, err = script(convert.main, "ckpt-to-hf", source, tmp_path / "hf")
+    why = "model_fast.py: imports layers, which is not exported; put what it needs into"
+    assert code == 2 and err == [f"error: {why} model_fast.py"]
+    assert not (tmp_path / "hf").exists()
+
+
 def test_gpt2_in_other_words_is_exported(tmp_path, script, patch_model):
     """What counts is what model.py computes, up to rounding, and not how."""
 

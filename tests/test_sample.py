@@ -344,7 +344,7 @@ def test_a_model_that_looks_back_without_a_cache_is_found(model, monkeypatch):
     config = GPTConfig(model=model, n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64)
     net = build_model(replace(config, tie_weights=model == "gpt2")).eval()
     torch.nn.init.normal_(net.lm_head.weight)
-    assert not caches_differ(net)
+    assert not caches_differ(net, 16)
     stock = type(net).hidden
 
     def with_a_shift(self, idx, caches=None):
@@ -352,7 +352,28 @@ def test_a_model_that_looks_back_without_a_cache_is_found(model, monkeypatch):
         return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
 
     monkeypatch.setattr(type(net), "hidden", with_a_shift)
-    assert caches_differ(net)
+    assert caches_differ(net, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_what_looks_far_back_without_a_cache_is_found_where_samples_are_as_long(
+    model, dtype, monkeypatch
+):
+    """200 tokens back, by a tenth of what is there. Training checks inside of autocast."""
+    config = GPTConfig(model=model, n_layer=2, n_head=2, n_embd=32, block_size=256, vocab_size=64)
+    net = build_model(replace(config, tie_weights=model == "gpt2")).eval()
+    torch.nn.init.normal_(net.lm_head.weight)
+    stock = type(net).hidden
+
+    def with_a_shift(self, idx, caches=None):
+        x = stock(self, idx, caches)
+        return x + 0.1 * torch.nn.functional.pad(x, (0, 0, 200, 0))[:, : x.size(1)]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert not caches_differ(net, 256)
+        monkeypatch.setattr(type(net), "hidden", with_a_shift)
+        assert caches_differ(net, 256) and not caches_differ(net, 100)
 
 
 def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, tmp_path, script):

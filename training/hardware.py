@@ -7,8 +7,10 @@ use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.console import warn
@@ -36,7 +39,6 @@ def set_environment() -> None:
         os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
         # else Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
         os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # of --init_from=gpt2
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
     # The user may have set it by its earlier name.
@@ -268,9 +270,24 @@ def keep_freed_memory() -> None:
 # Random states
 
 
+def set_seed(seed: int) -> None:
+    """Of all random numbers that a model, an optimizer or a change of the text may draw."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no more
+
+
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The random states that dropout draws on. Does not wait for the device."""
-    states = {"cpu": torch.get_rng_state()}
+    """
+    The random states that dropout draws on, and those of Python and numpy, on which people's
+    changes do. Does not wait for the device.
+    """
+    # Python's and numpy's end with the second of two normal numbers; inf: Python has none
+    _, numbers, half = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    others = [*numbers, math.inf if half is None else half], [*keys, *rest]
+    python, numpy = (torch.tensor(values, dtype=torch.float64) for values in others)
+    states = {"cpu": torch.get_rng_state(), "python": python, "numpy": numpy}
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state()
     return states
@@ -278,6 +295,11 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
+    if "numpy" in states:  # older checkpoints have neither
+        *numbers, half = states["python"].tolist()
+        random.setstate((3, tuple(map(int, numbers)), None if half == math.inf else half))
+        *keys, at, has_half, half = states["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, "u4"), int(at), int(has_half), half))
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from common.console import warn
 from configurator import Config, config_values, divisors
@@ -85,7 +86,7 @@ def optimizer_bytes(model: GPTConfig, keys: tuple[tuple[str, Any], ...]) -> int:
     except Exception as error:  # some optimizers look at values, which are not there
         warn(f"the memory of optimizer={config.optimizer} is taken for Adam's: {error}")
         return 8 * count_parameters(model)
-    kept = [tensor for of_weight in made.state.values() for tensor in of_weight.values()]
+    kept = tree_leaves([*made.state.values()])  # also those in lists
     return sum(t.nbytes for t in kept if isinstance(t, Tensor) and t.dim())  # without counters
 
 

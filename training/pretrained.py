@@ -15,7 +15,7 @@ from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_shapes
+from training.build import build_shapes, not_finite
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
@@ -175,8 +175,8 @@ def check_state(state: dict, path: Path) -> None:
         if found.get(name) != asked.get(name):
             sizes = f"{found.get(name, 'missing')}, in the model {asked.get(name, 'missing')}"
             raise UserError(f"{path}: {name} is {sizes}")
-        if not weights[name].isfinite().all():
-            raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
+    if names := not_finite(weights, config):
+        raise UserError(f"{path}: {names[0]} is not finite; give an older checkpoint")
 
 
 # -----------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from training.ranks import Ranks
 from training.tracker import Tracker
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
+# ends that complete a run, after a last evaluation; after others the same command resumes it
+COMPLETE = ("eval_only", "max_iters", "hours", "until")
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
 SPIKE = 2.0  # warn of a loss this many times its running mean
 OVERFITS = 1.01  # warn of a validation loss this many times the best: more than noise
@@ -363,8 +365,7 @@ class RunLog:
         say(f"end: {said} after {p.iter_num:,} iterations, {count(p.tokens)} tokens, {date()}")
         so_far = dict(iters=p.iter_num, tokens=p.tokens, hours=self.hours())
         self.record("end", reason=reason, **so_far, ledger=dict(self.seconds))
-        complete = p.iter_num >= self.config.max_iters or by_clock
-        if not (self.config.eval_only or complete):
+        if not (self.config.eval_only or reason in COMPLETE):
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
             script = "python" if self.ranks.world_size == 1 else "torchrun ..."
             say(f"to continue: {script} {command_line(*sys.argv)}{more}")

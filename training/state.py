@@ -2,16 +2,19 @@
 What a checkpoint holds, how it is saved, and how a run takes it over.
 """
 
-import copy
+import inspect
 from dataclasses import asdict, fields
 from pathlib import Path
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common.console import RunError, UserError
 from configurator import Config, config_values, saved_config
 from data.shards import Dataset
 from model import GPTConfig
 from training import checkpoint
-from training.build import build_shapes, check_optimizer, optimizer_groups
+from training.build import build_shapes, check_optimizer, not_finite, optimizer_groups
 from training.hardware import Hardware, get_rng_state, set_rng_state
 from training.pretrained import check_state
 from training.progress import Progress
@@ -49,9 +52,9 @@ def write_checkpoint(state: dict, log: RunLog) -> str:
     it, best_iter = state["progress"]["iter_num"], state["progress"]["best_iter"]
     out_dir, keep = Path(log.config.out_dir), log.config.keep_checkpoints
     path, whole = checkpoint.checkpoint_path(out_dir, it), log.newest_checkpoint()
-    if not all(weights.isfinite().all() for weights in state["model"].values()):
+    if names := not_finite(state["model"], GPTConfig(**state["model_config"])):
         # once saved, they would in time replace the good checkpoints
-        problem = f"iter {it}: some weights are not finite and are not saved"
+        problem = f"iter {it}: {names[0]} is not finite, so the weights are not saved"
         raise RunError(f"{problem}; with a lower learning_rate, {log.way_back()}")
     if not (out_dir / "lock").exists():
         log.warn_once("gone", it, f"{out_dir} has gone, with the log in it; making it again")
@@ -113,6 +116,11 @@ def check_optimizer_state(state: dict) -> None:
                 raise ValueError(f"{name} of its {config.optimizer} is {[*found]}")
 
 
+def as_saved(kept, before):
+    """A value of an optimizer's state as it was saved, where torch has put it."""
+    return before.to(kept.device, copy=True) if isinstance(before, Tensor) else kept
+
+
 def restore(
     start: dict, model, optimizer, scaler, config: Config, hw: Hardware, rank: int
 ) -> Progress:
@@ -124,15 +132,19 @@ def restore(
         model.load_state_dict(start["model"])
     if "progress" not in start:
         return Progress()
-    groups = optimizer.state_dict()["param_groups"]
+    groups, saved = optimizer.state_dict()["param_groups"], start["optimizer"]
     ours = {key for group in optimizer_groups(model, config) for key in group}
-    for group, before in zip(groups, start["optimizer"]["param_groups"], strict=True):
-        # an optimizer's own counters stand here, too
-        own = before.keys() - ours - {"fused", "foreach", "capturable"}
-        group |= {key: before[key] for key in own}
-    optimizer.load_state_dict(start["optimizer"] | dict(param_groups=groups))
-    for kept in optimizer.state.values():  # on a CPU they would stay mapped to the file
-        kept.update(copy.deepcopy(kept))
+    for kind in type(optimizer).__mro__[:-1]:  # all but object
+        ours |= inspect.signature(kind).parameters.keys()
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        # what nobody has given it, such as its own counters
+        group |= {key: before[key] for key in before.keys() - ours}
+    optimizer.load_state_dict(saved | dict(param_groups=groups))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, before in saved["state"].items():
+        kept = optimizer.state[parameters[number]]
+        # as saved: torch casts to the parameter's type, and on a CPU leaves them mapped to the file
+        kept.update(tree_map(as_saved, {name: kept[name] for name in before}, before))
     if scaler.is_enabled() and start["scaler"]:
         scaler.load_state_dict(start["scaler"])
     if rank < len(start["rng"]):
