@@ -39,7 +39,7 @@ BITS_NOISE = 0.002  # bits per byte: LOSS_NOISE at GPT-2's 4.5 bytes per token
 SHORT_RUN = 400  # iterations: after more, padding costs nothing (results/own_text.md)
 LOWEST_IS_BEST = ("lower", "less")
 SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
-UNEQUAL_TOKENIZERS = "unequal tokenizers; bits per byte do, on the same text"
+UNEQUAL_TOKENIZERS = "unequal tokenizers; bits per byte are, on the same text"
 
 # -----------------------------------------------------------------------------
 # Side by side

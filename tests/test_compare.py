@@ -446,7 +446,7 @@ def test_runs_of_unequal_tokenizers_are_compared_by_bits_per_byte(tmp_path, scri
     b = write_run(tmp_path / "b", 36_000, {0: 6.0, 5: 2.5, 10: 2.0}, dataset="y", **own)
     code, out, err = script(compare.main, a, b, f"--json={tmp_path / 'table.json'}")
     assert code == 0 and len(err) == 1  # the first reason, once
-    assert err[0].endswith("not compare: unequal tokenizers; bits per byte do, on the same text")
+    assert err[0].endswith("comparable: unequal tokenizers; bits per byte are, on the same text")
     best = row(out, "best bits per byte")
     assert best.split()[4:] == ["0.8000", "1.0000", "a", "0.2000", "lower"]
     for label in ("best val loss", "val loss at iteration 10", "tokens to val", "time to val"):
