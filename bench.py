@@ -205,7 +205,7 @@ def machine(hw: hardware.Hardware) -> dict:
         device=hw.name,
         dtype=hw.dtype_name,
         peak_tflops=hw.peak_tflops,
-        cpu=hardware.processor_name(),
+        cpu=hardware.cpu_name(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         date=time.strftime("%Y-%m-%d"),

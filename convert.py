@@ -1,5 +1,5 @@
 """
-Weights in and out: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's own.
+Convert weights: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
 
     python convert.py hf-to-ckpt DIR OUT.pt         DIR: config.json, model.safetensors; or gpt2-xl
     python convert.py ckpt-to-hf CKPT DIR           for AutoModelForCausalLM and AutoTokenizer; DIR:
@@ -48,9 +48,9 @@ NO_CLASS = "transformers has no class for that; share the checkpoint and model.p
 
 def ckpt_to_hf(source: str, out: str) -> str:
     """
-    The model in float32, as GPT2LMHeadModel; a fast one with the code that computes it. Returns
-    what the weights were, in words. Raises UserError, also where the export would compute something
-    else than the checkpoint's model.
+    Export the model in float32, as GPT2LMHeadModel; a fast model with its code. Returns in words
+    what the weights were. Raises UserError, also if the export would compute something else than
+    the checkpoint's model.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
@@ -80,8 +80,8 @@ def ckpt_to_hf(source: str, out: str) -> str:
 
 def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
     """
-    The weights by Hugging Face's names and shapes: without the vocabulary's padding, and with zeros
-    for the biases that this model does not have.
+    The weights with Hugging Face's names and shapes: without padding of the vocabulary, and with
+    zeros for biases that the model does not have.
     """
     config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
     weights = {}
@@ -100,12 +100,12 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
 
 
 def fast_weights(state: dict) -> dict[str, torch.Tensor]:
-    """The weights by the modelling file's names, with the vocabulary's padding, which it cuts."""
+    """The weights with the modelling file's names, and with padding, which that file cuts off."""
     return {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Two blocks may share a tensor; a file of safetensors holds none under two names."""
+    """A copy, because blocks may share a tensor, and safetensors stores none under two names."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -113,17 +113,17 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 def check_logits(state: dict, weights: dict, hf: dict) -> None:
     """
     Raises UserError unless the exported weights, computed as transformers will, give the logits of
-    the checkpoint's own model. People change model.py, and transformers' GPT-2 does not follow.
+    the checkpoint's own model. People change model.py; transformers' GPT-2 stays as it is.
     """
     config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
     with SkipInit():
         model = build_model(config).eval()
-    # of a copy: `assign` marks the dict itself, so that a later load of it would assign too
+    # a copy, because `assign` marks the dict, so that later loads of it would assign too
     model.load_state_dict(dict(state["model"]), assign=True)
     generator = torch.Generator().manual_seed(0)
-    # block_size of them: a sliding window matters only beyond its length
+    # a full context: a sliding window matters only beyond its length
     idx = torch.randint(vocab, (1, config.block_size), generator=generator)
-    if hf["eos_token_id"] is not None:  # a model may attend within a document alone
+    if hf["eos_token_id"] is not None:  # the model may attend only within a document
         idx[0, config.block_size // 2] = hf["eos_token_id"]
     logits = model(idx)[..., :vocab]
     if isinstance(model, FastGPT):
@@ -148,8 +148,8 @@ def gpt2_logits(
 ) -> tuple[torch.Tensor, list[str]]:
     """
     idx (1, T) -> logits (1, T, V), as transformers' GPT-2 computes them from an export, without
-    model.py; and the names of the tensors that it did not need. Raises KeyError or RuntimeError
-    where one is missing or has another shape.
+    model.py; and the names of the unused tensors. Raises KeyError or RuntimeError if a tensor
+    is missing or has another shape.
     """
     unused = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
 
@@ -182,7 +182,7 @@ def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
     hf: dict = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
     hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
-    # where no tokenizer files are written AutoTokenizer fails, and opens no empty GPT-2 tokenizer
+    # without tokenizer files AutoTokenizer must fail, instead of opening an empty GPT-2 tokenizer
     hf |= dict(tokenizer_class="PreTrainedTokenizerFast")
     if config.model == "fast":
         hf |= dict(model_type="nightshift_fast", model_config=asdict(config), auto_map=AUTO_MAP)
@@ -194,24 +194,24 @@ def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
 
 def fast_code() -> dict[str, str]:
     """
-    The modelling file of a fast model, and what it imports, as siblings, by name. Raises UserError
-    where that imports more of this program.
+    The modelling file of a fast model and the files it imports, by name. Raises UserError if they
+    import more of this program.
     """
     root, files = Path(__file__).parent, {}
     for name in CODE_FILES:
         code = (root / name).read_text("utf-8").replace("\nfrom model", "\nfrom .nightshift_model")
         for module in re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?: |,|$)", code, re.MULTILINE):
             if (root / module).is_dir() or (root / f"{module}.py").is_file():
-                mend = "put what it needs into model_fast.py"
-                raise UserError(f"{name}: imports {module}, which is not exported; {mend}")
+                hint = "put what it needs into model_fast.py"
+                raise UserError(f"{name}: imports {module}, which is not exported; {hint}")
         files[f"nightshift_{Path(name).name}"] = code
     return files
 
 
 def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
     """
-    A bpe or gpt2 tokenizer for AutoTokenizer, which adds no token by itself; GPT-2's from the files
-    that tiktoken has or downloads, or none where it cannot.
+    Write a bpe or gpt2 tokenizer for AutoTokenizer that adds no tokens by itself. GPT-2's is made
+    from the files that tiktoken has or downloads; without them none is written.
     """
     from tiktoken.load import read_file_cached
 
@@ -219,7 +219,7 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
     if tokenizer["kind"] == "bpe":
         text = Tokenizer(tokenizer)
         end, settings["tokenizer_class"] = text.decode([text.eot]), "PreTrainedTokenizerFast"
-        # without what it may ask for beside encoding, and training does not do
+        # without settings that go beyond encoding, which training does not apply
         content = json.loads(tokenizer["json"])
         content |= dict(post_processor=None, truncation=None, padding=None)
         (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -243,14 +243,14 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
 
 def to_ckpt(source: str, out: str) -> str:
     """
-    Weights as a checkpoint of their own, with no run in it to resume. Returns what they were, in
-    words. Raises UserError.
+    Write weights as a checkpoint, without a run to resume. Returns in words what they were. Raises
+    UserError.
     """
     state, path = load_pretrained(source), Path(out)
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
     checkpoint.save(state, path)
-    say(f"{path}: written; train on from it, or sample from it, with --init_from={path}")
+    say(f"{path}: written; train or sample from it with --init_from={path}")
     return state["source"]
 
 

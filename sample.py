@@ -8,11 +8,11 @@ Sample from a trained model.
     python sample.py --help                                every key
 
 On a terminal and without --start it asks for prompts, and answers each with one sample. Elsewhere
-it starts from a new line.
+it samples without a prompt.
 
 Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
-ignored. All samples are one batch: the first is printed as it grows, the others after it. A sample
-ends at the end of text.
+ignored. All samples are one batch: the first is printed while it grows, the others after it. A
+sample ends at an end-of-text token.
 """
 
 import common  # before torch  # noqa: F401  isort: skip
@@ -43,14 +43,14 @@ class SampleConfig:
     init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
     out_dir: str = key("out", "a run's folder, for init_from=resume")
     start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", free_text=True)
-    num_samples: int = key(10, "samples of each prompt; of a typed one: 1", low=1, high=2**16)
+    num_samples: int = key(10, "samples per prompt; 1 for a typed prompt", low=1, high=2**16)
     max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
     temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
     top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)
-    top_p: float = key(1.0, "draw from the likeliest, up to this sum", low=1e-9, high=1.0)
-    seed: int = key(1337, "another seed, other samples", low=0, high=2**63 - 1)
+    top_p: float = key(1.0, "nucleus sampling: keep this probability", low=1e-9, high=1.0)
+    seed: int = key(1337, "of the random numbers", low=0, high=2**63 - 1)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu")
-    dtype: str = key("auto", "of the weights", DTYPES)
+    dtype: str = key("auto", "dtype of the weights", DTYPES)
     compile: bool = key(False, "torch.compile the model: slower at first")
     # Not a key: the names of the keys that a file or flag has set
     given: frozenset[str] = field(default=frozenset(), compare=False)
@@ -64,18 +64,18 @@ def read_prompt(start: str) -> str:
 
 
 def ask_prompts() -> Iterator[str]:
-    """Lines that are typed, until an empty one or the end of input."""
+    """Typed lines, until an empty one or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() arrow keys and a history
     print_err("type a prompt; an empty line ends, Ctrl-C ends a sample")
     with contextlib.suppress(EOFError):
         while prompt := input("> "):
             yield prompt
-    print()  # Ctrl-D leaves the cursor behind the >
+    print()  # after Ctrl-D the cursor is behind the >
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:
-    """The prompt's tokens; of an empty prompt, what a sample from nothing starts with."""
+    """The prompt's tokens; for an empty prompt, the tokenizer's start_ids()."""
     if text.kind == "char":
         unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
         if unknown:
@@ -129,7 +129,7 @@ def print_growing(
 ) -> None:
     """
     Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints the
-    first one as it grows.
+    first sample while it grows.
     """
     growing, printed = set(range(len(samples))), ""
     for new in new_ids:
@@ -138,7 +138,7 @@ def print_growing(
                 growing.discard(row)
             elif row in growing:
                 samples[row].append(token)
-        # without the bytes of a character whose other bytes may follow
+        # without a character whose other bytes may still follow
         whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
         print(printable(whole[len(printed) :]), end="", flush=True)
         printed = max(printed, whole, key=len)
@@ -158,13 +158,13 @@ def main(argv: list[str]) -> int:
     if asks and "num_samples" not in config.given:
         config.num_samples = 1
     prompts = ask_prompts() if asks else [read_prompt(config.start)]
-    # a training config may say auto or scratch
+    # a training config may have auto or scratch
     from_run = config.init_from in ("resume", "auto", "scratch")
     state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
     text = Tokenizer(state["tokenizer"])
     model, vocab = load_model(state, config), state["vocab"]
     print_err(f"model: {state['source']}")
-    del state  # it maps its file, which a run on Windows could neither replace nor delete
+    del state  # it maps its file, which on Windows a run could then not replace
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(config.seed)
     for prompt in prompts:
         try:

@@ -62,12 +62,11 @@ def train_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     One iteration: this rank's micro-batches, (B, T) inputs and targets each, forward and backward;
-    then one update, which is skipped where a gradient is not finite. The gradient is that of the
-    mean loss over all targets of the iteration, of all ranks; targets of -1 count for nothing.
+    then one update, which is skipped if a gradient is not finite. The gradient is that of the mean
+    loss over all targets of the iteration, on all ranks; targets of -1 are ignored.
 
     Returns the sum of the loss over this rank's targets in nats, their number, and the gradient
-    norm before clipping. All stay on the device, and with a fused optimizer nothing here waits for
-    it.
+    norm before clipping. All stay on the device; with a fused optimizer nothing here waits for it.
     """
     counts = torch.stack([(y != -1).sum() for _, y in micro_batches])
     mean_count = mean_over_ranks(counts.sum())  # DDP averages the ranks' gradients
@@ -79,7 +78,7 @@ def train_step(
         with model.no_sync() if defers else contextlib.nullcontext():
             with autocast:
                 loss = model(x, y)
-            # weighted by its targets; where all have equally many: loss / len(micro_batches)
+            # weighted by its number of targets; if these are equal: loss / len(micro_batches)
             scaler.scale(loss / (mean_count / counts[micro_step])).backward()
         loss_sum += loss.detach() * counts[micro_step]
     scaler.unscale_(optimizer)
@@ -91,16 +90,16 @@ def train_step(
         grad_norm = torch.nn.utils.get_total_norm(grads)
     if not optimizer.state:  # the first update
         build.warn_of_idle(model)
-    # others may keep state of their own, which a skipped update would spoil
+    # other optimizers may have state that a skipped update would spoil
     if optimizer.defaults.get("fused") and type(optimizer) in (torch.optim.AdamW, Muon):
         if not scaler.is_enabled():
-            # where it is 1 these two skip the update, without asking the host
+            # if it is 1, these two skip the update, without a host sync
             optimizer.found_inf = (~grad_norm.isfinite()).float()
         scaler.step(optimizer)
     elif grad_norm.isfinite():  # waits for the device
         scaler.step(optimizer)
     scaler.update()
-    # DDP's gradients are views of its buckets; set to None, they would take memory of their own
+    # DDP's gradients are views of its buckets; after None they would take memory of their own
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return loss_sum, counts.sum(), grad_norm
 
@@ -111,7 +110,7 @@ def evaluate(
 ) -> tuple[float, int] | None:
     """
     Sum of the loss over all targets of `batches` in nats, without dropout, and their number. None
-    where stop(), which is asked before each batch, said so. Leaves the model in training mode.
+    if stop(), which is called before each batch, returns true. Leaves the model in training mode.
     """
     losses, counts = [], []
     model.eval()
@@ -130,12 +129,12 @@ def evaluate(
 
 def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     """
-    The learning rate of iteration `it`: linear warm-up to `highest`, then the decay to min_lr at
-    iteration `horizon`. By the clock that is it / share, with `share` of the time gone by.
+    The learning rate of iteration `it`: linear warmup to `highest`, then decay to min_lr at
+    iteration `horizon`. With --hours the horizon is it / share, with `share` of the time used.
     """
     warmup = min(config.warmup_iters, horizon / 10) if config.by_clock else config.warmup_iters
     if it < warmup:
-        return highest * (it + 1) / (warmup + 1)  # nanoGPT's: the first rate is above 0
+        return highest * (it + 1) / (warmup + 1)  # as nanoGPT: the first rate is above 0
     if config.lr_schedule == "constant":
         return highest  # exactly: min_lr + (highest - min_lr) rounds
     start: float = warmup
@@ -147,8 +146,9 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
 
 def set_lr(optimizer, it: int, config: Config, share: float) -> float:
     """
-    Set each group's rate for iteration `it`. Returns the first group's, which is logged. `share`:
-    how far a run by the clock is; its decay ends where a steady pace is when the time is up.
+    Set each group's learning rate for iteration `it`. Returns the first group's, which is logged.
+    `share`: of the time of a run with --hours or --until; at a steady pace its decay ends when the
+    time is up.
     """
     horizon: float = config.lr_decay_iters or config.max_iters
     if share > 0:
@@ -163,10 +163,10 @@ def set_lr(optimizer, it: int, config: Config, share: float) -> float:
 
 
 def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
-    """Compile the model, on throw-away data. Where that fails, a warning, and it stays as it is."""
+    """Compile the model, on random data. If that fails, warn, and leave the model uncompiled."""
     say("compiling: this takes about a minute")
     began = time.perf_counter()
-    # like real batches, strides too, or the first real one would compile again
+    # with the strides of real batches, or the first one would compile again
     x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
     before, training = hardware.get_rng_state(hw.device), not config.eval_only
     compile_model(model)
@@ -175,17 +175,17 @@ def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
             with hw.autocast():
                 loss = model(x, y)
             loss.backward()
-            # compiled code draws other numbers: then the loss of an evaluation is compared
+            # compiled code draws other random numbers; then compare an evaluation's loss
             now = hardware.get_rng_state(hw.device)
             training = all(torch.equal(before[name], now[name]) for name in before)
         total, count, *_ = evaluate(model, [(x, y)], hw.autocast()) or (math.nan, 1)
         compiled_loss = loss.item() if training else total / count
         build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
-    except Exception as error:  # no compiler here: every backend fails in its own way
+    except Exception as error:  # no compiler: every backend fails in its own way
         if hardware.is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if sys.platform == "win32" and "riton" in reason:  # torch brings none there
+        if sys.platform == "win32" and "riton" in reason:  # not part of torch there
             reason += '; pip install "triton-windows<3.8"'
         warn(f"torch.compile does not work here ({reason}); continuing without it")
         config.compile = False
@@ -204,13 +204,13 @@ def reason_to_end(config: Config, iter_num: int, over: str | None) -> str | None
 
 def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str | None:
     """
-    Wait until every rank has its windows of the next iteration on the host. Returns why no
-    iteration can follow: a signal's name, "data" where a rank cannot read on, or None.
+    Wait until every rank has the windows of the next iteration on the host. Returns why no
+    iteration can follow: a signal's name, "data" if a rank cannot read on, or None.
     """
     while True:
         ready = batches.ready(accum)
         failed, waiting = signals.look(batches.error is not None, not ready)
-        if signals.name or (failed and waiting):  # for what another rank knows will not come
+        if signals.name or (failed and waiting):  # for windows that will never come
             return signals.name or "data"
         if not waiting:
             return None
@@ -221,17 +221,17 @@ def estimate_loss(
 ) -> list[float] | None:
     """
     Mean loss on fixed windows of the train and of the val split: the same tokens at any micro-batch
-    and number of ranks. None where a signal came, or a rank cannot read its windows: `batches` then
-    knows why. All ranks take part.
+    and number of ranks. None if a signal came, or if a rank cannot read its windows; the reason is
+    then in batches.error. All ranks take part.
     """
     means, ranks, host = [], signals.ranks, torch.device("cpu")
-    # both splits are evaluated on equally many tokens
+    # both splits are evaluated on the same number of tokens
     tokens = min(config.eval_size, len(data.val))
     for split, spread in ((data.train, True), (data.val, False)):
         pending = eval_batches(split, tokens, config, host, spread, ranks.rank, ranks.world_size)
         failed = False
         try:
-            windows = list(pending)  # before the evaluation, as those of an iteration
+            windows = list(pending)  # read before the evaluation, as for an iteration
         except RunError as error:
             batches.error, failed = error, True
         if any(signals.look(failed)):
@@ -246,7 +246,7 @@ def estimate_loss(
 
 
 def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
-    """Show sample_tokens tokens from the model, drawn with the same random numbers each time."""
+    """Print sample_tokens tokens from the model, drawn with the same random numbers each time."""
     config, hw = log.config, log.hw
     if not math.isfinite(p.val_loss):
         return
@@ -269,9 +269,9 @@ def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
 
 def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> bool:
     """
-    Rank 0 saves `state`, all ranks take part. Returns whether it is on the disk. A disk that
-    refuses does not stop the run: the next log line tries again. The `last` save is tried each
-    minute until it works, and once more after a signal; then it raises RunError.
+    Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk. A full disk does
+    not stop the run; the next log line tries again. The `last` save is tried every minute until it
+    works, and once more after a signal; then it raises RunError.
     """
     it, ranks = state["progress"]["iter_num"], log.ranks
     while problem := ranks.from_main(write_checkpoint, state, log):
@@ -293,27 +293,27 @@ def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> b
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
-    # Rank 0 checks what is asked for, and lists all that is wrong before anything is written
+    # Rank 0 checks the command line, and lists all problems before anything is written
     c, path = ranks.from_main(prepare, argv, ranks.world_size)
     if path:
         ranks.check_same(str(path), path.exists(), "several machines need one shared --out_dir")
-    start = load_start(c, path)  # the checkpoint, or weights of others; empty from scratch
+    start = load_start(c, path)  # the checkpoint, other weights, or empty
     if ranks.from_main(is_finished, c, start):
         return 0
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
-    data = open_data(c, start, ranks)  # where it is missing, the quickstart's is made here
+    data = open_data(c, start, ranks)  # if missing, the quickstart's is made here
 
     # Model and optimizer; on resume, in their saved state
     hardware.set_seed(c.seed)  # the same weights on every rank
     model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
-    hardware.set_seed(c.seed + ranks.rank)  # but other dropout
+    hardware.set_seed(c.seed + ranks.rank)  # but different dropout
     optimizer = build_optimizer(model, c, hw.dtype)
     scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
     p = restore(start, model, optimizer, scaler, c, hw, ranks.rank)
     eval_model = model  # its weights are evaluated, sampled from, saved and exported
 
-    # Log, clock and data. From here on out_dir is this run's
+    # Log, clock and data. From here on out_dir belongs to this run
     clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
     log = RunLog(c, hw, ranks, clock, start if path else {})
     check_folder(c, path, p.best_iter, log)
@@ -327,22 +327,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         with hardware.no_trace(model, hw.device):
             compile_or_warn(model, c, data.vocab, hw)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
-    gc.collect()  # free what compiling has left
-    gc.freeze()  # the collector would look through a million objects of torch's each time
+    gc.collect()  # free what compiling left behind
+    gc.freeze()  # or each collection would search a million objects of torch
     log.lap("compile")
     accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
-    signals = Signals(ranks, log)  # from here on one asks the loop to save and stop
-    unsaved = path is None  # the disk lacks the present state; a new run has saved nothing yet
+    signals = Signals(ranks, log)  # from here on a signal asks the loop to save and stop
+    unsaved = path is None  # the present state is not on the disk
     retry = is_logged = False
 
     while True:
-        # Between two iterations: rank 0's clock decides for all. A signal to any rank, or data
-        # that a rank cannot read, ends the loop for all.
+        # Between two iterations: rank 0's clock decides for all. A signal to any rank, or a rank
+        # that cannot read its data, ends the loop for all.
         share, evaluation_due, save_due, over = ranks.from_main(clock.look, p.iter_num)
         reason = reason_to_end(c, p.iter_num, over) or wait_for_data(batches, accum, signals)
         best_on_disk = p.best_val_loss, p.best_iter
 
-        # every eval_interval, and when complete: all ranks evaluate, unless a signal comes
+        # every eval_interval, and at the end: all ranks evaluate, unless a signal comes
         due = reason in COMPLETE or (evaluation_due and not reason)
         if due and (c.eval_only or p.evaluated_at != p.iter_num):
             log.lap("steps")
@@ -357,14 +357,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 reason = signals.name or "data"  # the resumed run begins with this evaluation
             clock.note("evaluation", log.lap("evaluation"), done=losses is not None)
 
-        # rank 0 saves: after an evaluation, every checkpoint_interval or else ten minutes, with a
-        # log line after a save that failed, and at the end
+        # rank 0 saves: after an evaluation, every checkpoint_interval or ten minutes, at a log line
+        # after a failed save, and at the end
         signals.loop_is_over = reason not in (None, signals.name)
         if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
             log.lap("steps")
             state = checkpoint_state(data, eval_model, optimizer, scaler, p, log)
             unsaved = retry = not save_checkpoint(state, log, signals, last=reason is not None)
-            if retry:  # best.pt is still the one before
+            if retry:  # best.pt is still the previous one
                 p.best_val_loss, p.best_iter = best_on_disk
             clock.note("checkpoints", log.lap("checkpoints"), done=not retry)
         if reason:
@@ -380,7 +380,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         p.advance(micro_batches, ranks.world_size, batches.consumed)
         unsaved = True
 
-        # every log_interval, and the last one: iterations wait for the device only here
+        # every log_interval, and at the end: only here do iterations wait for the device
         is_logged = (
             (p.iter_num - 1) % c.log_interval == 0 or p.iter_num == c.max_iters or share >= 1
         )
@@ -390,7 +390,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     batches.close()
     log.end(reason, p, batches.waited)
     signals.close()
-    if reason == "data":  # the rank that cannot read on says why
+    if reason == "data":  # the rank that cannot read raises its error
         raise batches.error or RunError()
     return 128 + signal.Signals[reason] if reason == signals.name else 0
 

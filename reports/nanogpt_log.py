@@ -1,5 +1,5 @@
 """
-What nanoGPT printed, read as records like those of this program's metrics.jsonl.
+nanoGPT's console output, read as records like those of metrics.jsonl.
 """
 
 import ast
@@ -15,7 +15,7 @@ from reports.records import Run, number, percentile
 from training.metrics import plain
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
-# where nanoGPT's defaults differ from this program's; it pads GPT-2's vocabulary only
+# nanoGPT's defaults that differ from ours; it pads GPT-2's vocabulary only
 NANOGPT_DEFAULTS = dict(device="cuda", lr_decay_iters=600000)
 NANOGPT_DEFAULTS |= dict.fromkeys(("dtype", "pad_vocab_multiple", "eval_tokens"))  # by the run
 
@@ -23,16 +23,16 @@ N = r"-?(?:[\d.]+|nan|inf)"
 STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms", re.MULTILINE)
 EVAL = re.compile(rf"^step (\d+): train loss {N}, val loss ({N})", re.MULTILINE)
 SETTING = re.compile(r"(Overriding: )?(\w+) *= *([^#=]+?) *(?:#.*)?")
-ASSIGNED = re.compile(r"([^#(]*)(?<![<>!=])=(?!=)")  # what stands left of the last = of a line
-PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the one kind of formula in nanoGPT's config files
+ASSIGNED = re.compile(r"([^#(]*)(?<![<>!=])=(?!=)")  # everything left of the last = of a line
+PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the only kind of formula in nanoGPT's config files
 
 
 def read_nanogpt_log(path: Path) -> Run:
     """
     Read what nanoGPT printed, or the part of it that was kept. Raises UserError and OSError.
 
-    Its iteration times include evaluations and checkpoints. Where there was one, the time above the
-    median is booked as that. FLOPs per token come from the configuration that it printed.
+    Its iteration times include evaluations and checkpoints; for such iterations, the time above the
+    median counts as the pause. FLOPs per token come from the printed configuration.
     """
     text = read_text(path)
     if ", tok/s " in text:
@@ -40,20 +40,20 @@ def read_nanogpt_log(path: Path) -> Run:
     warnings, (config, unknown) = [], read_settings(text)
     if unknown:
         lines = ", ".join(dict.fromkeys(unknown.values()))
-        warnings.append(f"{path}: no plain value in {lines}; it and what needs it are n/a")
+        warnings.append(f"{path}: no plain value in {lines}; what depends on it is n/a")
     tokens_per_iter = find_number(r"tokens per iteration will be: ([\d,]+)", text)
     if math.isnan(tokens_per_iter):
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         warnings.append(f"{path}: {missing}")
 
     start = dict(kind="start", program="nanoGPT", config=config, dtype=config.get("dtype"))
-    if "cuda" not in (config.get("device") or "cuda"):  # which does not tell which card it was
+    if "cuda" not in (config.get("device") or "cuda"):  # "cuda" does not say which GPU it was
         start["device"] = config["device"]
     parameters, flops = find_sizes(text, config)
     sizes = dict(parameters=parameters, flops_per_token=flops, tokens_per_iter=tokens_per_iter)
     start |= {key: plain(float(value)) for key, value in sizes.items()}
     run = Run(path.stem, [start, *read_records(text, tokens_per_iter)])
-    # The printed MFU is relative to an A100, whatever the card: it only tells how many there were
+    # The printed MFU is relative to an A100 on every GPU; it only shows how many GPUs there were
     shares = [float(mfu) / 100 for mfu in re.findall(rf"mfu ({N})%", text) if float(mfu) > 0]
     speed = number(percentile(run.step["tokens_per_sec"], 50))
     cards = flops * speed / NANOGPT_PEAK_FLOPS / statistics.median(shares or [math.nan])
@@ -63,16 +63,16 @@ def read_nanogpt_log(path: Path) -> Run:
 
 
 def find_number(pattern: str, text: str) -> float:
-    """A number that the log has printed with commas; NaN where it has not."""
+    """A number that the log prints with commas; NaN if it does not."""
     match = re.search(pattern, text)
     return float(match[1].replace(",", "")) if match else math.nan
 
 
 def read_settings(text: str) -> tuple[dict, dict[str, str]]:
     """
-    The configuration of the run, None for what is not known, and by key the lines whose values are
-    computed, such as n_layer = layers. Both are empty where the log prints no configuration: then
-    not even the defaults are certain.
+    The configuration of the run, None for unknown values; and by key, the lines whose values are
+    computed, such as n_layer = layers. Both are empty if the log prints no configuration, because
+    then not even the defaults are certain.
     """
     printed, unknown, known = {}, dict[str, str](), NANOGPT_FIELDS | FIELDS
     del known["wandb_run_name"]  # in nanoGPT's config files it holds the time of day
@@ -101,8 +101,8 @@ def read_settings(text: str) -> tuple[dict, dict[str, str]]:
 
 def read_value(text: str, field: Field, is_flag: bool):
     """
-    A printed value in its key's type. Raises UserError, ValueError or SyntaxError where it is none.
-    nanoGPT prints texts that a flag has set without quotes, and config files as they are.
+    A printed value in its key's type. Raises UserError, ValueError or SyntaxError if it is not a
+    value. nanoGPT prints strings from flags without quotes, and config files as they are.
     """
     if is_flag and field.type is str:
         return text
@@ -121,7 +121,7 @@ def read_records(text: str, tokens_per_iter: float) -> list[dict]:
     for it in sorted(steps.keys() | evals.keys()):
         so_far = dict(iter=it, tokens=it * tokens_per_iter)
         if it in evals:
-            # the first iteration's time holds compilation, too
+            # the time of the first iteration includes compilation
             if it in steps and it > 0:
                 pauses_ms += max(0, steps[it][1] - usual_ms)
             hours = (it * usual_ms + pauses_ms) / 3.6e6
@@ -137,7 +137,7 @@ def read_records(text: str, tokens_per_iter: float) -> list[dict]:
 
 
 def find_sizes(text: str, config: dict) -> tuple[float, float]:
-    """Parameters and FLOPs per token, NaN where the log does not tell."""
+    """Parameters and FLOPs per token, NaN if the log does not show them."""
     L, C, T = (number(config.get(key)) for key in ("n_layer", "n_embd", "block_size"))
     counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
     exact = sum(int(digits.replace(",", "")) for digits in counted)

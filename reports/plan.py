@@ -2,10 +2,9 @@
 bench.py's mode plan: tokens, FLOPs, hours, memory, energy and cost of a run before it starts, for
 any GPU of gpus.csv.
 
-The time of an iteration is given (--iter_seconds), taken from a run's log (--from_run), or
-estimated from the card's peak at an assumed MFU, with a range. Without a GPU it is measured. The
-rest is arithmetic on it. A plan is a flat dict of figures, None where unknown: memory in GiB, disk
-in GB.
+The time per iteration is given (--iter_seconds), taken from a run's log (--from_run), or estimated
+from the GPU's peak at an assumed MFU, with a range; without a GPU it is measured. Everything else
+follows from it. A plan is a flat dict of figures, None if unknown: memory in GiB, disk in GB.
 """
 
 import math
@@ -27,29 +26,29 @@ from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.memory import checkpoint_bytes, checkpoint_files, fitting_batch, memory_bytes
 from training.ranks import check_shares
 
-# What compiled GPT-2 training reaches of a card's peak, as (low, likely, high), where gpus.csv has
-# no published measurement of it. Published: four GeForce cards 55 to 84 %, 18 kinds of others 25
-# to 58 %. A laptop's lowest boost clock is 0.6 to 0.8 of the highest, which its peak is for.
+# MFU of compiled GPT-2 training as (low, likely, high), for GPUs without a published measurement in
+# gpus.csv. Published: four GeForce cards 55% to 84%, 18 kinds of others 25% to 58%. The peak of a
+# laptop GPU is for its highest boost clock; the lowest is 0.6 to 0.8 of it.
 GEFORCE_MFU = (0.45, 0.65, 0.85)
 LAPTOP_MFU = (0.25, 0.50, 0.80)
 OTHER_MFU = (0.25, 0.35, 0.50)
-MFU_MARGIN = 0.1  # around published ones, which are of another program on another machine
+MFU_MARGIN = 0.1  # around published values, which are for other programs and machines
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
-# Assumed where --link_gbits is not given, GB/s: PCIe 4.0 without peer access in a machine, where
-# gpus.csv has no other link; 100 Gbit/s between machines. A tenth of the bits arrive as bytes.
+# Assumed without --link_gbits, in GB/s: in a machine PCIe 4.0 without peer access, unless gpus.csv
+# has another link; between machines 100 Gbit/s. Ten bits on the link carry a byte.
 PCIE_GBS, NETWORK_GBS, GPUS_OF_A_MACHINE = 12, 10, 8
-# The driver needs the rest of a card's memory. Torch shows less than the size in its data sheet,
-# least where ECC is on (a T4 14.6 of 16 GiB), and a desktop takes its share.
+# The driver needs the rest of the memory. Torch reports less than the data sheet, especially with
+# ECC (a T4 14.6 of 16 GiB), and a desktop uses some.
 USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
-# Ten iterations of more FLOPs would take a CPU more than some minutes, GPT-124M's hours
+# Ten iterations with more FLOPs would take a CPU many minutes; GPT-2 124M's would take hours
 MOST_FLOPS_MEASURED = 1e14
-# relative: older logs have FLOPs by a formula, which counts norms too
+# relative; older logs have FLOPs by a formula that also counts norms
 FLOPS_TOLERANCE = 0.01
-# keys of the configuration that a plan repeats
+# keys of the configuration that a plan contains
 TAKEN_OVER = ("max_iters", "batch_size", "gradient_accumulation_steps")
 
 # -----------------------------------------------------------------------------
-# The card
+# The GPU
 
 
 def card_of_row(row: dict[str, str], config: Config) -> dict:
@@ -78,12 +77,12 @@ def card_here(config: Config) -> dict:
 
 
 def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
-    """(low, likely, high), and what they rest on."""
+    """(low, likely, high), and where they come from."""
     published = {short_name(row): row["mfu_percent"] for row in read_gpu_table()}
     if percent := published.get(card["gpu"].removeprefix("NVIDIA ")):
         low, high = float(percent.split("-")[0]) / 100, float(percent.split("-")[-1]) / 100
         span = (1 - MFU_MARGIN) * low, (low + high) / 2, (1 + MFU_MARGIN) * high
-        return span, f"others measured {percent}% in bfloat16 on this card"
+        return span, f"others measured {percent}% in bfloat16 on this GPU"
     if "Laptop" in card["gpu"]:
         return LAPTOP_MFU, "a laptop's power limit decides"
     of_its_kind = GEFORCE_MFU if "GeForce" in card["gpu"] else OTHER_MFU
@@ -91,13 +90,13 @@ def assumed_mfu(card: dict) -> tuple[tuple[float, float, float], str]:
 
 
 # -----------------------------------------------------------------------------
-# The pace: how long an iteration takes on all GPUs together, and how that is known
+# The pace: the time per iteration on all GPUs together, and where it comes from
 
 
 def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> dict:
     known = "give --iter_seconds or --from_run"
     if not card["peak_tflops"]:
-        hint = f"name another card, as in --gpu=4070, or {known}"
+        hint = f"name another GPU, as in --gpu=4070, or {known}"
         raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {hint}")
     flops, words = build.count_flops(model)
     if flops is None:
@@ -119,9 +118,9 @@ def known_pace(source: str, seconds: float) -> dict:
 
 def pace_of_run(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
     """
-    The card that a run was on, and the pace of `config` by its median iteration: without the
-    exchange that several GPUs had in it, so that the plan's own is the only one. Raises UserError
-    if the log has no iteration, another model or less time than its exchange takes.
+    The GPU of a run, and the pace of `config` by the run's median iteration, without the run's
+    exchange of gradients, so that the plan's exchange is the only one. Raises UserError if the log
+    has no iteration, another model, or less time than the exchange takes.
     """
     run = Path(options.from_run)
     path, start, rate = run / "metrics.jsonl", {}, None
@@ -141,7 +140,7 @@ def pace_of_run(config: Config, model: GPTConfig, options: Namespace) -> tuple[d
         short = f"an iteration took {seconds:.3g} s, {exchange:.3g} s for its gradients"
         raise UserError(f"from_run: {short} at {link:g} GB/s; try --link_gbits=")
     share = config.iter_tokens / start["tokens_per_iter"] * n / options.gpus
-    # where the link is slower, more of the same time was exchange
+    # on a slower link, more of the same time was exchange
     span = [share * (seconds - exchange / 2), share * max(0.0, seconds - 2 * exchange)]
     pace = dict(pace=f"measured in {run}", iter_seconds=share * (seconds - exchange))
     card = dict(gpu=start["device"], dtype=start["dtype"], peak_tflops=start["peak_tflops"])
@@ -150,7 +149,7 @@ def pace_of_run(config: Config, model: GPTConfig, options: Namespace) -> tuple[d
 
 def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple[dict, dict]:
     """
-    The card: named, else the run's, else this machine's. The pace: known, else measured where this
+    The GPU: named, else the run's, else this machine's. The pace: known, else measured if this
     machine has no GPU, else estimated.
     """
     card = card_named(options.gpu, config) if options.gpu else None
@@ -178,10 +177,10 @@ def make_plan(
     config: Config, model: GPTConfig, card: dict, pace: dict, options: Namespace, hours: float = 0
 ) -> dict:
     """
-    All figures of a run; `hours`: those that a run by the clock has. In the plan, hours and kwh are
-    the iterations alone. hours_total, kwh_total and cost include the evaluations and checkpoints.
-    watts is what one GPU draws, without the rest of the machine. Several GPUs share the work
-    evenly, and average their gradients after it.
+    All figures of a run; `hours`: of a run with --hours or --until. In a plan, hours and kwh are of
+    iterations only; hours_total, kwh_total and cost include evaluations and checkpoints. watts is
+    the power of one GPU, without the rest of the machine. Several GPUs share the work evenly, and
+    average their gradients afterwards.
     """
     gpus, watts, most_iters = options.gpus, options.watts, config.max_iters
     params, flops = build.count_parameters(model), build.count_flops(model)[0]
@@ -210,8 +209,8 @@ def make_plan(
 
 def exchange_seconds(gpu: str, n: int, params: int, options: Namespace) -> tuple[float, float]:
     """
-    How long averaging the float32 gradients takes, of which each of n GPUs sends and receives
-    2 (N - 1) / N times all, and the link's GB/s: --link_gbits where it is for as many machines.
+    Seconds to average the float32 gradients, and the link's GB/s. Each of n GPUs sends and receives
+    2 (n - 1) / n times all gradients. --link_gbits counts if it is for the same kind of link.
     """
     links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
     inside = float(links.get(gpu.removeprefix("NVIDIA ")) or PCIE_GBS)
@@ -224,9 +223,8 @@ def exchange_seconds(gpu: str, n: int, params: int, options: Namespace) -> tuple
 
 def exchange_figures(p: dict, params: int, options: Namespace) -> dict:
     """
-    The time of an iteration with the averaging of its gradients; nothing overlaps
-    (docs/internals/multi_gpu.md). The range is that of the pace, and of a link twice as fast to one
-    half as fast.
+    The time per iteration, with averaging the gradients after it (docs/internals/multi_gpu.md). The
+    range includes that of the pace, and a link from twice to half as fast.
     """
     seconds, link = exchange_seconds(p["gpu"], options.gpus, params, options)
     low, high = p["iter_seconds_range"]
@@ -250,7 +248,7 @@ def memory_figures(config: Config, model: GPTConfig, card: dict, options: Namesp
 
 
 def count_pauses(config: Config, iter_seconds: float) -> tuple[int, int]:
-    """(evaluations, checkpoints) of the whole run; each evaluation but the first saves one."""
+    """(evaluations, checkpoints) of the whole run; each evaluation except the first saves one."""
     n, evals = config.max_iters, config.eval_interval
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
     saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}
@@ -261,7 +259,7 @@ def time_figures(config: Config, p: dict) -> dict:
     """`p` has the pace and the size of a checkpoint."""
     evaluations, checkpoints = count_pauses(config, p["iter_seconds"])
     rate = config.iter_tokens / p["iter_seconds"]
-    # the forward pass alone, a third of training's work per token, on two splits
+    # only the forward pass, a third of the work per token, on two splits
     eval_seconds = 2 * config.eval_size / rate / 3
     checkpoint_seconds = 1e9 * p["checkpoint_gb"] / CHECKPOINT_BYTES_PER_SEC
     pauses = evaluations * eval_seconds + checkpoints * checkpoint_seconds
@@ -274,21 +272,21 @@ def time_figures(config: Config, p: dict) -> dict:
 
 def with_iterations(config: Config, hours: float, p: dict) -> Config:
     """
-    For a run by the clock: with as many iterations as its hours hold, and train.py's intervals.
-    Start-up and compilation, some minutes, are not counted.
+    For a run with --hours: with as many iterations as fit, and train.py's intervals. Startup and
+    compilation, some minutes, are not counted.
     """
     most = min(config.max_iters, int(3600 * hours / p["iter_seconds"]))
     if most < 1:
         raise UserError(f"hours: {hours:.3g} hold no iteration of {p['iter_seconds']:.3g} s")
     evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
     config = replace(config, max_iters=most, eval_interval=evals)
-    # evaluations and checkpoints take their share of the hours
+    # evaluations and checkpoints take part of the hours
     share = min(1.0, hours / time_figures(config, p)["hours_total"])
     return replace(config, max_iters=max(1, int(most * share)))
 
 
 def ranges_by_clock(p: dict, hours: float, most_iters: int) -> dict:
-    """The hours are given: a faster card means more iterations, `most_iters` at most."""
+    """The hours are given, so a faster GPU means more iterations, up to `most_iters`."""
     pauses = p["hours_total"] - p["hours"]
     # with --max_iters there may be time to spare
     room = p["hours"] if p["max_iters"] < most_iters else hours - pauses
@@ -299,9 +297,9 @@ def ranges_by_clock(p: dict, hours: float, most_iters: int) -> dict:
 
 def disk_figures(config: Config, p: dict) -> dict:
     """
-    In GB: the shards and all checkpoints that stay. Of a stream, and without a dataset, the shards
-    are those of all tokens that the run may read, by the clock at the range's upper end, or of
-    FineWeb's sample.
+    GB of the shards and of all checkpoints that are kept. For a stream, and without a dataset, the
+    shards hold all tokens that the run may read (with --hours, at the upper end of the range), at
+    most FineWeb's sample.
     """
     most = max(p.get("tokens_range", [p["total_tokens"]]))
     tokens = p["dataset_tokens"] or min(most, MOST_TOKENS)
@@ -332,7 +330,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
     low, high = map(hours_text, p["hours_range"])
     span = f" ({low} to {high})" if low != high else ""
-    known = "8 GPUs a machine, 100 Gbit/s between" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
+    known = "8 GPUs per machine, 100 Gbit/s" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
     average = f"{p['exchange_seconds']:.3f} s of it average gradients at {p['link_gbs']:g} GB/s"
     link = f"\nlink     {average} (--link_gbits, or assumed: {known})" if p["gpus"] > 1 else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
@@ -343,7 +341,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}, {epochs}",
         f"compute  {compute}",
-        f"card     {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
+        f"GPU      {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
         f"speed    {p['iter_seconds']:.3f} s per iteration ({p['pace']}), "
         f"{p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}{link}",
         f"time     {hours_text(p['hours'])}{span} of iterations; {hours_text(p['hours_total'])} "
@@ -357,38 +355,38 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
 
 def memory_lines(p: dict) -> list[str]:
     parts = ", ".join(f"{name} {size:.2f}" for name, size in p["vram_parts_gib"].items())
-    whose = f"modelled for batch_size {p['batch_size']} and the shipped blocks"
+    whose = f"estimated for batch_size {p['batch_size']} and the shipped blocks"
     line = f"memory   {p['vram_gib']:.1f} GiB {whose}: {parts}"
     if p["fits"] is None:
         return [line]
-    verdict = "fits into" if p["fits"] else "DOES NOT FIT into"
+    verdict = "fits in" if p["fits"] else "does not fit in"
     verdict += f" {p['usable_gib']:.1f} GiB"
-    advice = ", nor does batch_size 1; --recompute=True, a smaller model or block_size may"
+    advice = ", not even with batch_size=1; try --recompute=True, a smaller block_size or model"
     if best := p["batch_size_that_fits"]:
         accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
         pair = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
-        advice = f"; the largest that does: {pair}"
+        advice = f"; the largest that fits: {pair}"
     return [line, f"         {verdict}{advice}"]
 
 
 def energy_line(p: dict) -> str:
     if p["kwh"] is None:
-        return "energy   n/a (--watts= the draw of one GPU)"
+        return "energy   n/a (--watts= the power of one GPU)"
     energy = f"{p['kwh']:.3g} kWh of iterations, {p['kwh_total']:.3g} kWh in all"
-    power = f"{p['watts']:g} W a GPU (the rest of the machine not counted)"
+    power = f"{p['watts']:g} W per GPU (without the rest of the machine)"
     cost = "n/a (--price_kwh=)" if p["cost"] is None else f"{p['cost']:.2f}"
     return f"energy   {energy} at {power}; cost {cost}"
 
 
 def card_lines(plans: list[dict]) -> list[str]:
-    """One line for each card, the fastest first."""
+    """One line per GPU, the fastest first."""
     rows = [["GPU", "GiB", "dtype", "TFLOP/s", "mfu", "tok/s", "time", "(range)", "batch_size"]]
     for p in sorted(plans, key=lambda p: p["hours"]):
         card = [p["gpu"], f"{p['gpu_memory_gib']:.0f}", p["dtype"], str(p["peak_tflops"])]
         span = " to ".join(map(hours_text, p["hours_range"]))
         speed = [f"{p['mfu']:.0%}", f"{p['tokens_per_sec']:,.0f}", hours_text(p["hours"]), span]
         rows.append([*card, *speed, str(p["batch_size_that_fits"] or "too small")])
-    fits = "batch_size is the largest that fits by the memory model"
+    fits = "batch_size is the largest that fits (estimated)"
     return [*table_lines(rows), f"mfu is assumed, see docs/plan.md; {fits}"]
 
 
@@ -405,7 +403,7 @@ def plan(config: Config, options: Namespace) -> dict:
     of_one_card = options.from_run or options.iter_seconds or options.watts or config.by_clock
     if options.gpu == "all" and of_one_card:
         its = "--from_run, --iter_seconds, --watts, --hours and --until"
-        raise UserError(f"gpu: {its} are not for all; name one card")
+        raise UserError(f"gpu: {its} are not for all; name one GPU")
     raise_if_any(check_shares(config, options.gpus))
     vocab = vocab_where_missing(config)
     if vocab is None:
@@ -428,7 +426,7 @@ def plan(config: Config, options: Namespace) -> dict:
 
 
 def hours_by_clock(config: Config) -> float:
-    """Those that a run by the clock has from now on, 0 for another run."""
+    """The hours of a run with --hours or --until from now on; 0 for other runs."""
     if not config.until:
         return config.hours
     hours = (next_time(config.until, wall()) - wall()) / 3600
@@ -437,7 +435,7 @@ def hours_by_clock(config: Config) -> float:
 
 
 def plan_all(config: Config, model: GPTConfig, options: Namespace) -> dict:
-    """Each card of gpus.csv whose peak is known: else nobody knows how fast it is."""
+    """Plan for every GPU of gpus.csv with a known peak."""
     plans = []
     for row in read_gpu_table():
         card = card_of_row(row, config)

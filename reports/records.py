@@ -1,7 +1,7 @@
 """
-What a run left behind: its records as columns of numbers, and its learning curve.
+The records of a run as columns of numbers, and its learning curve.
 
-A loss is known where a run was evaluated. Between two evaluations it is read off a straight line.
+A loss is known where a run was evaluated. Between two evaluations it is interpolated linearly.
 """
 
 import math
@@ -14,23 +14,22 @@ import numpy as np
 from configurator import FIELDS, INITIAL, translate
 from training.metrics import read_record
 
-# The kinds of records that are columns, and those of their values that are kept
+# The kinds of records that become columns, and the values that are kept
 COLUMNS = {
     "step": ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu"),
     "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte"),
 }
-# A straight line to a loss may span this share of the way so far. For a loss that falls like
-# 1/sqrt(x) and is 1 nat above its floor, it is off by about 0.2^2 / 8 * 3/4 = 0.004 nats, less than
-# the noise.
+# Interpolation may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
+# 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
 NEAR = 0.2
 
 
 class Run:
     """
-    One run, as far as its records have come: `start` is its last start record, `end` is empty while
-    it trains and after a kill. `step` and `eval` are columns, ordered by iteration: an array for
-    each value, NaN where one is not known. `config` has only the keys that are known; `iterations`,
-    `tokens` and `hours` (of iterations, evaluations and checkpoints) are None where they are not.
+    One run, according to its records so far. `start` is its last start record; `end` is empty while
+    it trains and after a kill. `step` and `eval` are columns, ordered by iteration: an array per
+    value, NaN if unknown. `config` has only the known keys; `iterations`, `tokens` and `hours` (of
+    iterations, evaluations and checkpoints) are None if unknown.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
@@ -45,16 +44,16 @@ class Run:
             elif kind in COLUMNS:
                 rows[kind].extend([number(record.get(key)) for key in COLUMNS[kind]])
         self.step, self.eval = (to_columns(rows[kind], COLUMNS[kind]) for kind in COLUMNS)
-        # a resume may have changed what the first start said
+        # a resume may have changed the configuration
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
         before, now = (known_keys(start) for start in (first, self.start))
-        # what began it, and not the flag or the time of day that a resume was given
+        # as the run began, not as it was resumed
         self.config = now | {key: before[key] for key in INITIAL if key in before}
         self.warnings: list[str] = []
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
-            self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last start")
-        # by the last record; a step at N has made N + 1 iterations
+            self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last launch")
+        # by the last record; a step record at N means N + 1 iterations
         step, evals = self.step, self.eval
         self.iterations = highest(step["iter"] + 1, evals["iter"], self.end.get("iters"))
         after = step["tokens"] + number(self.start.get("tokens_per_iter"))  # of earlier versions
@@ -64,7 +63,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """A run from its metrics.jsonl. Lines that are no records are left out. Raises OSError."""
+    """A run from its metrics.jsonl. Lines that are not records are ignored. Raises OSError."""
     with open(path, "rb") as file:
         run = Run(path.resolve().parent.name, map(read_record, file))
     if np.isnan(run.eval["hours"]).any():
@@ -80,8 +79,8 @@ def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 def known_keys(start: dict) -> dict:
     """
-    A start's keys that this program has too, by today's names, with a value of the key's type. A
-    key that came after a run of this program has its default.
+    The keys of a start record that exist today, by today's names, if the value has the key's type.
+    A key that is newer than a run of this program has its default.
     """
     values = translate(start.get("config") or {})
     if values and start.get("program") != "nanoGPT":
@@ -96,7 +95,7 @@ def number(value: float | None) -> float:
 
 
 def percentile(values: np.ndarray, q: float) -> float | None:
-    """A percentile of the finite values (0: the lowest, 100: the highest); None for none."""
+    """A percentile of the finite values (0: the lowest, 100: the highest), or None."""
     values = values[np.isfinite(values)]
     return float(np.percentile(values, q)) if len(values) else None
 
@@ -111,8 +110,8 @@ def highest(step: np.ndarray, evals: np.ndarray, end: float | None) -> float | N
 
 def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
     """
-    Where on the axis (iter, tokens or hours) the run was evaluated, and its val losses there. The
-    evaluation at iteration 0 is left out: it says nothing about what was learned.
+    The points on the axis (iter, tokens or hours) where the run was evaluated, and its val losses
+    there, without the evaluation at iteration 0.
     """
     x, losses = run.eval[axis], run.eval["val_loss"]
     known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(losses)
@@ -120,7 +119,7 @@ def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
-    """The val loss at this x; None where a straight line to it would be too long."""
+    """The val loss at this x; None if the evaluations around it are too far apart."""
     i = int(np.searchsorted(x, at))
     if i == len(x) or (x[i] > at and (i == 0 or x[i] - x[i - 1] > NEAR * at)):
         return None
@@ -129,8 +128,8 @@ def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
 
 def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     """
-    Where on x a learning curve first comes down to this loss. None if it never does, or if it did
-    so before its first evaluation.
+    The x at which a learning curve first reaches this loss. None if it never does, or if it did
+    before its first evaluation.
     """
     reached = np.flatnonzero(losses <= target)
     if not len(reached):
@@ -138,5 +137,5 @@ def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     i = reached[0]
     if losses[i] == target:
         return float(x[i])
-    # the loss falls from i - 1 to i, and np.interp wants it to rise
+    # the loss falls from i - 1 to i, but np.interp needs rising values
     return float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]])) if i > 0 else None

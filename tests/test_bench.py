@@ -170,16 +170,16 @@ def test_plan_says_what_fits(tmp_path, capsys):
     p = run(tmp_path, "plan", GPT124M, *flags)
     assert p["fits"] is False and p["batch_size_that_fits"] == 16
     advice = "--batch_size=16 --gradient_accumulation_steps=32"
-    line = f"DOES NOT FIT into 10.8 GiB; the largest that does: {advice}"
+    line = f"does not fit in 10.8 GiB; the largest that fits: {advice}"
     assert line in capsys.readouterr().out
     run(tmp_path, "plan", GPT124M, "--gpu=4070", "--n_embd=7680", "--n_layer=24")
-    assert "nor does batch_size 1" in capsys.readouterr().out
+    assert "not even with batch_size=1" in capsys.readouterr().out
 
 
 def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
     p = run(tmp_path, "plan", GPT124M, "--gpu=a100")
     assert p["mfu"] == pytest.approx((0.52 + 0.57) / 2)
-    assert "others measured 52-57% in bfloat16 on this card" in capsys.readouterr().out
+    assert "others measured 52-57% in bfloat16 on this GPU" in capsys.readouterr().out
     low, high = p["hours_range"]
     assert low / p["hours"] == pytest.approx(0.545 / (1.1 * 0.57))
     assert high / p["hours"] == pytest.approx(0.545 / (0.9 * 0.52))
@@ -198,7 +198,7 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
             "a100",
             ["--gpus=16"],
             0.093,
-            "10 GB/s (--link_gbits, or assumed: 8 GPUs a machine, 100 G",
+            "10 GB/s (--link_gbits, or assumed: 8 GPUs per machine, 100 G",
         ),
         ("a100", ["--gpus=16", "--link_gbits=3200"], 0.003, "320 GB/s ("),
     ],
@@ -227,7 +227,7 @@ def test_several_gpus_average_their_gradients_in_the_planned_time(
     ("gpu", "mfu", "basis"),
     [
         ("4070", 0.65, "no measurement in training/gpus.csv"),
-        ("5090", 0.80, "others measured 80% in bfloat16 on this card"),
+        ("5090", 0.80, "others measured 80% in bfloat16 on this GPU"),
         ("A30", 0.35, "no measurement in training/gpus.csv"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "a laptop's power limit decides"),
     ],
@@ -395,9 +395,9 @@ def test_a_plan_evaluates_no_more_tokens_than_the_dataset_has(dataset, tmp_path)
         ("plan --gpus=1.5", "gpus: needs a whole number"),
         ("plan --max_iters=-1", "--max_iters: must be 0 or more, got -1"),
         ("plan --tokens_per_iter=500000", "tokens_per_iter: 500,000 is not a multiple"),
-        ("plan --gpu=all --iter_seconds=1", "gpu: .* are not for all; name one card"),
+        ("plan --gpu=all --iter_seconds=1", "gpu: .* are not for all; name one GPU"),
         ("plan --gpu=4070 --hours=0.003", "hours: 0.003 hold no iteration of .* s"),
-        ("plan --gpu=all --watts=200", "gpu: .* are not for all; name one card"),
+        ("plan --gpu=all --watts=200", "gpu: .* are not for all; name one GPU"),
         ("plan --from_run=nowhere", "from_run: nowhere/metrics.jsonl holds no iteration"),
         ("plan --gpu_count=2", "--gpu_count: unknown key"),
         ("plan --gpu", "--gpu: expected one argument"),

@@ -690,7 +690,7 @@ def test_plan_tells_what_the_hours_hold(tmp_path, capsys):
     assert p["evaluations"] == 21 and 60 <= p["checkpoints"] <= 80
     p = plan(tmp_path, "--hours=10", "--iter_seconds=10", "--max_iters=100")
     assert p["max_iters"] == 100
-    with pytest.raises(UserError, match="name one card"):
+    with pytest.raises(UserError, match="name one GPU"):
         bench.main(["plan", "--gpu=all", "--hours=8"])
 
 

@@ -190,7 +190,7 @@ def test_a_config_value_that_is_no_literal_is_n_a_and_said(tmp_path, script):
     run = write_run(tmp_path / "a", 10, {0: 8.0, 5: 3.0}, n_layer=6, n_head=6)
     code, out, err = script(compare.main, log, run, "--gpu=4070")
     assert code == 0
-    said = f"warning: {log}: no plain value in n_layer = layers; it and what needs it are n/a"
+    said = f"warning: {log}: no plain value in n_layer = layers; what depends on it is n/a"
     assert said in err
     assert "n_layer" not in out  # one value is known, so nothing is known to differ
     assert row(out, "n_head").split() == ["n_head", "12", "6", "differs"]
@@ -639,7 +639,7 @@ def test_a_run_resumed_with_other_keys_says_which(tmp_path, script):
     lines = [*map(json.dumps, starts), rest]
     (run / "metrics.jsonl").write_text("\n".join(lines))
     said = compare_runs(script, run)["warnings"]
-    assert said == ["a: resumed with other max_iters; shown as of the last start"]
+    assert said == ["a: resumed with other max_iters; shown as of the last launch"]
     assert compare.open_run(run, None).config["init_from"] == "gpt2"
 
 

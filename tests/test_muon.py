@@ -237,7 +237,7 @@ def test_every_parameter_has_one_role(model):
         (nn.Conv1d(4, 4, 3), r"it is \[4, 4, 3\] and has no role"),
         (nn.Linear(16, 32, bias=False), r"it is \[32, 16\] and has no role"),  # a second head
         (told(nn.Linear(16, 48), role="heads"), r"it is \[48, 16\] and has the role 'heads'"),
-        (told(nn.Linear(16, 48), parts=(16, 16)), r"its parts \(16, 16\) do not add up to its 48"),
+        (told(nn.Linear(16, 48), parts=(16, 16)), r"its parts \(16, 16\) do not add up to 48"),
     ],
 )
 def test_a_weight_that_leaves_it_open_is_an_error(module, words):

@@ -451,7 +451,7 @@ hardware.set_up = set_up
     codes, out, err = run_ranks(2, *patched(code), *flags(dataset, tmp_path / "run", **options))
     assert codes == [0, 0], err
     assert err.count("computes in bfloat16") == 2
-    assert out.count("dtype: bfloat16, since it is a test") == 1
+    assert out.count("dtype: bfloat16, because it is a test") == 1
 
 
 def test_gradients_are_exchanged_once_per_iteration(dataset, tmp_path):

@@ -401,8 +401,8 @@ def test_a_cpu_whose_threads_wait_for_one_another_is_told_so_once(tmp_path, hand
         log.line(p, 0.0)
     (event,) = records(tmp_path, "event")
     assert event["iter"] == 1
-    assert event["message"].startswith("the 2 threads computed for 5% of the time: ")
-    assert event["message"].endswith("OMP_NUM_THREADS=1 before the command may be faster")
+    assert event["message"].startswith("the 2 CPU threads were busy for 5% of the time: ")
+    assert event["message"].endswith("try OMP_NUM_THREADS=1 before the command")
 
 
 def test_the_wait_for_data_is_not_taken_for_threads_that_wait(tmp_path, hand, monkeypatch):

@@ -1,5 +1,5 @@
 """
-Which model and which optimizer a configuration asks for, and the arithmetic of either model.
+Builds the model and the optimizer of a configuration; counts parameters and FLOPs.
 """
 
 import functools
@@ -18,21 +18,21 @@ from model_fast import FastGPT
 from training.hardware import no_trace
 from training.muon import Muon, parameters_by_role
 
-# Constants of optimizer=muon. The highest rate of the token embedding, by model: the fast one's
-# starts at size 1
+# Constants of optimizer=muon. The peak learning rate of the token embedding, by model; the fast
+# model's is initialised at size 1
 EMBEDDING_LR = dict(gpt2=0.004, fast=0.7)
-# value embeddings learn at this share of it (nanochat)
+# the rate of value embeddings, as a share of it (nanochat)
 VALUE_RATE = 0.5
-# token pairs learn at this share of it: 0.03 and 0.3 were worse (results/recipe.md)
+# the rate of the bigram embedding, as a share of it; 0.03 and 0.3 were worse (results/recipe.md)
 BIGRAM_RATE = 0.1
-VECTOR_LR = 0.015  # highest rate of biases and norms (records)
+VECTOR_LR = 0.015  # peak learning rate of biases and norms (records)
 MATRIX_WEIGHT_DECAY = 0.05
 
-# Tokens whose logits exist at once. Eager code keeps 12 bytes of each logit. Compiled code keeps 2,
-# but it reads logits once less where it makes their gradient at once.
+# Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
+# Compiled code keeps 2, and in larger chunks reads logits less often.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
-SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses are 1e-4 off at most (results/speed.md)
-MOST_CHUNKS = 8  # compiled code of 16 kept the gradients of all logits
+SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses differ by at most 1e-4 (results/speed.md)
+MOST_CHUNKS = 8  # compiled code with 16 chunks kept the gradients of all logits
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264). Without dropout
 # small models still gained at five epochs, and got worse at eight (results/own_text.md).
 MOST_EPOCHS = 6
@@ -42,8 +42,8 @@ def model_config(
     config: Config, vocab: int, weights: dict | None = None, flash: bool | None = None
 ) -> GPTConfig:
     """
-    The model that the configuration asks for. `vocab` is padded, unless there are saved `weights`:
-    then it is theirs. `flash`, where given, stands in place of the configuration's.
+    The GPTConfig of a configuration. `vocab` is padded; with saved `weights` their size counts
+    instead. `flash`, if given, replaces the configuration's.
     """
     vocab_size = pad_vocab(vocab, config.pad_vocab_multiple)
     if weights:
@@ -61,7 +61,7 @@ def pad_vocab(vocab_size: int, multiple: int) -> int:
 
 
 def loss_chunk(config: Config) -> int:
-    """The key's words as a number of tokens, 0 for off."""
+    """The value of the key loss_chunk as a number of tokens; 0 for off."""
     if config.loss_chunk == "auto":
         least = config.batch_size * config.block_size // MOST_CHUNKS
         return max(COMPILED_LOSS_CHUNK, least) if config.compile else LOSS_CHUNK
@@ -74,10 +74,10 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 
 def compile_model(model: nn.Module, **options) -> None:
     """
-    model.compile(**options): from now on its calls run compiled, and only model.forward does not.
-    What it takes to have the model in one graph stands here.
+    model.compile(**options): from now on calls of the model run compiled, but not model.forward.
+    Also does what is needed to compile the model as one graph.
     """
-    # the compiler cannot follow its call of autograd, and need not
+    # the compiler cannot follow its call of autograd, and does not need to
     torch.compiler.allow_in_graph(ChunkedLoss)
     if isinstance(model, FastGPT):
         model.keep_rotary_tables()
@@ -92,12 +92,12 @@ def check_loss(
     autocast,
 ) -> None:
     """
-    Raises ArithmeticError where the compiled model's loss of a batch, (B, T) inputs and targets, is
-    not that of its forward(), in nats; in training mode, or as an evaluation has it. Leaves the
+    Raises ArithmeticError if the compiled model's loss of a batch, (B, T) inputs and targets, in
+    nats, differs from that of its forward(), in training mode or as in an evaluation. Leaves the
     model in training mode.
     """
     own = model.config
-    # sequence by sequence: less memory than the compiled step has taken
+    # sequence by sequence, which needs less memory than the compiled step did
     model.train(training).config = replace(own, loss_chunk=LOSS_CHUNK // 4)
     sequences = zip(*(part.split(1) for part in batch), strict=True)
     with autocast, torch.set_grad_enabled(training):
@@ -110,9 +110,9 @@ def check_loss(
 @torch.no_grad()
 def caches_differ(model: GPT | FastGPT, tokens: int) -> bool:
     """
-    Whether logits through the caches are not those of forward(), on as many random tokens as a
-    sample has, but no fewer than 128. Then samples are another model's: something in `hidden` looks
-    at earlier tokens, and has no cache for them.
+    Whether logits computed with the caches differ from those of forward(), on as many random tokens
+    as a sample has, at least 128. Then samples are not from this model: something in `hidden` looks
+    at earlier tokens and has no cache for them.
     """
     weight, config = model.lm_head.weight, model.config
     T, generator = min(max(128, tokens), config.block_size), torch.Generator().manual_seed(0)
@@ -122,21 +122,21 @@ def caches_differ(model: GPT | FastGPT, tokens: int) -> bool:
         for part in idx.split([max(1, T - 4), *[1] * min(4, T - 1)], dim=1):
             logits = model.next_logits(part, caches)
         expected = model.forward(idx)[:, -1]
-    # float32 moves logits by 2e-6 of the largest, but TF32 has 13 bits less; bfloat16 by 0.02
+    # rounding in float32 is 2e-6 of the largest logit, but TF32 has 13 bits less; in bfloat16 0.02
     tolerance = 0.01 if weight.dtype == torch.float32 else 0.05
     return not (logits - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def warn_of_idle(model: nn.Module) -> None:
-    """Between a backward pass and its update."""
+    """Warn of weights without a gradient, between a backward pass and its update."""
     weights = model.named_parameters()
     if idle := [name for name, p in weights if p.requires_grad and p.grad is None]:
         names = ", ".join(idle[:3]) + ", ..." * (len(idle) > 3)
         warn(f"no gradient reached {names} in the first update; does the loss depend on it?")
 
 
-CACHES_DIFFER = "samples are not what the model computes: in `hidden`, what looks at earlier tokens"
-CACHES_DIFFER += " needs a cache (docs/hacking.md)"
+CACHES_DIFFER = "samples differ from the model: what looks at earlier tokens in `hidden` needs a"
+CACHES_DIFFER += " cache (docs/hacking.md)"
 
 
 class SkipInit(TorchFunctionMode):
@@ -151,15 +151,15 @@ class SkipInit(TorchFunctionMode):
 @functools.cache
 def build_shapes(config: GPTConfig) -> GPT | FastGPT:
     """
-    The model without memory: only names and shapes, to be read and not changed. To draw random
-    numbers there, torch would import its compiler, for seconds.
+    The model without memory: only names and shapes, to read, not to change. SkipInit, because
+    drawing random numbers there makes torch import its compiler, which takes seconds.
     """
     with torch.device("meta"), SkipInit():
         return build_model(config)
 
 
 def not_finite(weights: dict[str, Tensor], config: GPTConfig) -> list[str]:
-    """The parameters that hold infinity or NaN. A buffer of a changed model may, as masks do."""
+    """The parameters that hold infinity or NaN. Buffers may, because a mask holds infinities."""
     names = [name for name, _ in build_shapes(config).named_parameters()]
     return [name for name in names if not weights[name].isfinite().all()]
 
@@ -169,7 +169,7 @@ def not_finite(weights: dict[str, Tensor], config: GPTConfig) -> list[str]:
 
 
 def adamw_groups(model: nn.Module, config: Config) -> list[dict]:
-    """As GPT-2 is trained: matrices and embeddings decay, biases and norms do not."""
+    """As for GPT-2: matrices and embeddings have weight decay, biases and norms do not."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     keys = dict(betas=(config.beta1, config.beta2), initial_lr=config.learning_rate)
@@ -205,7 +205,7 @@ OPTIMIZERS = dict(adamw=(adamw_groups, make_adamw), muon=(muon_groups, Muon))
 
 
 def check_optimizer(config: Config) -> list[str]:
-    """The problem of a configuration that asks for an optimizer that is not in OPTIMIZERS."""
+    """The problem, if the configuration's optimizer is not in OPTIMIZERS."""
     if config.optimizer in OPTIMIZERS:
         return []
     names = f"{', '.join(OPTIMIZERS)}{did_you_mean(config.optimizer, OPTIMIZERS)}"
@@ -213,7 +213,7 @@ def check_optimizer(config: Config) -> list[str]:
 
 
 def optimizer_groups(model: nn.Module, config: Config) -> list[dict]:
-    """The configured optimizer's groups that hold a parameter. The first one's rate is logged."""
+    """The optimizer's groups that hold a parameter. The rate of the first one is logged."""
     make_groups, _ = OPTIMIZERS[config.optimizer]
     groups = make_groups(model, config)
     return [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
@@ -221,8 +221,8 @@ def optimizer_groups(model: nn.Module, config: Config) -> list[dict]:
 
 def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
-    `dtype` is what the device multiplies matrices in. A fused update skips itself on the device
-    when asked to. MPS's fused kernel cannot.
+    `dtype`: of the device's matmuls. A fused optimizer can skip an update on the device; that of
+    MPS cannot.
     """
     groups, (_, make) = optimizer_groups(model, config), OPTIMIZERS[config.optimizer]
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
@@ -235,8 +235,8 @@ def build_optimizer(model: nn.Module, config: Config, dtype: torch.dtype) -> tor
 
 def warn_of_epochs(config: Config, tokens: float, dataset_tokens: int | None) -> None:
     """
-    `tokens`: those of the whole run. No warning for a dataset that nobody has counted, nor with
-    dropout: who sets it means to read a text many times.
+    `tokens`: of the whole run. No warning if the size of the dataset is unknown, or with dropout,
+    which people set for many epochs.
     """
     if dataset_tokens and not config.dropout and tokens > MOST_EPOCHS * dataset_tokens:
         epochs = f"{tokens / dataset_tokens:.1f} epochs: more than about {MOST_EPOCHS} teach little"
@@ -253,36 +253,36 @@ def count_flops(config: GPTConfig) -> tuple[float | None, str]:
     """
     Floating-point operations per trained token, or None and why they cannot be counted.
 
-    They are three times those of a forward pass over one sequence, as a backward pass takes twice
-    as many (PaLM paper, appendix B). torch counts the matrix products that run: those of attention
-    without regard to its mask, those of a block that runs twice twice, those of an expert for the
-    tokens that reach it, those of a model that leaves out blocks at random of one draw. For GPT-2
-    that is the paper's 6 N + 12 L H Q T less its norms. How the model is computed changes nothing:
-    fused attention, the loss in chunks, recomputed activations, torch.compile.
+    Three times those of a forward pass over one sequence, because a backward pass takes twice as
+    many (PaLM paper, appendix B). torch counts the matmuls that run: attention as if without its
+    mask, a block that runs twice counts twice, an expert for the tokens that reach it, blocks that
+    are left out at random for one draw. For GPT-2 this is the paper's 6 N + 12 L H Q T without the
+    norms. Fused attention, the loss in chunks, recomputed activations and torch.compile change
+    nothing.
     """
     # imported here: FakeTensorMode imports torch's compiler, for a second
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # torch knows no count for the fused attention of a CPU
+    # torch has no count for the fused attention of a CPU
     plain_attention = sdpa_kernel(SDPBackend.MATH)
     with torch.no_grad(), plain_attention, no_trace(nn.Module(), torch.device("cpu")):
-        # of a model that draws, one draw: the same at each start, and in a plan
+        # a model that draws random numbers: the same draw at each launch, and in a plan
         torch.default_generator.manual_seed(0)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without memory
                 return 3 * forward_flops(config), "counted"
         except Exception:
-            pass  # a model that looks at values, as a router does, needs real ones
+            pass  # a model that looks at values, such as a router, needs real tensors
         try:
             return 3 * forward_flops(config), "counted"
-        except Exception as error:  # people change models in all ways
+        except Exception as error:  # changed models can raise anything
             said = str(error).strip().partition("\n")[0][:80]
             return None, f"the model does not run on a CPU: {type(error).__name__}: {said}"
 
 
 def forward_flops(config: GPTConfig) -> float:
-    """Of one token: those of a sequence of block_size random tokens, divided by their number."""
+    """FLOPs of the forward pass per token, over a sequence of block_size random tokens."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = build_model(config)
@@ -293,7 +293,7 @@ def forward_flops(config: GPTConfig) -> float:
 
 
 def describe_flops(config: GPTConfig) -> str:
-    """For the line that describes the model in a run's log and in a plan."""
+    """FLOPs for the line that describes the model in a log and in a plan."""
     flops, words = count_flops(config)
     if flops is None:
         return f"FLOPs not counted: {words}, so mfu n/a"

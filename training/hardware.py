@@ -37,7 +37,7 @@ def set_environment() -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
     if sys.platform == "win32":
         os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
-        # else Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
+        # or Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
         os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
     # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
     # on it (pytorch #192330).
@@ -48,13 +48,13 @@ def set_environment() -> None:
 
 set_environment()
 
-# A run on a CPU has too many threads if they compute for a smaller share of a log line's time
+# Warn of too many CPU threads if they compute for less than this share of the time
 BUSY_SHARE = 0.6
-LEAST_SECONDS = 5.0  # of a line, to tell
+LEAST_SECONDS = 5.0  # per log line, to judge that
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# `+cu130` replaces a CPU build of the same version too, with which pip would be content
+# with `+cu130` pip also replaces a CPU build of the same version
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
@@ -73,7 +73,7 @@ class Hardware:
         return str(self.dtype).removeprefix("torch.")
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The forward pass runs its matrix products in `dtype` inside this."""
+        """The forward pass runs its matmuls in `dtype` inside this."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -115,23 +115,23 @@ class Hardware:
             return int(peak[1]) * 1024 / GIB if peak else None
         return None
 
-    def too_many_threads(self, wall: float, processor: float) -> str:
+    def too_many_threads(self, wall: float, cpu: float) -> str:
         """
-        What to say of iterations that took `wall` seconds, and `processor` seconds of all cores;
-        mostly nothing. Threads that wait for one another while other programs have the cores slow a
-        small model's iterations on a CPU down more than tenfold (results/speed.md).
+        The warning for iterations that took `wall` seconds and `cpu` seconds of all cores; usually
+        empty. Threads that wait for each other while other programs use the cores slow down a small
+        model on a CPU more than tenfold (results/speed.md).
         """
-        threads, cores = torch.get_num_threads(), processor / max(wall, LEAST_SECONDS)
+        threads, cores = torch.get_num_threads(), cpu / max(wall, LEAST_SECONDS)
         if self.device.type != "cpu" or threads == 1 or wall < LEAST_SECONDS:
             return ""
         if cores > BUSY_SHARE * threads:
             return ""
-        why = "other programs keep the processor busy, or the model is small for so many"
-        share = f"the {threads} threads computed for {cores / threads:.0%} of the time"
+        why = "other programs are running, or the model is too small for that many threads"
+        share = f"the {threads} CPU threads were busy for {cores / threads:.0%} of the time"
         better = f"OMP_NUM_THREADS={max(1, int(cores))}"
         if sys.platform == "win32":
             better = f"$env:{better} (cmd: set {better}) on a line"
-        return f"{share}: {why}; {better} before the command may be faster"
+        return f"{share}: {why}; try {better} before the command"
 
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
@@ -157,7 +157,7 @@ def check_device(config: Config) -> list[str]:
     device = torch.device("cpu" if wanted == "auto" else wanted)
     if device.type == "cuda" and not torch.cuda.is_available():
         here = f"torch {torch.__version__} sees no CUDA GPU"
-        return [f"device: {wanted}, but {here}; {cuda_mend()}, or --device=cpu"]
+        return [f"device: {wanted}, but {here}; {cuda_hint()}, or --device=cpu"]
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         return [f"device: there is no {wanted}; the GPUs here are cuda:0 to cuda:{last}"]
@@ -166,8 +166,8 @@ def check_device(config: Config) -> list[str]:
     return []
 
 
-def cuda_mend() -> str:
-    """What to do where torch sees no GPU. On Windows PyPI's torch cannot see one."""
+def cuda_hint() -> str:
+    """The hint if torch sees no GPU. On Windows PyPI's torch cannot see one."""
     has_cuda = torch.version.cuda or torch.version.hip or sys.platform == "darwin"
     return "check the driver with nvidia-smi" if has_cuda else f"it has no CUDA: {CUDA_BUILD}"
 
@@ -180,8 +180,8 @@ def choose_device(config: Config) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def processor_name() -> str:
-    """What the processor calls itself; its maker and family where there is no name."""
+def cpu_name() -> str:
+    """The CPU's name; its maker and family if it has none."""
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     name = re.search(r"model name\s*: *(.+)", cpu)
     return name[1] if name else platform.processor()
@@ -189,8 +189,8 @@ def processor_name() -> str:
 
 def best_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """
-    What --dtype=auto stands for: half precision where matrix products are faster in it, else
-    float32. And the reason. On a CPU a rule by its features, from measurements (results/speed.md).
+    What --dtype=auto means here, and why: half precision if matmuls are faster in it, else float32.
+    On a CPU this follows from its features, by measurements (results/speed.md).
     """
     if device.type == "cuda":
         # is_bf16_supported() counts a T4's emulation (nanoGPT #525)
@@ -200,16 +200,16 @@ def best_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     if device.type == "mps":
         return torch.float32, "half precision is untried on Macs"
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
-    if amx or (avx512 and "AMD" in processor_name()):
-        return torch.bfloat16, "this processor has AMX, or is an AMD with AVX512_BF16"
-    return torch.float32, "this processor has no AMX, and is no AMD with AVX512_BF16"
+    if amx or (avx512 and "AMD" in cpu_name()):
+        return torch.bfloat16, "this CPU has AMX, or is an AMD with AVX512_BF16"
+    return torch.float32, "this CPU has no AMX, and is not an AMD with AVX512_BF16"
 
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
-    Choose device and dtype, set torch's switches for them, and look up the peak. Where the device
-    has no number, each local rank takes its own of the GPUs that it sees. On a CPU freed memory is
-    kept, unless `keep_memory` is off.
+    Choose device and dtype, set torch's options for them, and look up the peak. If the device has
+    no number, each local rank takes the GPU of its number. On a CPU freed memory is kept, unless
+    `keep_memory` is off.
     """
     device = choose_device(config)
     if device.type == "cuda":
@@ -223,8 +223,8 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         config.compile = False
         warn("compile: off; torch's compiler for MPS is an early prototype")
     dtype = best_dtype(device)[0] if config.dtype == "auto" else getattr(torch, config.dtype)
-    # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matrix products
-    # leave the tensor cores idle.
+    # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matmuls do not
+    # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         # cuBLAS is deterministic only with fixed workspaces
@@ -245,9 +245,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
 
 def forbid_spilling(device: torch.device) -> None:
     """
-    Limit torch to the GPU's free memory. Without a limit the driver of Windows and WSL2 moves what
-    does not fit into system memory: training gets several times slower, and nothing says so. With
-    it torch runs out of memory, as on Linux.
+    Limit torch to the GPU's free memory. Without a limit, the driver of Windows and WSL2 moves what
+    does not fit into system memory, and training gets several times slower without a message. With
+    it, torch runs out of memory as on Linux.
     """
     if sys.platform == "win32" or IN_WSL:
         free, total = torch.cuda.mem_get_info(device)
@@ -322,9 +322,9 @@ def no_trace(model, device: torch.device) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """
-    Whether memory ran out. torch, cuBLAS, Triton and the system each have an error of their own
-    for it, and torch.compile wraps them. A pool breaks when the system kills one of its processes,
-    most likely for its memory.
+    Whether memory ran out. torch, cuBLAS, Triton and the system each have another error for it, and
+    torch.compile wraps them. A pool breaks when the system kills one of its processes, most likely
+    for its memory.
     """
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError, BrokenProcessPool)):
@@ -336,7 +336,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory_line(config: Config, world_size: int = 1) -> str:
-    """The error line for a micro-batch that did not fit, and the next smaller one."""
+    """The error line for a micro-batch that did not fit, with the next smaller one."""
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:

@@ -4,10 +4,9 @@ training loop.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that every direction in it
 moves by the same amount (K. Jordan et al., "Muon: an optimizer for hidden layers in neural
-networks", 2024), and NorMuon then evens out its neurons. torch.optim.Muon is the same mathematics
-without NorMuon. This one also runs its products in a dtype that the card has, batches all matrices
-of a shape, takes the parts of a fused q, k, v matrix apart, and skips an update on the device where
-a gradient is not finite.
+networks", 2024). NorMuon then evens out its neurons. torch.optim.Muon is the same without NorMuon.
+This one also runs its matmuls in a dtype that the GPU has, batches all matrices of a shape, splits
+a fused q, k, v matrix, and skips an update on the device if a gradient is not finite.
 """
 
 from collections.abc import Iterable
@@ -21,22 +20,22 @@ from common.console import raise_if_any
 # a, b, c of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5  # from 1e-3 to between 0.7 and 1.2: near enough to 1
-# how long NorMuon's mean squares remember (track 3 of modded-nanogpt's records)
+# decay of NorMuon's mean squares (track 3 of modded-nanogpt's records)
 NORMUON_BETA = 0.95
-ADAM_EPS = 1e-10  # rare tokens' rows of the embedding have tiny gradients
-# what a weight may be: matrices move by Muon, the others by Adam, each at a rate of its own
+ADAM_EPS = 1e-10  # embedding rows of rare tokens have tiny gradients
+# roles of a weight: Muon updates matrices, Adam the others, each role with its own learning rate
 ROLES = ("matrix", "embedding", "values", "bigrams", "head", "vector")
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     Newton-Schulz: matrices (n, rows, cols) -> U V^T of each one's singular value decomposition
-    U S V^T, nearly: singular values end between 0.7 and 1.2. The products run in `dtype`.
+    U S V^T, approximately: singular values end between 0.7 and 1.2. Matmuls run in `dtype`.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT, dtype).mT  # products of the shorter side are cheaper
+        return orthogonalize(matrices.mT, dtype).mT  # cheaper on the shorter side
     a, b, c = NEWTON_SCHULZ
-    # divided by their norms, no singular value is above 1
+    # divided by the norm, so that no singular value is above 1
     X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
@@ -46,8 +45,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 def mean_squares(matrices: Tensor) -> Tensor:
     """
-    Of matrices (n, rows, cols), for each index of the longer side: (n, rows, 1), or (n, 1, cols)
-    where they are wide.
+    The mean squares of matrices (n, rows, cols) for each index of the longer side: (n, rows, 1), or
+    (n, 1, cols) if they are wide.
     """
     _, rows, cols = matrices.shape
     return matrices.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
@@ -55,27 +54,27 @@ def mean_squares(matrices: Tensor) -> Tensor:
 
 def normalize(directions: Tensor, mean: Tensor) -> Tensor:
     """
-    NorMuon (arXiv:2510.05491): divide what belongs to each index of the longer side by the root of
-    its mean square over time, so that no neuron moves far more than the others. Each matrix keeps
-    its norm. directions is (n, rows, cols), mean as from `mean_squares`.
+    NorMuon (arXiv:2510.05491): divide each row or column along the longer side by the root of its
+    mean square over time, so that no neuron moves far more than the others. Each matrix keeps its
+    norm. directions is (n, rows, cols), mean as from `mean_squares`.
     """
     even = directions * mean.clamp(min=1e-10).rsqrt()
     norms = directions.norm(dim=(1, 2), keepdim=True)
-    # clamped: a direction of zeros, as the first iteration has some, must not become NaN
+    # clamped, because a direction of zeros, as in the first iteration, must not become NaN
     return even * (norms / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
 
 
 class Muon(torch.optim.AdamW):
     """
-    Groups with a `momentum` are matrices for Muon (`parts`: the rows of each matrix that is stacked
-    in one, or () for one whole), the others go to AdamW with their `betas`. `dtype` is that of
-    Newton-Schulz's products.
+    Groups with a `momentum` hold matrices for Muon; `parts` are the rows of each matrix stacked in
+    a weight, or () for a single one. AdamW updates the other groups with their `betas`. `dtype`: of
+    Newton-Schulz's matmuls.
 
-    Every rank moves all matrices: ranks of one kind of GPU get the same bits from the averaged
-    gradients, so nothing is exchanged.
+    Every rank updates all matrices. Ranks with the same kind of GPU compute the same bits from the
+    averaged gradients, so nothing is exchanged.
 
-    Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device)
-    where the caller or a GradScaler has set it, and changes nothing where it is 1.
+    Like torch's fused optimizers, a step with `fused` reads `found_inf` (0 or 1, on the device) if
+    the caller or a GradScaler has set it, and changes nothing if it is 1.
     """
 
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
@@ -94,8 +93,8 @@ class Muon(torch.optim.AdamW):
 
     def step_matrices(self, group: dict, found_inf: Tensor | None) -> None:
         """
-        Matrices of one shape move together, in a few kernels: one by one they would take hundreds
-        of small ones.
+        Update all matrices of one shape together, in a few kernels instead of hundreds of small
+        ones.
         """
         by_shape: dict[torch.Size, list[tuple[Tensor, ...]]] = {}
         for p in group["params"]:
@@ -103,16 +102,16 @@ class Muon(torch.optim.AdamW):
                 for matrix in self.matrices(p, p.grad, group["parts"]):
                     by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
-            # a skipped update is one whose rates are all 0
+            # a skipped update has learning rates of 0
             applied = 1 - (same[0][0].new_zeros(()) if found_inf is None else found_inf)
             self.move(group, same, applied)
 
     def matrices(self, p: Tensor, grad: Tensor, parts: tuple[int, ...]) -> Iterable[tuple]:
-        """Each matrix in a weight, its gradient, its momentum and NorMuon's mean squares of it."""
+        """Each matrix in a weight, with its gradient, momentum and NorMuon's mean squares."""
         state, lengths = self.state[p], [max(rows, p.size(1)) for rows in parts or (len(p),)]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(p)
-        if "mean_squares" not in state:  # checkpoints from before NorMuon lack it too
+        if "mean_squares" not in state:  # nor do checkpoints from before NorMuon have it
             state["mean_squares"] = p.new_zeros(sum(lengths))
         whole = p, grad, state["momentum"], state["mean_squares"].view(-1)
         if not parts:
@@ -122,10 +121,10 @@ class Muon(torch.optim.AdamW):
 
     def move(self, group: dict, same: list[tuple[Tensor, ...]], applied: Tensor) -> None:
         """
-        Move n matrices of one shape, each given with its gradient, momentum and mean squares. With
-        momentum mu and gradient g: a matrix shrinks by the share lr * weight_decay, m <- m + (1 -
-        mu) (g - m), and it moves by lr * sqrt(max(1, rows / cols)) against the orthogonal matrix
-        nearest to g + mu (m - g), Nesterov's look-ahead, evened out by `normalize`.
+        Update n matrices of one shape, each given with its gradient g, momentum m and mean squares.
+        With mu the group's momentum: the matrix is multiplied by 1 - lr * weight_decay; m <- m +
+        (1 - mu) (g - m); and the matrix moves by -lr * sqrt(max(1, rows / cols)) times the
+        orthogonal matrix nearest to g + mu (m - g), Nesterov's lookahead, after `normalize`.
         """
         matrices, gradients, momenta, squares = zip(*same, strict=True)
         mu, lr, (rows, cols) = group["momentum"], group["lr"] * applied, matrices[0].shape
@@ -133,7 +132,7 @@ class Muon(torch.optim.AdamW):
         g.masked_fill_(applied == 0, 0)  # NaN times a rate of 0 would be NaN
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
-        # in float32: float16 has no room for small rates
+        # in float32: small learning rates underflow in float16
         directions = orthogonalize(g.lerp_(m, mu), self.dtype).float()
 
         now = mean_squares(directions)  # (n, rows, 1) or (n, 1, cols)
@@ -144,17 +143,17 @@ class Muon(torch.optim.AdamW):
         torch._foreach_sub_(matrices, updates.unbind())
 
     def __setstate__(self, state: dict) -> None:
-        # AdamW's looks for a step in each parameter's state, and matrices have none
+        # AdamW's expects a step in each parameter's state, which matrices do not have
         torch.optim.Optimizer.__setstate__(self, state)
 
 
 def parameters_by_role(model) -> dict[tuple[str, tuple[int, ...]], list[nn.Parameter]]:
     """
-    A model's parameters by what Muon does with them, (role, parts): as their modules say by
-    model.mark(), else a vector, an embedding, or a whole matrix of a block. A head tied to the
-    embedding is a head. In the order of ROLES. Raises UserError for a weight that leaves it open.
+    A model's parameters by (role, parts), in the order of ROLES: as model.mark() says for their
+    module, else a vector, an embedding, or a single matrix of a block. A head tied to the embedding
+    is a head. Raises UserError for a weight whose role is not clear.
     """
-    # the last one counts: of a tied head and its embedding, the one that says something
+    # the last one counts: for a tied head and embedding, the marked one
     modules = sorted(model.modules(), key=lambda module: hasattr(module, "muon"))
     owners = {p: module for module in modules for p in module.parameters(recurse=False)}
     in_blocks, problems = {*model.transformer.h.parameters()}, []
@@ -172,7 +171,7 @@ def parameters_by_role(model) -> dict[tuple[str, tuple[int, ...]], list[nn.Param
             hint = f"call mark(module, role=...) where its module is made; {', '.join(ROLES)}"
             problems.append(f"{name}: it is {[*p.shape]} and {found}; {hint}")
         elif parts and sum(parts) != len(p):
-            problems.append(f"{name}: its parts {parts} do not add up to its {len(p)} rows")
+            problems.append(f"{name}: its parts {parts} do not add up to {len(p)} rows")
         roles.setdefault((role, parts), []).append(p)
     raise_if_any(problems)
     return dict(sorted(roles.items(), key=lambda item: (ROLES.index(item[0][0]), item[0][1])))

@@ -1,7 +1,7 @@
 """
 Reads weights trained elsewhere: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
 
-Nothing in a file that is read here is ever executed.
+No code in these files is ever executed.
 """
 
 import os
@@ -22,14 +22,14 @@ HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # The sizes in config.json, with GPT-2's values, which transformers uses for any left out
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
-# The other settings that model.py can compute, each with its allowed values, GPT-2's first
+# The other settings, each with the values that model.py can compute, GPT-2's first
 GPT2_SETTINGS = dict(
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
     scale_attn_by_inverse_layer_idx=(False,),
 )
 NO_TOKENIZER = dict(kind="unknown")
-NANOGPTS = " of nanoGPT"  # in the source of weights that nanoGPT has trained
+NANOGPTS = " of nanoGPT"  # in the source of weights trained by nanoGPT
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
@@ -39,8 +39,8 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
     Returns `model` (float32 weights by model.py's names), `model_config`, `vocab` (the size of the
     vocabulary before padding), `tokenizer`, and in words the `source`. A context longer than
-    `block_size` is cropped to it. The vocabulary is not padded further: new rows would take part in
-    every softmax. Raises UserError.
+    `block_size` is cropped to it. The vocabulary is not padded further, because new rows would take
+    part in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
     config, weights = GPTConfig(**state["model_config"]), state["model"]
@@ -59,11 +59,11 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 
 def find_weights(name_or_path: str, best: bool = False) -> list[Path]:
     """
-    The files that a name or path means, each to be tried where the one before is no good: those of
-    a run are its checkpoints, the newest first, and with `best` its best.pt before them. A Hugging
-    Face model is its folder. Raises UserError.
+    The files that a name or path means, to be tried in order until one is valid: for a run its
+    checkpoints, the newest first, with `best` after its best.pt; for a Hugging Face model its
+    folder. Raises UserError.
     """
-    path = Path(os.path.expanduser(name_or_path))  # a shell leaves the ~ of --init_from=~/x alone
+    path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
     if name_or_path in HUB_NAMES and not path.exists():
         return [fetch(name_or_path)]
     if path.is_file():
@@ -104,8 +104,8 @@ def fetch(name: str) -> Path:
 
 def read_weights(name_or_path: str, best: bool = False) -> dict:
     """
-    The same weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`.
-    `source` says in words what was read: the first of find_weights' files that is valid.
+    The weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`. `source`
+    describes in words what was read: the first valid file of find_weights.
     """
     files = find_weights(name_or_path, best)
     for path, following in pairwise(files):
@@ -133,7 +133,7 @@ def read_file(path: Path) -> dict:
 
 def describe_source(state: dict, path: Path) -> str:
     """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
-    if "source" in state:  # convert.py has noted it
+    if "source" in state:  # written by convert.py
         return f"{path}, from {state['source']}"
     iter_num, val_loss = state.get("progress", state).get("iter_num"), state.get("val_loss")
     if iter_num is None:
@@ -145,9 +145,9 @@ def describe_source(state: dict, path: Path) -> str:
 
 def find_characters(state: dict, path: Path) -> dict:
     """
-    The tokenizer of nanoGPT's meta.pkl with as many characters as the model has: beside the weights
-    at `path`, or in data/NAME of a folder above them or of this one, NAME being the dataset that
-    the checkpoint names. Of kind unknown where there is none.
+    The tokenizer of a nanoGPT meta.pkl with as many characters as the model: next to the weights at
+    `path`, or in data/NAME of a folder above them or of the current one, NAME being the
+    checkpoint's dataset. Of kind unknown if there is none.
     """
     name = state.get("config", {}).get("dataset", "")
     above = [folder / "data" / name for folder in path.resolve().parents]
@@ -166,7 +166,7 @@ def find_characters(state: dict, path: Path) -> dict:
 def check_state(state: dict, path: Path) -> None:
     """
     Raises UserError unless the weights of a checkpoint's state have the names and shapes that its
-    model_config asks for, and are finite. Raises any other exception if it is no such state.
+    model_config asks for, and are finite. Raises other exceptions if it is not such a state.
     """
     weights, config = state["model"], GPTConfig(**state["model_config"])
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -242,15 +242,15 @@ def convert_nanogpt(state: dict) -> dict:
             weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
     known = dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
-    # it saves right after the evaluation that it calls the best
+    # nanoGPT saves right after its best evaluation
     known |= dict(iter_num=state.get("iter_num"), val_loss=state.get("best_val_loss"))
     return dict(known, config=state.get("config", {}))
 
 
 def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
     """
-    The vocabulary and tokenizer behind a table of this size: GPT-2's for 50257 rows, or those
-    padded to 50304; else all rows, and an unknown tokenizer.
+    The vocabulary and tokenizer of an embedding of this size: GPT-2's for 50257 rows, or 50304 with
+    padding; else all rows, and an unknown tokenizer.
     """
     if vocab_size in (GPT2_VOCAB, 50304):
         return GPT2_VOCAB, dict(kind="gpt2")

@@ -26,7 +26,7 @@ from training.build import count_flops, count_parameters, describe_flops, warn_o
 from training.checkpoint import checkpoint_path, claim_folder, unlock_folder
 from training.clock import Clock, clock_time
 from training.drawing import Drawing
-from training.hardware import Hardware, cuda_mend
+from training.hardware import Hardware, cuda_hint
 from training.memory import checkpoint_bytes, checkpoint_files
 from training.metrics import drop_records, plain
 from training.progress import Progress
@@ -171,7 +171,7 @@ class RunLog:
                 if c.max_iters < getattr(c, key) < NEVER and c.lr_schedule != "constant":
                     warn(f"{key}: {getattr(c, key):,} is longer than the run; give a lower one")
             if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
-                warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_mend()}")
+                warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
             self.warn_of_space(model)
         if self.file:
             self.drawing = Drawing(Path(c.out_dir))

@@ -1,9 +1,9 @@
 """
-Where a run begins: from scratch, from its own newest checkpoint, or from weights trained elsewhere;
-and on which data.
+Where a run starts: from scratch, from its newest checkpoint, or from weights trained elsewhere; and
+on which data.
 
 `start` is a dict: a checkpoint's state, or weights trained elsewhere as load_pretrained() returns
-them, or empty from scratch. Only a checkpoint that is resumed has "progress" in it.
+them, or empty from scratch. Only a checkpoint to resume has the key "progress".
 """
 
 import os
@@ -33,7 +33,7 @@ from training.ranks import Ranks, check_gpus, check_shares, lost_rank
 from training.runlog import RunLog
 from training.state import check_checkpoint
 
-# vocab_size is no key: it follows from the dataset
+# vocab_size is not a key; it follows from the dataset
 ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in FREE_ON_RESUME | {"vocab_size"}]
 # A resumed run must keep these
 FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
@@ -45,16 +45,16 @@ FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 
 def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
     """
-    The configuration of a command line, with the keys that a checkpoint or the weights decide; and
-    the checkpoint to resume from, if any. Raises a UserError with all that is wrong: with the
-    command line, or else with the start, the device, the dataset and what follows from the keys.
+    The configuration of a command line, with the keys that a checkpoint or the weights decide, and
+    the checkpoint to resume from, if any. Raises a UserError with all problems: of the command
+    line, or else of the start, the device, the dataset and the keys together.
     """
     config, problems = read_config(argv)
     raise_if_any(problems + check_optimizer(config))
     out_dir, path = Path(config.out_dir), None
     try:
         if (out_dir / "lock").exists() and not config.eval_only:
-            checkpoint.lock_folder(out_dir)  # another run would change what is read below
+            checkpoint.lock_folder(out_dir)  # or another run could change what is read below
         path = find_checkpoint(config)
         config, problems = adopt(config, load_start(config, path))
     except UserError as error:
@@ -68,12 +68,12 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
     if config.dtype == "auto":  # rank 0 chooses for all
         dtype, reason = hardware.best_dtype(hardware.choose_device(config))
         config.dtype = str(dtype).removeprefix("torch.")
-        say(f"dtype: {config.dtype}, since {reason}")
+        say(f"dtype: {config.dtype}, because {reason}")
     return config, path
 
 
 def explain(error: Exception, argv: list[str]) -> str:
-    """The error line for memory that ran out and for a rank that has gone; else empty."""
+    """The error line for an exhausted memory or a lost rank; empty for other errors."""
     if not hardware.is_out_of_memory(error):
         return lost_rank(error)
     config, _ = read_config(argv)
@@ -86,8 +86,8 @@ def explain(error: Exception, argv: list[str]) -> str:
 
 def find_checkpoint(config: Config) -> Path | None:
     """
-    The newest checkpoint of the run to resume, checked. None for a new run. Raises UserError where
-    there is none to resume, or a new run would meet another one's.
+    The newest checkpoint of the run to resume, checked. None for a new run. Raises UserError if
+    there is none to resume, or if the folder of a new run holds another run.
     """
     out_dir = Path(config.out_dir)
     if config.init_from not in ("resume", "auto"):
@@ -110,15 +110,13 @@ def find_checkpoint(config: Config) -> Path | None:
         hint = "restore them, or give another --out_dir"
         raise UserError(f"out_dir: {out_dir} holds the log of a run, but no checkpoint; {hint}")
     if (out_dir / "metrics.jsonl").exists():
-        say(
-            f"{out_dir}: an earlier start ended before its first save; this one starts from scratch"
-        )
+        say(f"{out_dir}: an earlier launch ended before its first save; starting from scratch")
     return None
 
 
 def load_start(config: Config, path: Path | None) -> dict:
     """
-    What the run starts from, see above. `path`: the checkpoint to resume, which rank 0 has checked.
+    What the run starts from (see above). `path`: the checkpoint to resume, checked by rank 0.
     """
     if path:
         state = checkpoint.read(path)
@@ -131,8 +129,8 @@ def load_start(config: Config, path: Path | None) -> dict:
 
 def adopt(config: Config, start: dict) -> tuple[Config, list[str]]:
     """
-    The configuration with the saved architecture and, on resume, the other keys that must stay.
-    Also lists the keys that a file or flag has set to something else.
+    The configuration with the saved architecture and, on resume, the other keys that must not
+    change; and a problem if a file or flag sets any of them to something else.
     """
     if not start:
         return config, []
@@ -140,13 +138,13 @@ def adopt(config: Config, start: dict) -> tuple[Config, list[str]]:
     if "progress" in start:
         saved, names, source = start["config"], FIXED_ON_RESUME, config.out_dir
         kept = [n for n in ("dataset", "tokenizer") if n in saved and n not in config.given]
-        kept += ["dtype"] if config.dtype == "auto" else []  # the type that the run was begun in
+        kept += ["dtype"] if config.dtype == "auto" else []  # the type that the run started with
         config = replace(config, **{name: saved[name] for name in kept})
     elif (
         saved["vocab_size"] % config.pad_vocab_multiple
     ):  # loaded weights keep their rows: no padding
         saved, names = saved | dict(pad_vocab_multiple=1), [*names, "pad_vocab_multiple"]
-    # an older checkpoint lacks what came later
+    # an older checkpoint may not have all keys
     values = {name: saved.get(name, getattr(Config, name)) for name in names}
     different = [
         f"{name} {value!r} (asked for: {getattr(config, name)!r})"
@@ -160,8 +158,8 @@ def adopt(config: Config, start: dict) -> tuple[Config, list[str]]:
 
 def check_folder(config: Config, path: Path | None, best_iter: int, log: RunLog) -> None:
     """
-    Raises UserError where a rank's machine does not see the run's folder. `path`: the checkpoint
-    that it resumes; it becomes best.pt if it is the best and a kill came before that.
+    Raises UserError if a rank's machine does not see the run's folder. `path`: the checkpoint to
+    resume; if it is the best one, and a kill prevented that before, it becomes best.pt.
     """
     if config.eval_only:
         return
@@ -180,13 +178,13 @@ def check_folder(config: Config, path: Path | None, best_iter: int, log: RunLog)
 
 
 # -----------------------------------------------------------------------------
-# Messages of the start
+# Messages at the start
 
 
 def is_finished(config: Config, start: dict) -> bool:
     """
-    Whether the resumed run has nothing left to do. Says so, or raises UserError where it was
-    trained on other data than it is given.
+    Whether the resumed run has nothing left to do, with a message. Raises UserError if it was
+    trained on other data than it is given now.
     """
     if "progress" not in start or config.eval_only:
         return False
@@ -208,8 +206,8 @@ def is_finished(config: Config, start: dict) -> bool:
 
 def changed_keys(config: Config, start: dict) -> dict:
     """
-    The keys whose value has changed since the checkpoint, with the checkpoint's value. Keys that it
-    lacks count as defaults.
+    The keys whose value has changed since the checkpoint, with the checkpoint's value. Keys that
+    are not in the checkpoint count as defaults.
     """
     values, saved = config_values(config), config_values(Config()) | start["config"]
     return {n: saved[n] for n in values if saved[n] != values[n] and n not in INITIAL}
@@ -247,14 +245,14 @@ def say_start(config: Config, start: dict, ranks: Ranks) -> None:
 
 
 def prepare_on_demand(config: Config) -> None:
-    """Make the quickstart's dataset where it is missing: the one dataset that needs no download."""
+    """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
     if config.stream or not is_made_on_demand(config):
         return
     folder = dataset_folder(config.dataset)
     say(f"data: preparing {folder} from Python's own source files")
     script = Path(__file__).parent.parent / "data" / "prepare_text.py"
     command = [sys.executable, str(script), f"--out={folder}"]
-    # hide its output, which ends with the next command to type
+    # hide its output, which ends with a command to type next
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     raise_if_any(check_dataset(config))
@@ -262,8 +260,8 @@ def prepare_on_demand(config: Config) -> None:
 
 def open_data(config: Config, start: dict, ranks: Ranks) -> Dataset:
     """
-    The configured dataset: a folder, or a stream, which rank 0 has prepared for all. Raises
-    UserError where it is not the one that the checkpoint or the weights were trained on.
+    The configured dataset: a folder, or a stream, which rank 0 prepares for all. Raises UserError
+    if it is not the one that the checkpoint or the weights were trained on.
     """
     ranks.from_main(prepare_on_demand, config)
     if start.get("stream"):
@@ -280,14 +278,14 @@ def open_data(config: Config, start: dict, ranks: Ranks) -> Dataset:
 
 
 def other_data(config: Config, start: dict, source: str) -> str:
-    """The message where a run is resumed with other data than it was trained on."""
+    """The error line for a run that is resumed with other data than it was trained on."""
     theirs = f"{config.out_dir} was trained on ({start['config']['dataset']})"
     hint = "or has changed since; for a new run give another --out_dir"
     return f"dataset: {source} is not what the run in {theirs}, {hint}"
 
 
 def check_data(config: Config, start: dict, data: Dataset) -> None:
-    """Raises UserError where the data are not those of the checkpoint or of the weights."""
+    """Raises UserError if the data are not those of the checkpoint or of the weights."""
     if not start:
         return
     resumed, theirs = "progress" in start, start["tokenizer"]

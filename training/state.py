@@ -1,5 +1,5 @@
 """
-What a checkpoint holds, how it is saved, and how a run takes it over.
+What a checkpoint holds, how it is saved, and how a run resumes from it.
 """
 
 import inspect
@@ -45,26 +45,26 @@ def checkpoint_state(
 
 def write_checkpoint(state: dict, log: RunLog) -> str:
     """
-    Try once to save `state`. Returns the error line of a disk that refuses, else "". To make room,
-    older checkpoints are deleted before the write, the newest whole one only after it. Raises
-    UserError for a state that must not be saved, or could not be resumed.
+    Try once to save `state`. Returns an error line if the disk is full or fails, else "". To make
+    room, older checkpoints are deleted before the write, the newest valid one only after it. Raises
+    UserError for a state that must not be saved or could not be resumed.
     """
     it, best_iter = state["progress"]["iter_num"], state["progress"]["best_iter"]
     out_dir, keep = Path(log.config.out_dir), log.config.keep_checkpoints
     path, whole = checkpoint.checkpoint_path(out_dir, it), log.newest_checkpoint()
     if names := not_finite(state["model"], GPTConfig(**state["model_config"])):
-        # once saved, they would in time replace the good checkpoints
+        # if saved, they would soon replace the good checkpoints
         problem = f"iter {it}: {names[0]} is not finite, so the weights are not saved"
         raise RunError(f"{problem}; with a lower learning_rate, {log.way_back()}")
     if not (out_dir / "lock").exists():
-        log.warn_once("gone", it, f"{out_dir} has gone, with the log in it; making it again")
+        log.warn_once("gone", it, f"{out_dir} was deleted, with the log in it; making it again")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.prune(out_dir, max(1, keep - 1), whole)
         size = checkpoint.save(state, path)
     except OSError as error:
         return f"checkpoint {it} is not saved: {error.strerror or error}"
-    if not log.has_saved:  # check the first file now, not when somebody needs it
+    if not log.has_saved:  # check the first file now, not when you need it
         check_checkpoint(checkpoint.load(path), path)
     log.checkpoint(it, path, size)
     try:
@@ -78,8 +78,8 @@ def write_checkpoint(state: dict, log: RunLog) -> str:
 
 def check_checkpoint(state: dict, path: Path) -> None:
     """
-    Raises UserError where a whole file cannot be resumed: another version of this program, or
-    another program, has made it.
+    Raises UserError if an undamaged file cannot be resumed, because another version of this program
+    or another program made it.
     """
     try:
         check_state(state, path)
@@ -109,15 +109,15 @@ def check_optimizer_state(state: dict) -> None:
     for number, kept in state["optimizer"]["state"].items():
         shape = parameters[number].shape
         for name, tensor in kept.items():
-            # what has as many dimensions as a parameter must have its shape: a fused update would
-            # write past a smaller one
+            # a tensor with as many dimensions as its parameter must have the same shape: a fused
+            # update would write past a smaller one
             found = getattr(tensor, "shape", ())  # a plain number has none
             if len(found) == len(shape) and found != shape:
                 raise ValueError(f"{name} of its {config.optimizer} is {[*found]}")
 
 
 def as_saved(kept, before):
-    """A value of an optimizer's state as it was saved, where torch has put it."""
+    """A value of an optimizer's state as it was saved, on the device where torch put it."""
     return before.to(kept.device, copy=True) if isinstance(before, Tensor) else kept
 
 
@@ -125,8 +125,8 @@ def restore(
     start: dict, model, optimizer, scaler, config: Config, hw: Hardware, rank: int
 ) -> Progress:
     """
-    Load the weights. On resume take over the rest of the checkpoint too, except hyperparameters:
-    those are the config's. Returns how far the run is.
+    Load the weights, and on resume the rest of the checkpoint too, except hyperparameters, which
+    are the config's. Returns how far the run is.
     """
     if start:
         model.load_state_dict(start["model"])
@@ -137,7 +137,7 @@ def restore(
     for kind in type(optimizer).__mro__[:-1]:  # all but object
         ours |= inspect.signature(kind).parameters.keys()
     for group, before in zip(groups, saved["param_groups"], strict=True):
-        # what nobody has given it, such as its own counters
+        # what the code does not set, such as the optimizer's own counters
         group |= {key: before[key] for key in before.keys() - ours}
     optimizer.load_state_dict(saved | dict(param_groups=groups))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -151,6 +151,6 @@ def restore(
         set_rng_state(start["rng"][rank], hw.device)
     progress = read_progress(start)
     if saved_config(start["config"]).eval_size != config.eval_size:
-        # on other tokens: the next evaluation is the best so far
+        # other tokens are evaluated: the next evaluation is the best so far
         progress.best_val_loss = float("inf")
     return progress

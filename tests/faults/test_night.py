@@ -213,7 +213,7 @@ def test_a_line_on_a_console_is_printable(dataset, tmp_path, monkeypatch, capsys
 
 
 class Escapes:
-    def prompt(self):
+    def start_ids(self):
         return [0]
 
     def decode(self, ids):

@@ -255,7 +255,7 @@ def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeyp
 
     monkeypatch.setattr(train, "train_step", deleting)
     assert run_here(dataset, tmp_path / "run") == 0
-    assert f"iter 8: {tmp_path / 'run'} has gone, with the log in it" in capsys.readouterr().err
+    assert f"iter 8: {tmp_path / 'run'} was deleted, with the log in it" in capsys.readouterr().err
     monkeypatch.undo()
     run_here(dataset, tmp_path / "straight")
     assert_same_state(load(tmp_path / "run", 8), load(tmp_path / "straight", 8))
