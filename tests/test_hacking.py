@@ -117,6 +117,15 @@ def test_a_diff_of_the_page_fits_in_one_place_only(name, tmp_path):
         assert (tmp_path / file).read_text() == (ROOT / file).read_text()
 
 
+def test_the_page_says_what_each_file_holds():
+    tree = PAGE.read_text(encoding="utf-8").partition("\ndata/  ")[2].partition("```")[0]
+    named = re.findall(r"^[ \w/]*?(\w+\.py) +\w", f"data/{tree}", re.MULTILINE)
+    folders = ("data", "training")
+    files = [path.name for folder in folders for path in (ROOT / folder).glob("[!_]*.py")]
+    files += ["train.py", "model.py", "model_fast.py"]
+    assert sorted(named) == sorted({*files} - {"prepare_text.py", "prepare_fineweb.py"})
+
+
 def test_the_diffs_of_the_page_go_together(tmp_path):
     copy_program(tmp_path, *DIFFS)
 

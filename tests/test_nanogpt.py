@@ -326,7 +326,7 @@ def test_its_folders_are_among_the_runs_that_are_named(nanogpt_folder, monkeypat
 # Its scripts, with docs/nanogpt_model.py and as docs/from_nanogpt.md says
 
 PAGE = ROOT / "docs" / "from_nanogpt.md"
-SCRIPT, OWN_MODEL = code_blocks(PAGE, "python")
+(SCRIPT,) = code_blocks(PAGE, "python")
 
 
 @pytest.fixture
@@ -426,7 +426,9 @@ def test_the_lines_of_its_table_run(trained):
 
 
 # -----------------------------------------------------------------------------
-# Its user's own model.py, with rotary positions
+# Its user's own model.py, with rotary positions: docs/own_model.md
+
+(OWN_MODEL,) = code_blocks(ROOT / "docs" / "own_model.md", "python")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
