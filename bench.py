@@ -588,10 +588,12 @@ FLAGS: dict[str, tuple] = {
     "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
     "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's"),
     "watts": (float, "W", "power of one GPU, for the energy"),
-    "price_kwh": (float, "P", "price of a kWh, for the cost"),
+    "price_kwh": (float, "P", "price of a kWh, for the cost of the energy"),
+    "price_hour": (float, "P", "price of one GPU per hour, for the rent"),
     "json": (str, "PATH", "write all figures as JSON"),
 }
-PLAN_FLAGS = "gpu gpus link_gbits iter_seconds from_run dataset_tokens watts price_kwh".split()
+PLAN_FLAGS = ["gpu", "gpus", "link_gbits", "iter_seconds", "from_run", "dataset_tokens", "watts"]
+PLAN_FLAGS += ["price_kwh", "price_hour"]
 # name: its function, and its flags beside json
 MODES = {
     "step": (step, ["trials", "profile"]),

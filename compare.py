@@ -83,12 +83,14 @@ class Row:
         if len(known) < 2:
             return ""
         (best, name), (second, _) = sorted(known, reverse=self.word not in LOWEST_IS_BEST)[:2]
+        values = [value for value, _ in known]
         if self.word == "lower":
-            lower = second - best
-            return f"{name} {lower:.4f} lower" if lower > self.same else f"equal within {self.same}"
+            if (lower := second - best) > self.same:
+                return f"{name} {lower:.4f} lower"
+            return f"equal within {self.same}" if max(values) - best <= self.same else ""
         low, high = sorted((best, second))
-        if high - low <= self.same * low:
-            return "equal"
+        if high - low <= self.same * low:  # of more than two runs, the others may differ
+            return "equal" if max(values) - min(values) <= self.same * min(values) else ""
         return f"{name} {high / low:.2f}x {self.word}" if low > 0 else ""
 
 
@@ -246,6 +248,9 @@ def collect_warnings(runs: list[Run]) -> list[str]:
     if reason := why_not_comparable(runs):
         warnings.append(f"losses are not comparable: {reason}")
     logs = [run for run in runs if run.start.get("program") == "nanoGPT"]
+    if logs and len(runs) > len(logs):
+        random = "nanoGPT evaluates on random batches, which adds noise"
+        warnings.append(f"{random}; evaluate its ckpt.pt here to be sure (docs/from_nanogpt.md)")
     for run in runs:
         if not logs or run in logs or (run.iterations or 0) >= SHORT_RUN:
             continue

@@ -223,6 +223,8 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
             problems += error.problems
             continue
         values |= translate(found)
+        if found.get("decay_lr") is False and "warmup_iters" not in found:
+            values["warmup_iters"] = 0  # nanoGPT has no warmup then
         if "gradient_accumulation_steps" in found and "tokens_per_iter" not in found:
             values["tokens_per_iter"] = 0  # of the two the last one wins
     if values.get("hours") or values.get("until"):
@@ -278,6 +280,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         hint = f"; for the run in it: --out_dir={path}" if path.is_dir() else ""
         meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
         raise UserError(f"{path}: no such config file{hint or did_you_mean(meant, files)}")
+    if path.suffix != ".py":
+        raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # the values so far are among the builtins, so that `variables` holds only what the file sets
     variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}

@@ -72,17 +72,24 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     pattern sorted by name. Files with other endings are left out. Raises UserError for a
     name without any file.
     """
-    files, problems = [], []
+    files, problems, others = [], [], list[Path]()
     for name in names:
         found = []
         paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         for path in map(Path, paths):
-            inside = path.rglob("*") if path.is_dir() else [path]
-            found += [str(f) for f in inside if f.name.lower().endswith(endings) and f.is_file()]
+            inside = [f for f in (path.rglob("*") if path.is_dir() else [path]) if f.is_file()]
+            found += [str(f) for f in inside if f.name.lower().endswith(endings)]
+            others += [f for f in inside if not f.name.lower().endswith(endings)]
         if not found:
-            problems.append(f"{name}: no such file, or no {', '.join(endings)} there")
+            there = (
+                "save it as text first" if os.path.isfile(name) else "no such file, or none there"
+            )
+            problems.append(f"{name}: {there}; read are {', '.join(endings)}")
         files += sorted(found)
     raise_if_any(problems)
+    if others:
+        kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
+        warn(f"{len(others):,} files of other kinds are not read: {kinds}")
     return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
@@ -139,8 +146,9 @@ def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[i
                 skipped = min(max(row - begin, 0), len(batch))
                 texts = batch.column(0)[skipped:].cast(pyarrow.large_binary()).to_pylist()
                 if texts:
-                    # invalid UTF-8 becomes U+FFFD
-                    yield begin + skipped, [(t or b"").decode(errors="replace") for t in texts]
+                    # invalid UTF-8 becomes U+FFFD; a row without text is its columns
+                    decoded = [(t or b"").decode(errors="replace") for t in texts]
+                    yield begin + skipped, [t if t.strip() else types for t in decoded]
                 begin += len(batch)
 
 
@@ -171,8 +179,8 @@ def parse(line: bytes, field: str) -> str | None | dict | ValueError:
         return ValueError(getattr(error, "msg", str(error)))
     if not isinstance(values, dict):
         return ValueError(type(values).__name__)
-    text = values.get(field, 0)
-    return text or "" if isinstance(text, str | None) else values
+    text = values.get(field)
+    return text if isinstance(text, str) and text.strip() else values
 
 
 def read_text(name: str, row: int, _field, encoding: str | None) -> Iterator[tuple[int, list]]:
@@ -202,14 +210,14 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
             return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), encoding
         problems.append(f"{controls:,} NULs and control characters: binary, or not {encoding}")
     hint = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW (-c drops bad bytes)"
-    problems.append(f"{hint}, or give --encoding=NAME for all such files")
+    problems.append(f"{hint}, or give --encoding=NAME, such as cp1252, for all such files")
     raise UserError(f"{name}: {'; '.join(problems)}")
 
 
 # What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
 # csv.DictReader, and add ".csv" to ROW_FILES and to READERS.
 TEXT_FILES = (".txt", ".md", ".py")
-ROW_FILES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+ROW_FILES = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
 HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # a local .json is often one object
 READERS = dict.fromkeys(HUB_FILES, read_jsonl) | dict.fromkeys(TEXT_FILES, read_text)
 READERS[".parquet"] = read_parquet
@@ -280,7 +288,8 @@ def report(left_out: dict) -> bool:
         held = share(left_out["no text"], left_out["rows"])
         warn(f"{held} hold no text and are left out: {left_out['first no text']}")
     if left_out["broken"]:
-        say(f"skipped: {left_out['broken']:,} broken lines; the first: {left_out['first broken']}")
+        skipped = share(left_out["broken"], left_out["rows"])
+        say(f"skipped: {skipped} are broken lines; the first: {left_out['first broken']}")
     return has_many
 
 
@@ -289,7 +298,7 @@ def share(part: int, rows: int) -> str:
 
 
 def no_text(where: str, field: str, fields: dict) -> str:
-    problem = f"{where}: no string in the field {field}; fields: {', '.join(fields)[:200]}"
+    problem = f"{where}: no text in the field {field}; fields: {', '.join(fields)[:200]}"
     return f"{problem}; prepare with --text_field=NAME"
 
 

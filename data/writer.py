@@ -95,6 +95,7 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
             manifest = begin_or_continue(plan)
             if manifest["complete"]:
                 say(f"{plan.folder}: complete, nothing to do")
+                report(manifest["left_out"])
             else:
                 write_shards(plan, manifest, source, workers, follower)
     except KeyboardInterrupt:
@@ -307,6 +308,9 @@ def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
         raise UserError(f"{plan.source}: {held}, {needs}")
     if totals["train"] < (plan.train_tokens or 0):
         say(f"the source has no more: {plan.train_tokens:,} tokens were asked for")
+    elif plan.train_tokens:
+        at = f"file {manifest['next']['file'] + 1:,} of {len(plan.files):,}"
+        say(f"--tokens={plan.train_tokens:,} ends in {at}; the rest of the source is not read")
     del manifest["next"]
     manifest["complete"] = True
     write_manifest(folder, manifest)

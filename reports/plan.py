@@ -199,7 +199,8 @@ def make_plan(
         p["mfu"] = flops * p["tokens_per_sec"] / (p["peak_tflops"] * 1e12 * gpus)
     if hours:
         p |= ranges_by_clock(p, hours, most_iters)
-    p |= dict(watts=watts, kwh=None, kwh_total=None, cost=None)
+    rent = options.price_hour and p["hours_total"] * gpus * options.price_hour
+    p |= dict(watts=watts, kwh=None, kwh_total=None, cost=None, rent=rent)
     if watts:
         kilowatts = watts * gpus / 1000
         p |= dict(kwh=p["hours"] * kilowatts, kwh_total=p["hours_total"] * kilowatts)
@@ -331,7 +332,10 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     low, high = map(hours_text, p["hours_range"])
     span = f" ({low} to {high})" if low != high else ""
     known = "8 GPUs per machine, 100 Gbit/s" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
-    average = f"{p['exchange_seconds']:.3f} s of it average gradients at {p['link_gbs']:g} GB/s"
+    exchange = (
+        f"{p['exchange_seconds']:.3f} s of it ({p['exchange_seconds'] / p['iter_seconds']:.0%})"
+    )
+    average = f"{exchange} average gradients at {p['link_gbs']:g} GB/s"
     link = f"\nlink     {average} (--link_gbits, or assumed: {known})" if p["gpus"] > 1 else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
@@ -350,6 +354,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
         *memory_lines(p),
         f"disk     {p['disk_gb']:.3g} GB: {shards} and {kept}",
         energy_line(p),
+        *rent_lines(p),
     ]
 
 
@@ -378,6 +383,12 @@ def energy_line(p: dict) -> str:
     return f"energy   {energy} at {power}; cost {cost}"
 
 
+def rent_lines(p: dict) -> list[str]:
+    if p["rent"] is None:
+        return []
+    return [f"rent     {p['rent']:.2f} for {p['hours_total'] * p['gpus']:.1f} GPU hours"]
+
+
 def card_lines(plans: list[dict]) -> list[str]:
     """One line per GPU, the fastest first."""
     rows = [["GPU", "GiB", "dtype", "TFLOP/s", "mfu", "tok/s", "time", "(range)", "batch_size"]]
@@ -401,8 +412,9 @@ def plan(config: Config, options: Namespace) -> dict:
     """
     options.gpus = options.gpus or 1
     of_one_card = options.from_run or options.iter_seconds or options.watts or config.by_clock
+    of_one_card = of_one_card or options.price_hour
     if options.gpu == "all" and of_one_card:
-        its = "--from_run, --iter_seconds, --watts, --hours and --until"
+        its = "--from_run, --iter_seconds, --watts, --price_hour, --hours and --until"
         raise UserError(f"gpu: {its} are not for all; name one GPU")
     raise_if_any(check_shares(config, options.gpus))
     vocab = vocab_where_missing(config)

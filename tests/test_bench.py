@@ -211,10 +211,12 @@ def test_several_gpus_average_their_gradients_in_the_planned_time(
     assert "link " not in capsys.readouterr().out
     p = run(tmp_path, "plan", GPT124M, f"--gpu={gpu}", *flags)
     n, exchange = p["gpus"], p["exchange_seconds"]
+    share = f"{exchange / p['iter_seconds']:.0%}"
     assert exchange == pytest.approx(seconds, abs=6e-4)
     assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / n + exchange)
     assert (
-        f"\nlink     {exchange:.3f} s of it average gradients at {link}" in capsys.readouterr().out
+        f"\nlink     {exchange:.3f} s of it ({share}) average gradients at {link}"
+        in capsys.readouterr().out
     )
     # the range: a link twice as fast, and half as fast
     low, high = (hours / n for hours in one["hours_range"])

@@ -738,3 +738,18 @@ def test_hours_and_until_exclude_each_other():
 def test_a_schedule_longer_than_the_run_is_warned_of(key, dataset, tmp_path, capsys):
     run_here(dataset, tmp_path, max_iters=4, **{key: 5})
     assert f"{key}: 5 is longer than the run; give a lower one" in capsys.readouterr().err
+
+
+def test_a_clock_that_is_set_is_said_once_where_it_moves_the_end(monkeypatch, capsys):
+    ahead = 0.0
+    monkeypatch.setattr(clock, "wall", lambda: time.time() + ahead)
+    until, hours = (
+        Clock(c, time.perf_counter(), {}) for c in (Config(until="07:00"), Config(hours=1))
+    )
+    ahead = 3600.0
+    until.look(1)
+    until.look(2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the clock has moved by 3,600 s")
+    hours.look(1)
+    assert capsys.readouterr().err == ""

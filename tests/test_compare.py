@@ -668,3 +668,14 @@ def test_one_iteration_more_of_200_is_equal(tmp_path, script):
     """nanoGPT makes one more than max_iters."""
     runs = [write_records(tmp_path / str(n), list(range(n))) for n in (200, 201)]
     assert compare_runs(script, *runs)["verdicts"]["iterations"] == "equal"
+
+
+def test_three_runs_are_equal_only_if_all_are():
+    def verdict(values: list, word: str = "faster", same: float = compare.SAME) -> str:
+        return compare.Row("", "", values, str, word, same).verdict(["a", "b", "c"])
+
+    assert verdict([100, 100, 100]) == "equal" and verdict([100, 100, 50]) == ""
+    assert verdict([100, 80, 50]) == "a 1.25x faster"
+    losses = dict(word="lower", same=0.005)
+    assert verdict([1.0, 1.001, 1.002], **losses) == "equal within 0.005"
+    assert verdict([1.0, 1.001, 2.0], **losses) == ""

@@ -506,3 +506,17 @@ def test_a_default_that_its_own_key_refuses_is_named_at_once():
 
     with pytest.raises(UserError, match="the default of dataset2: must not be empty"):
         read_config([], Keys)
+
+
+def test_without_decay_there_is_no_warmup_as_in_nanogpt(tmp_path):
+    path = tmp_path / "finetune.py"
+    path.write_text("decay_lr = False\nlearning_rate = 3e-5\n")
+    assert load_config([str(path)]).warmup_iters == 0
+    assert load_config([str(path), "--warmup_iters=10"]).warmup_iters == 10
+    assert load_config(["--warmup_iters=10", str(path)]).warmup_iters == 0
+
+
+def test_a_text_is_not_a_config_file(tmp_path):
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night")
+    with pytest.raises(UserError, match="book.txt: not a config file; data/prepare_text.py makes"):
+        load_config([str(tmp_path / "book.txt")])

@@ -215,7 +215,7 @@ UNREADABLE = {
     ),
     "utf16.txt": (
         MANY.encode("utf-16-le") + b"a\0" * 9,
-        "or give --encoding=NAME for all such files",
+        "or give --encoding=NAME, such as cp1252, for all such files",
     ),
     "odd.txt": (MANY.encode("utf-16") + b"a", "line 41 is not utf-16: b'a'"),
     "twice.txt": (
@@ -299,7 +299,7 @@ def test_a_text_smaller_than_a_window_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["c.docx"], "c.docx: no such file, or no .txt, .md, .py, .parquet, .jsonl, "),
+        (["c.docx"], "c.docx: save it as text first; read are .txt, "),
         (["nowhere.txt"], "nowhere.txt: no such file"),
         (["a.txt", "--val_fraction=5"], "--val_fraction: 5.0 is not between 0 and 0.5"),
         (["b.txt", "--encoding=cp-1252"], "line 1 is not utf-8: .*; line 1 is not cp-1252: "),
@@ -653,12 +653,12 @@ def bad_file(folder: Path, name: str) -> Path:
         (
             "other_column.parquet",
             2,
-            "no string in the field text; fields: id, body; ",
+            "no text in the field text; fields: id, body; ",
         ),
         ("other_key.jsonl", 2, "fields: body; prepare with --text_field=NAME"),
         ("numbers.parquet", 2, "fields: id, text; prepare with --text_field=NAME"),
         ("no_rows.parquet", 2, "0 tokens for validation and 0 for training"),
-        ("nothing.parquet", 2, "0 tokens for validation and 0 for training"),
+        ("nothing.parquet", 2, "2 of 2 rows (100.0%) hold no text"),
         (
             "broken.jsonl",
             2,
@@ -666,7 +666,7 @@ def bad_file(folder: Path, name: str) -> Path:
         ),
         ("garbage.parquet", 2, "not a parquet file"),
         ("empty.parquet", 2, "Parquet file size is 0 bytes"),
-        ("notes.docx", 2, "notes.docx: no such file, or no .parquet, .jsonl, .jsonl.gz, "),
+        ("notes.docx", 2, "notes.docx: save it as text first; read are .parquet, "),
         (
             "small.parquet",
             2,
@@ -715,7 +715,8 @@ def test_errors_are_lines_and_not_tracebacks(tmp_path):
     code, stdout, stderr = run_process("data/prepare_text.py", *options)
     assert code == 2 and stdout == ""
     problem = r"line 1 is not utf-8: b'\xe9'; leave it out, or convert it: iconv -f NAME -t utf-8"
-    problem += " FILE > NEW (-c drops bad bytes), or give --encoding=NAME for all such files"
+    problem += " FILE > NEW (-c drops bad bytes), or give --encoding=NAME, such as cp1252, for all"
+    problem += " such files"
     assert stderr.splitlines() == [f"error: {tmp_path}/{n}.txt: {problem}" for n in "ab"]
     assert not (tmp_path / "out").exists()
 

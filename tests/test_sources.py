@@ -65,23 +65,24 @@ def test_most_rows_without_the_field_end_the_command_before_anything_is_written(
         code, _, (line,) = script(main, *flags)
         assert code == 2
         assert line == (
-            f"error: 997 of 1,000 rows (99.7%) hold no text: {source}: row 4: no string in the "
+            f"error: 997 of 1,000 rows (99.7%) hold no text: {source}: row 4: no text in the "
             "field text; fields: id, body, tags; prepare with --text_field=NAME"
         )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("without", [0, 28, 29])
-def test_rows_without_the_field_are_counted_apart_from_empty_ones(tmp_path, script, without):
+def test_rows_without_text_are_counted_apart_from_blank_lines(tmp_path, script, without):
     """More than one in a hundred of all is a warning; the first ones are all as they should be."""
     rows = [{"text": f"row {i} "} for i in range(2000)]
-    rows += [{"text": ""}, {"text": None}, "", {"text": "w"}] * 200
-    rows += [{"text": 5}] * min(without, 1) + [{"text": ["c"]}] * max(without - 1, 0)
+    rows += ["", {"text": "w"}] * 400  # a blank line is no row
+    kinds = [{"text": 5}, {"text": None}, {"text": ""}, {"text": " \n"}, {"text": ["c"]}]
+    rows += (kinds * 6)[:without]
     source = write_rows(tmp_path / "a.jsonl", rows)
     warning = (
         f"warning: 29 of 2,829 rows (1.0%) hold no text and are left out: {source}: row 2,801: "
     )
-    warning += "no string in the field text; fields: text; prepare with --text_field=NAME"
+    warning += "no text in the field text; fields: text; prepare with --text_field=NAME"
     for main, flags in both_commands(source, tmp_path / "out"):
         code, _, err = script(main, *flags)
         assert code == 0 and err == ([warning] if without == 29 else [])
@@ -106,7 +107,7 @@ def test_another_field_is_read_of_jsonl_and_parquet(tmp_path, script):
             code, _, err = script(main, *flags, "--text_field=body")
             assert (code, err) == (0, [])
             code, _, (line,) = script(main, *flags)
-            assert code == 2 and "no string in the field text; fields: " in line
+            assert code == 2 and "no text in the field text; fields: " in line
         assert stored(out / "rows") == [text.replace("\0", "") for text in texts]
         assert read_manifest(out / "rows")["text_field"] == "body"
 
@@ -124,7 +125,7 @@ def test_what_is_left_out_before_a_stop_is_counted_too(tmp_path, script):
     assert read_manifest(tmp_path / "out")["shards"]
     code, out, (warning,) = script(prepare_fineweb.main, *flags, "--skip_broken")
     assert code == 0 and "warning: 30 of 1,501 rows (2.0%) hold no text" in warning
-    assert "skipped: 1 broken lines; the first: " in out
+    assert "skipped: 1 of 1,501 rows (0.1%) are broken lines; the first: " in out
 
 
 # -----------------------------------------------------------------------------
@@ -136,7 +137,8 @@ def test_what_is_a_row_of_jsonl(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [*lines, '{"text": "caf\\u00e9"}\r'])
     ((file, row, texts),) = FilesSource([str(source)])(0, 0)
     assert (file, row) == (0, 0)
-    assert texts == ["marked", None, "\ud83d alone", None, "", "caf\u00e9"]
+    assert texts[:4] + texts[5:] == ["marked", None, "\ud83d alone", None, "caf\u00e9"]
+    assert texts[4].kind == "no text"
     # from any line on
     assert next(FilesSource([str(source)])(0, 2)) == (0, 2, texts[2:])
 
@@ -164,8 +166,8 @@ def test_a_broken_line_is_named_or_skipped(tmp_path, script, line, reason, endin
         assert reason in error and error.endswith("; fix it, or prepare with --skip_broken")
         code, out, err = script(main, *flags, "--skip_broken")
         assert (code, err) == (0, [])
-        said = f"\nskipped: 2 broken lines; the first: {source}: line 102 is no JSON object ("
-        assert said in f"\n{out}"
+        said = f"are broken lines; the first: {source}: line 102 is no JSON object ("
+        assert f"\nskipped: 2 of 153 rows (1.3%) {said}" in f"\n{out}"
     assert stored(tmp_path / "out/rows") == [row["text"] for row in rows]
 
 
@@ -291,3 +293,26 @@ def test_readers_begin_at_any_row(tmp_path):
             found = list(FilesSource([str(path)])(0, row))
             assert [text for _, _, rows in found for text in rows] == texts[row:]
             assert all(rows[0] == f"row {first}" for _, first, rows in found)
+
+
+def test_files_that_are_not_read_are_said_and_ndjson_is_read(tmp_path, script):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_rows(folder / "a.ndjson", [{"text": f"row {i} " * 20} for i in range(200)])
+    for name in ("b.json.bak", "c.pdf", "d.pdf"):
+        (folder / name).write_text("{}")
+    for main, flags in both_commands(folder, tmp_path / "out"):
+        code, _, err = script(main, *flags)
+        assert (code, err) == (0, ["warning: 3 files of other kinds are not read: .bak, .pdf"])
+
+
+def test_the_end_of_the_tokens_is_said_where_the_source_has_more(tmp_path, script):
+    (tmp_path / "source").mkdir()
+    for name in "abc":
+        rows = [{"text": f"{name} {i} " + "words " * 20} for i in range(100)]
+        write_rows(tmp_path / "source" / f"{name}.jsonl", rows)
+    flags = [f"--source={tmp_path / 'source'}", "--val_tokens=100", "--tokenizer=byte"]
+    flags += ["--tokens=15000", f"--out={tmp_path / 'out'}"]
+    code, out, _ = script(prepare_fineweb.main, *flags)
+    said = "--tokens=15,000 ends in file 2 of 3; the rest of the source is not read"
+    assert code == 0 and said in out

@@ -404,11 +404,11 @@ def broken_source(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("other.parquet", "no string in the field text; fields: id, body"),
-        ("nothing.jsonl", "0 for training, each needs at least 1; choose a larger --dataset"),
+        ("other.parquet", "no text in the field text; fields: id, body"),
+        ("nothing.jsonl", "3 of 3 rows (100.0%) hold no text"),
         ("small.parquet", "choose a larger --dataset, or smaller --eval_tokens"),
         ("nowhere*.parquet", "no such file"),
-        ("empty", "no such file, or no .parquet, .jsonl, .jsonl.gz, "),
+        ("empty", "no such file, or none there; read are .parquet, "),
     ],
 )
 def test_a_source_that_cannot_be_used_is_one_line_before_training(tmp_path, script, name, message):

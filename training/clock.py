@@ -7,10 +7,13 @@ import math
 import time
 from datetime import datetime, timedelta
 
+from common.console import warn
 from configurator import NEVER, Config
 
 SAVE_EVERY = 600.0  # seconds, unless checkpoint_interval is set
 RESERVE = 0.01  # share of the time reserved for an evaluation or a save before the first one
+LONG_UNTIL = 16 * 3600  # seconds to --until that are probably a day too many
+CLOCK_JUMP = 60.0  # seconds
 wall = time.time  # the clock on the wall, which people may set
 
 
@@ -32,6 +35,7 @@ class Clock:
         before = ledger.get("start-up", 0.0) + ledger.get("compile", 0.0)
         self.setup_seconds = saved.get("setup_seconds", before) if resumed else None
         self.deadline = None
+        self.offset = wall() - time.perf_counter()  # moves when somebody sets the clock
         if config.until:
             self.deadline = next_time(config.until, wall() - (time.perf_counter() - began))
             if saved.get("until") == config.until:  # a resume that comes too late has no time left
@@ -93,6 +97,10 @@ class Clock:
         for all.
         """
         c, used, over, has_time = self.config, self.used(), None, True
+        moved = wall() - time.perf_counter() - self.offset
+        if c.until and abs(moved) > CLOCK_JUMP:
+            self.offset += moved
+            warn(f"the clock has moved by {moved:,.0f} s, and the end of the run too; try --hours")
         if self.setup_seconds is None:
             self.setup_seconds = used
         self.last_share = self.share

@@ -24,7 +24,7 @@ from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_flops, count_parameters, describe_flops, warn_of_epochs
 from training.checkpoint import checkpoint_path, claim_folder, unlock_folder
-from training.clock import Clock, clock_time
+from training.clock import LONG_UNTIL, Clock, clock_time
 from training.drawing import Drawing
 from training.hardware import Hardware, cuda_hint
 from training.memory import checkpoint_bytes, checkpoint_files
@@ -165,13 +165,7 @@ class RunLog:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             say(f"run: {iterations}, {count(total)} tokens{epochs}, in {c.out_dir}")
         if self.ranks.is_main and not c.eval_only:
-            if c.max_iters < NEVER:
-                warn_of_epochs(c, total, self.train_tokens)
-            for key in ("warmup_iters", "lr_decay_iters"):
-                if c.max_iters < getattr(c, key) < NEVER and c.lr_schedule != "constant":
-                    warn(f"{key}: {getattr(c, key):,} is longer than the run; give a lower one")
-            if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
-                warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
+            self.warn_of_keys(total)
             self.warn_of_space(model)
         if self.file:
             self.drawing = Drawing(Path(c.out_dir))
@@ -193,6 +187,20 @@ class RunLog:
             data_fingerprint=data.fingerprint,
             torch=torch.__version__,
         )
+
+    def warn_of_keys(self, tokens: int) -> None:
+        """Warn of keys that are probably not meant so. `tokens`: of the whole run."""
+        c = self.config
+        if c.max_iters < NEVER:
+            warn_of_epochs(c, tokens, self.train_tokens)
+        constant = c.lr_schedule == "constant"  # has no decay
+        for key in ("warmup_iters",) if constant else ("warmup_iters", "lr_decay_iters"):
+            if c.max_iters < getattr(c, key) < NEVER:
+                warn(f"{key}: {getattr(c, key):,} is longer than the run; give a lower one")
+        if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
+            warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
+        if c.until and (left := self.clock.left_of_run()) > LONG_UNTIL:
+            warn(f"until: {c.until} is {left / 3600:.1f} h away; here it is {clock_time(0)}")
 
     def warn_of_space(self, model: GPTConfig) -> None:
         """Warn if the disk cannot hold all checkpoints of the run."""

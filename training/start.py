@@ -99,6 +99,8 @@ def find_checkpoint(config: Config) -> Path | None:
     # best.pt alone, or nanoGPT's checkpoint: weights, but no run of this program
     if others := [path for path in (out_dir / "best.pt", out_dir / "ckpt.pt") if path.exists()]:
         hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
+        if others[0].name == "best.pt":
+            hint = f"copy it to {out_dir / 'ckpt-1.pt'} to resume it, or {hint}"
         raise UserError(f"init_from: {others[0]} cannot be resumed, only ckpt-*.pt; {hint}")
     if config.init_from == "resume":
         runs = [path.name for path in out_dir.parent.glob("*") if list_checkpoints(path)]
@@ -227,6 +229,8 @@ def say_start(config: Config, start: dict, ranks: Ranks) -> None:
     if config.by_clock:
         used = sum(start["ledger"].values())
         end = f"after {used / 3600:.2f} hours; by the clock, not bit for bit the same run"
+        if 0 < 3600 * config.hours <= used and ranks.is_main:
+            warn(f"hours: {config.hours:g} are for all launches and used already; the run ends now")
     path = checkpoint.checkpoint_path(config.out_dir, iter_num)
     say(f"resume: {path}, iteration {iter_num:,} {end}")
     for name, before in changed_keys(config, start).items():
