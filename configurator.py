@@ -144,6 +144,11 @@ class Config:
         return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
 
 
+def decays(config: Config) -> bool:
+    """Whether the learning rate falls after the warmup."""
+    return SCHEDULES[config.lr_schedule](1.0) < 1
+
+
 def family(choice: str) -> str:
     """wsd_sqrt -> wsd, of which it is a variant"""
     return choice.partition("_")[0]

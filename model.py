@@ -209,7 +209,8 @@ def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | No
     What training minimises and evaluation reports: the loss of logits (n, V), before the cap,
     against targets (n,), summed over those that are not -1, in nats. This is its only place: a term
     added to `loss` counts everywhere, with all logits at once or in chunks, compiled or not. A term
-    that compares targets with each other needs loss_chunk=off.
+    for training alone must ask torch.is_grad_enabled(), or perplexity and compare.py are wrong. A
+    term that compares targets with each other needs loss_chunk=off.
     """
     loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
     return loss

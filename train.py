@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, run_main, say, warn
-from configurator import SCHEDULES, Config, family
+from configurator import SCHEDULES, Config, decays, family
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     warmup = min(config.warmup_iters, horizon / 10) if config.by_clock else config.warmup_iters
     if it < warmup:
         return highest * (it + 1) / (warmup + 1)  # as nanoGPT: the first rate is above 0
-    if config.lr_schedule == "constant":
+    if not decays(config):
         return highest  # exactly: min_lr + (highest - min_lr) rounds
     start: float = warmup
     if family(config.lr_schedule) == "wsd":
@@ -144,18 +144,16 @@ def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
     return config.min_lr + SCHEDULES[config.lr_schedule](over) * (highest - config.min_lr)
 
 
-def set_lr(optimizer, it: int, config: Config, share: float) -> float:
+def set_lr(optimizer, it: int, config: Config, share: float) -> None:
     """
-    Set each group's learning rate for iteration `it`. Returns the first group's, which is logged.
-    `share`: of the time of a run with --hours or --until; at a steady pace its decay ends when the
-    time is up.
+    Set each group's learning rate for iteration `it`. `share`: of the time of a run with --hours or
+    --until; at a steady pace its decay ends when the time is up.
     """
     horizon: float = config.lr_decay_iters or config.max_iters
     if share > 0:
         horizon = min(horizon, it / share)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, config, horizon, group["initial_lr"])
-    return optimizer.param_groups[0]["lr"]
 
 
 # -----------------------------------------------------------------------------
@@ -371,11 +369,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             break
 
         # one iteration: all ranks, each with its own micro-batches
-        lr = set_lr(optimizer, p.iter_num, c, share)
+        set_lr(optimizer, p.iter_num, c, share)
         micro_batches = batches.take(accum)
         loss_sum, targets, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
         )
+        lr = optimizer.param_groups[0]["lr"]  # which the optimizer may have changed
         log.note(p, lr, loss_sum, targets, grad_norm)
         p.advance(micro_batches, ranks.world_size, batches.consumed)
         unsaved = True

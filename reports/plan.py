@@ -360,7 +360,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
 
 def memory_lines(p: dict) -> list[str]:
     parts = ", ".join(f"{name} {size:.2f}" for name, size in p["vram_parts_gib"].items())
-    whose = f"estimated for batch_size {p['batch_size']} and the shipped blocks"
+    whose = f"estimated for batch_size {p['batch_size']} and the shipped blocks and head"
     line = f"memory   {p['vram_gib']:.1f} GiB {whose}: {parts}"
     if p["fits"] is None:
         return [line]

@@ -30,7 +30,11 @@ def rates(flags: list[str], pace: float) -> tuple[list[float], list[float]]:
     iterations = int(3600 * config.hours / pace) + 1 if config.hours else config.max_iters
     hours = [it * pace / 3600 for it in range(iterations)]
     shares = [h / config.hours if config.hours else 0.0 for h in hours]
-    return hours, [set_lr(optimizer, it, config, share) for it, share in enumerate(shares)]
+    lrs = []
+    for it, share in enumerate(shares):
+        set_lr(optimizer, it, config, share)
+        lrs.append(optimizer.param_groups[0]["lr"])
+    return hours, lrs
 
 
 def draw(path: Path) -> None:

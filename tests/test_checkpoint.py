@@ -102,7 +102,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(tmp_path,
     assert load_newest(tmp_path)["progress"]["iter_num"] == 1
     assert "ckpt-00000002.pt" in capsys.readouterr().err
     path(tmp_path, 1).write_bytes(b"")
-    with pytest.raises(UserError, match="none of its 2 checkpoints is valid"):
+    with pytest.raises(UserError, match="none of its 2 checkpoints can be resumed"):
         load_newest(tmp_path)
 
 

@@ -750,6 +750,6 @@ def test_a_clock_that_is_set_is_said_once_where_it_moves_the_end(monkeypatch, ca
     until.look(1)
     until.look(2)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the clock has moved by 3,600 s")
+    assert line.startswith("warning: the clock has moved by +3,600 s")
     hours.look(1)
     assert capsys.readouterr().err == ""

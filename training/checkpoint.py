@@ -133,7 +133,7 @@ def find_newest(out_dir: Path, check=lambda state, path: None) -> tuple[Path, di
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
-        problem = f"none of its {len(paths)} checkpoints is valid"
+        problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
     return None
 

@@ -100,7 +100,8 @@ class Clock:
         moved = wall() - time.perf_counter() - self.offset
         if c.until and abs(moved) > CLOCK_JUMP:
             self.offset += moved
-            warn(f"the clock has moved by {moved:,.0f} s, and the end of the run too; try --hours")
+            slept = f"the clock has moved by {moved:+,.0f} s, or the machine slept"
+            warn(f"{slept}; the run ends at {c.until} of this clock")
         if self.setup_seconds is None:
             self.setup_seconds = used
         self.last_share = self.share

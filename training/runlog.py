@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space
-from configurator import NEVER, Config, config_values
+from configurator import NEVER, Config, config_values, decays
 from data.shards import Dataset
 from model import GPTConfig
 from training.build import count_flops, count_parameters, describe_flops, warn_of_epochs
@@ -193,8 +193,7 @@ class RunLog:
         c = self.config
         if c.max_iters < NEVER:
             warn_of_epochs(c, tokens, self.train_tokens)
-        constant = c.lr_schedule == "constant"  # has no decay
-        for key in ("warmup_iters",) if constant else ("warmup_iters", "lr_decay_iters"):
+        for key in ("warmup_iters", *["lr_decay_iters"] * decays(c)):
             if c.max_iters < getattr(c, key) < NEVER:
                 warn(f"{key}: {getattr(c, key):,} is longer than the run; give a lower one")
         if self.hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:

@@ -18,6 +18,7 @@ from configurator import (
     NEVER,
     Config,
     config_values,
+    decays,
     read_config,
     resolve,
     translate,
@@ -100,7 +101,8 @@ def find_checkpoint(config: Config) -> Path | None:
     if others := [path for path in (out_dir / "best.pt", out_dir / "ckpt.pt") if path.exists()]:
         hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
         if others[0].name == "best.pt":
-            hint = f"copy it to {out_dir / 'ckpt-1.pt'} to resume it, or {hint}"
+            number = checkpoint.read(others[0]).get("progress", {}).get("iter_num", 1)
+            hint = f"copy it to {checkpoint.checkpoint_path(out_dir, number)} to resume, or {hint}"
         raise UserError(f"init_from: {others[0]} cannot be resumed, only ckpt-*.pt; {hint}")
     if config.init_from == "resume":
         runs = [path.name for path in out_dir.parent.glob("*") if list_checkpoints(path)]
@@ -235,7 +237,7 @@ def say_start(config: Config, start: dict, ranks: Ranks) -> None:
     say(f"resume: {path}, iteration {iter_num:,} {end}")
     for name, before in changed_keys(config, start).items():
         value, rest = getattr(config, name), ""
-        if name == "max_iters" and not config.lr_decay_iters and config.lr_schedule != "constant":
+        if name == "max_iters" and not config.lr_decay_iters and decays(config):
             end = start["config"].get("lr_decay_iters") or before
             rest = f"; the schedule ends there too, and --lr_decay_iters={end} keeps the old end"
         if NEVER not in (before, value):

@@ -318,6 +318,6 @@ def test_auto_never_starts_anew_over_damaged_checkpoints(dataset, tmp_path):
         path.write_bytes(b"damaged")
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
     for init_from in ("auto", "resume"):
-        with pytest.raises(UserError, match="none of its 1 checkpoints is valid"):
+        with pytest.raises(UserError, match="none of its 1 checkpoints can be resumed"):
             run_here(dataset, tmp_path, init_from=init_from)
     assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
