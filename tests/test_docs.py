@@ -669,6 +669,9 @@ def test_the_room_on_the_recovery_page_is_what_plan_estimates(start, config, tmp
 
 
 STOPS = [
+    ("| H200, gpt124m_h200 |", "gpt124m_h200", "h200"),
+    ("| A100 40GB, gpt124m_a100 |", "gpt124m_a100", "a100"),
+    ("| RTX 4090, gpt124m_4090 |", "gpt124m_4090", "4090"),
     ("| RTX 4070, gpt124m_4070 |", "gpt124m_4070", "4070"),
     ("| T4, gpt124m_t4 |", "gpt124m_t4", "t4"),
     ("| RTX 3060, gpt124m_3060 |", "gpt124m_3060", "3060"),
