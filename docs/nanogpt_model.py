@@ -40,6 +40,7 @@ class GPT(model.GPT):
         return build_optimizer(self, config, self.lm_head.weight.dtype)
 
     def crop_block_size(self, block_size):
+        assert block_size <= self.config.block_size
         wpe = self.transformer.wpe.weight.detach()[:block_size].clone()
         self.transformer.wpe = nn.Embedding.from_pretrained(wpe, freeze=False)
         self.config = GPTConfig(**vars(self.config) | dict(block_size=len(wpe)))

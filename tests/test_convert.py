@@ -17,6 +17,7 @@ import tokenizers
 import torch
 from helpers import ROOT, load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
+from test_docs import code_blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2LMHeadModel
 from weights import TRANSPOSED, assert_refused, random_gpt2
 
@@ -138,6 +139,18 @@ def test_a_run_becomes_a_folder_that_transformers_loads(dataset, tmp_path, scrip
     assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
     assert_same_logits(model, exported, 64)
     assert exported.config.vocab_size == 64 and model.config.vocab_size == 128
+
+
+def test_an_export_of_bytes_writes_text_as_its_page_shows(tmp_path, script):
+    model = random_fast(vocab_size=256)
+    export(script, save(model, tmp_path / "x.pt", 256), tmp_path / "anna-hf")
+    (block,) = code_blocks(ROOT / "docs" / "export.md", "python")
+    names: dict = {}
+    exec(block.replace("anna-hf", str(tmp_path / "anna-hf")), names)
+    assert names["text"].startswith("The ") and 4 < len(names["ids"]) <= 104
+    names["model"].eval()
+    assert_same_logits(model, names["model"], 256)
+    assert names["model"].generation_config.eos_token_id == 0
 
 
 def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path, script):

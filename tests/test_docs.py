@@ -209,6 +209,7 @@ def test_an_anchor_is_written_as_github_writes_it(tmp_path):
 def test_every_command_names_a_script_its_config_files_and_its_flags(page, capsys):
     commands = command_lines(page)
     written = [word.partition("--write=")[2] for command in commands for word in command]
+    written += [file for c in commands for mark, file in zip(c, c[1:], strict=False) if mark == ">"]
     for script, *arguments in commands:
         assert (ROOT / script).is_file(), script
         flags = known_flags(script, arguments, capsys) | {"help"}
@@ -643,8 +644,9 @@ def test_what_a_further_gpu_brings_is_the_roofline_that_the_page_describes(
 
 @pytest.mark.parametrize("name", ["gpt350m", "gpt774m"])
 def test_a_larger_models_command_is_planned_as_the_page_says(name, tmp_path, monkeypatch):
-    commands = command_lines(ROOT / "docs" / "several_gpus.md")
-    (flags,) = [c[2:] for c in commands if f"--out_dir=out/{name}" in c]
+    text = (ROOT / "docs" / "several_gpus.md").read_text(encoding="utf-8")
+    (flags,) = re.findall(rf"(--out_dir=out/{name}\s[^>]*)> config/my", text)
+    flags = flags.replace("\\\n", " ").split()
     monkeypatch.chdir(tmp_path)
     p = plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=8", *flags)
     assert p["fits"] and p["gpu"] == "A100-SXM4-40GB"
@@ -690,6 +692,13 @@ def test_the_plans_line_about_the_link_is_the_page_s(tmp_path, monkeypatch, caps
     plan_of(ROOT / "config" / "gpt124m_a100.py", "a100", tmp_path, "--gpus=16")
     (line,) = re.findall("^link .*$", capsys.readouterr().out, re.MULTILINE)
     assert line == "link " + after("several_gpus.md", "link ")
+
+
+def test_the_gpu_hours_on_8_and_16_gpus_are_what_plan_estimates(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "config" / "gpt124m_a100.py"
+    on_16, on_8 = (plan_of(config, "a100", tmp_path, f"--gpus={n}") for n in (16, 8))
+    check("several_gpus.md", "So 10B tokens cost ", [16 * on_16["hours"], 16, 8 * on_8["hours"], 8])
 
 
 def prose_lines(page: Path) -> list[str]:

@@ -387,6 +387,8 @@ def test_its_other_calls(calls, tmp_path):
     model = calls.GPT.from_pretrained(tmp_path / "hf").eval()
     before, _ = model(idx, idx)
     model.crop_block_size(8)
+    with pytest.raises(AssertionError):
+        model.crop_block_size(16)
     assert model.config.block_size == 8 and torch.equal(model(idx, idx)[0], before)
     assert model.generate(idx, 4, top_k=None).shape == (2, 12)
     # two layers of 12 C^2 weights and 13 C of biases and norms, the last norm, the tokens

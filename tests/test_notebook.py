@@ -40,7 +40,7 @@ def test_the_one_thing_to_set_is_said_first_and_each_step_has_a_heading():
     texts = ["".join(cell["source"]) for cell in ALL_CELLS]
     assert "One thing to set:** `REPOSITORY`" in texts[0]
     assert [line for text in texts for line in text.splitlines() if "YOUR-NAME" in line] == [
-        'os.environ.setdefault("REPOSITORY", "https://github.com/YOUR-NAME/nightshift")  # set this'
+        'os.environ["REPOSITORY"] = "https://github.com/YOUR-NAME/nightshift"  # set this'
     ]
     steps = [text for text in texts[1:] if text.startswith("## ")]
     assert [text[3] for text in steps] == list("12345678") and len(CELLS) == 8
@@ -140,6 +140,15 @@ def run_command(command: str, outputs: list[str]) -> None:
     outputs.append(done.stdout)
 
 
+def edit(cells: list[str], **lines: str) -> list[str]:
+    """The cells after somebody has written other values into their lines for these names."""
+    for name, value in lines.items():
+        line = re.compile(rf'^(os\.environ\["{name}"\] = )".*"', re.MULTILINE)
+        assert len(line.findall("\n".join(cells))) == 1, name
+        cells = [line.sub(rf'\1"{value}"', source) for source in cells]
+    return cells
+
+
 def run_cells(cells: list[str]) -> list[str]:
     """The cells as one program. Returns what each command of theirs has printed; none may fail."""
     outputs = []
@@ -153,9 +162,8 @@ def run_cells(cells: list[str]) -> list[str]:
 def fresh_folder(tmp_path, monkeypatch):
     """Offline: the clone is of this tree."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    names = dict(REPOSITORY=commit_tree(tmp_path / "source"), QUICK_FLAGS=TINY, PATH=path)
-    names |= dict(PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
-    for name in ("BOOK", "TEXT", "OWN", "ITERS", "OUT"):  # which the cells set
+    names = dict(QUICK_FLAGS=TINY, PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
+    for name in "REPOSITORY BOOK TEXT TEXT_FLAGS OWN ITERS OUT".split():  # which the cells set
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in names.items():
@@ -171,22 +179,43 @@ def write_book(path: Path) -> None:
 @pytest.mark.slow
 def test_a_text_is_trained_on_without_a_gpu(fresh_folder, monkeypatch, capsys):
     """By the config that is written for it, at most ten minutes: hours=0.15 are nine."""
-    monkeypatch.setenv("BOOK", "a book.txt")
     monkeypatch.setenv("BOOK_FLAGS", "--hours=0.003 --device=cpu --sample_tokens=8")
-    install, _, own = CELLS[:3]
+    cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"), BOOK="a book.txt")
+    install, _, own = cells
     assert len(run_cells([install, own])) == 2  # git and pip
     assert "There is no a book.txt yet" in capsys.readouterr().out
     write_book(fresh_folder / "a book.txt")  # beside the clone, as on Colab
     prepared, trained, samples = run_cells(["import os", own])
     assert "tokens for training" in prepared and "end: the schedule is complete" in trained
     assert samples.count("The ") >= 2
-    run = fresh_folder / "nightshift" / "out" / "my_a book"
+    clone = fresh_folder / "nightshift"
+    (run,) = (clone / "out").glob("my_a book_????????")
     keys = records(run, "start")[0]["config"]
     tokens = int(re.search(r"([\d,]+) tokens", prepared)[1].replace(",", ""))
     assert keys["max_iters"] == 1 + 10 * tokens // 2048 and keys["n_embd"] == 128
-    trained, _ = run_cells(["import os", own])
-    assert "iterations are done" in trained
     assert "--hours=0.15 " in own
+    # by its whole path it is the same text
+    (by_path,) = edit([own], BOOK=str(fresh_folder / "a book.txt"))
+    trained, _ = run_cells(["import os", by_path])
+    assert "iterations are done" in trained and len([*(clone / "out").iterdir()]) == 1
+
+
+@pytest.mark.slow
+def test_a_changed_text_of_the_same_name_has_a_model_of_its_own(fresh_folder, monkeypatch):
+    """And one in another encoding is read when that is written into its line."""
+    monkeypatch.setenv("BOOK_FLAGS", f"{TINY} --value_tables=1")
+    cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"))
+    install, _, own = cells
+    write_book(fresh_folder / "book.txt")
+    run_cells([install, own])
+    book = fresh_folder / "book.txt"
+    book.write_bytes((book.read_text("utf-8") + "é" * 4000).encode("cp1252", errors="replace"))
+    with pytest.raises(AssertionError, match="--encoding=NAME"):  # one line of the program
+        run_cells(["import os", own])
+    (own,) = edit([own], TEXT_FLAGS="--encoding=cp1252")
+    prepared, trained, _ = run_cells(["import os", own])
+    assert "files read as cp1252" in prepared and "end: max_iters after 4 iterations" in trained
+    assert len([*(fresh_folder / "nightshift" / "out").iterdir()]) == 2
 
 
 @pytest.mark.slow
@@ -210,13 +239,14 @@ def test_its_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
 
-    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples = run_cells(CELLS)
+    cells = edit(CELLS, REPOSITORY=commit_tree(fresh_folder / "source"))
+    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples = run_cells(cells)
     clone = fresh_folder / "nightshift"
     assert Path.cwd() == clone
     assert "end: max_iters after 4 iterations" in quickstart
-    assert "data/my_book: " in book and "end: max_iters after 4 iterations" in read
+    assert "data/my_book_" in book and "end: max_iters after 4 iterations" in read
     assert wrote.count("The ") >= 2
-    assert "data/fineweb_100M: 96 documents, 4,022 tokens for training" in prepared
+    assert "data/fineweb_100M: 98 documents, 4,036 tokens for training" in prepared
     assert "end: max_iters after 4 iterations, 1.02k tokens" in trained
     start = records(clone / "out" / "notebook", "start")[0]
     assert (start["dtype"], start["config"]["model"]) == ("float16", "fast")
@@ -224,7 +254,7 @@ def test_its_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
     assert [(clone / name).read_bytes()[:4] for name in pictures] == [b"\x89PNG"]
     assert samples.count("The sun is") == 3
     # once more, as somebody does whose browser was closed: nothing is lost and nothing fails
-    _, quickstart, read, _, prepared, trained = run_cells(CELLS[:5])
+    _, quickstart, read, _, prepared, trained = run_cells(cells[:5])
     assert all("all 4 iterations are done" in out for out in (quickstart, read))
     assert "nothing to do" in prepared
     assert "all 4 iterations are done" in trained
