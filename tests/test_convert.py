@@ -3,11 +3,13 @@ convert.py: the same logits on either side, judged by transformers; files of str
 never run.
 """
 
+import contextlib
 import json
 import os
 import pickle
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -141,12 +143,24 @@ def test_a_run_becomes_a_folder_that_transformers_loads(dataset, tmp_path, scrip
     assert exported.config.vocab_size == 64 and model.config.vocab_size == 128
 
 
+@contextlib.contextmanager
+def transformers_cache(folder: Path) -> Iterator[pytest.MonkeyPatch]:
+    """transformers copies the code of an export into this folder, and forgets it afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])  # where transformers adds its copies
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+        yield patch
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
 def test_an_export_of_bytes_writes_text_as_its_page_shows(tmp_path, script):
     model = random_fast(vocab_size=256)
     export(script, save(model, tmp_path / "x.pt", 256), tmp_path / "anna-hf")
     (block,) = code_blocks(ROOT / "docs" / "export.md", "python")
     names: dict = {}
-    exec(block.replace("anna-hf", str(tmp_path / "anna-hf")), names)
+    with transformers_cache(tmp_path):
+        exec(block.replace("anna-hf", str(tmp_path / "anna-hf")), names)
     assert names["text"].startswith("The ") and 4 < len(names["ids"]) <= 104
     names["model"].eval()
     assert_same_logits(model, names["model"], 256)
@@ -390,9 +404,7 @@ def fast_export(tmp_path_factory):
     model = random_fast(bias=True, bigram_rows=20_000)  # a row for each pair of ids
     path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
     convert.main(["ckpt-to-hf", str(path), str(tmp / "hf")])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path])  # where transformers adds its copies
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp / "modules"))
+    with transformers_cache(tmp) as patch:
         for module in ("model", "model_fast", "training"):
             patch.setitem(sys.modules, module, None)  # importing it fails
         exported = AutoModelForCausalLM.from_pretrained(tmp / "hf", trust_remote_code=True)
