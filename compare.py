@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-from configurator import FIELDS, NEVER, saved_config
+from configurator import FIELDS, NEVER, evaluated, saved_config
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, millions, save_picture
 from reports.records import Run, learning_curve, loss_at, number, percentile, reach, read_run
@@ -165,7 +165,9 @@ def why_not_comparable(runs: list[Run]) -> str:
         return "unequal datasets"
     # nanoGPT draws its tokens from the whole split
     fixed = [run.config for run in runs if run.config.get("eval_tokens") is not None]
-    return "unequal tokens evaluated" if len({saved_config(c).eval_size for c in fixed}) > 1 else ""
+    return (
+        "unequal tokens evaluated" if len({evaluated(saved_config(c)) for c in fixed}) > 1 else ""
+    )
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:

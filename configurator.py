@@ -145,8 +145,18 @@ class Config:
 
 
 def decays(config: Config) -> bool:
-    """Whether the learning rate falls after the warmup."""
-    return SCHEDULES[config.lr_schedule](1.0) < 1
+    """Whether the learning rate changes after the warmup."""
+    return any(SCHEDULES[config.lr_schedule](over) != 1 for over in (0.1, 0.35, 0.65, 1.0))
+
+
+def evaluated(config: Config) -> tuple:
+    """
+    What decides on an evaluation's loss: it does not compare with one where this differs. Keys of
+    your own count if their names begin with eval_.
+    """
+    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
+    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
+    return config.eval_size, *(getattr(config, name) for name in own)
 
 
 def family(choice: str) -> str:

@@ -47,6 +47,7 @@ RowBatch = tuple[int, int, Sequence[Row]]
 Source = Callable[[int, int], Iterator[RowBatch]]
 
 FIELD = "text"
+NAME_THE_FIELD = "prepare with --text_field=NAME"
 ROWS_PER_READ = 64  # few, because each may be a book
 FIRST_ROWS = 1000  # that show whether the text field is the right one
 MOST_WITHOUT = 0.01  # of the rows may have no text without a warning
@@ -89,7 +90,7 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     raise_if_any(problems)
     if others:
         kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
-        warn(f"{len(others):,} files of other kinds are not read: {kinds}")
+        warn(f"{len(others):,} files are not read ({kinds}), such as {others[0]}")
     return list(dict.fromkeys(files))  # one that was named twice is read once
 
 
@@ -123,7 +124,9 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
 # text in that field; or a ValueError where it cannot be read.
 
 
-def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[int, list]]:
+def read_parquet(
+    name: str, row: int, field: str, _encoding: str | None
+) -> Iterator[tuple[int, list]]:
     """
     With pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer and, when
     it begins in the middle of a file, downloads what it skips.
@@ -136,7 +139,7 @@ def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[i
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
         types = {column.name: str(column.type) for column in parquet.schema_arrow}
         if not TEXT_COLUMN.match(types.get(field, "")):
-            raise UserError(no_text(name, field, types))
+            raise UserError(f"{no_text(name, field, types)}; {NAME_THE_FIELD}")
         end = 0
         for group in range(parquet.num_row_groups):
             begin, end = end, end + parquet.metadata.row_group(group).num_rows
@@ -152,7 +155,7 @@ def read_parquet(name: str, row: int, field: str, _encoding) -> Iterator[tuple[i
                 begin += len(batch)
 
 
-def read_jsonl(name: str, row: int, field: str, _encoding) -> Iterator[tuple[int, list]]:
+def read_jsonl(name: str, row: int, field: str, encoding: str | None) -> Iterator[tuple[int, list]]:
     """Each line is a row, a JSON object; a blank line is no document."""
     import fsspec
 
@@ -161,20 +164,26 @@ def read_jsonl(name: str, row: int, field: str, _encoding) -> Iterator[tuple[int
     with fsspec.open(name, compression="infer") as file:
         # without the buffer, files on the hub copy megabytes per line
         lines = islice(io.BufferedReader(file, 2**20), row, None)
-        while found := [parse(line, field) for line in islice(lines, ROWS_PER_READ)]:
+        while found := [parse(line, field, encoding) for line in islice(lines, ROWS_PER_READ)]:
             yield row, found
             row += len(found)
 
 
-def parse(line: bytes, field: str) -> str | None | dict | ValueError:
-    """A line of jsonl as a row of a reader."""
+def parse(line: bytes, field: str, given: str | None) -> str | None | dict | ValueError:
+    """A line of jsonl as a row of a reader: UTF-8, or else in the `given` encoding."""
     if line.isspace():
         return None
     if line.startswith(b"["):
         return ValueError("a list; jq -c '.[]' FILE > NEW makes lines of it")
     try:
-        # invalid UTF-8 becomes U+FFFD; files from Windows may begin with a byte-order mark
-        values = json.loads(line.decode(errors="replace").removeprefix("\ufeff").rstrip())
+        content = line.decode()
+    except UnicodeDecodeError:
+        if not given or line.startswith(UTF16_MARKS):
+            return ValueError("not UTF-8; iconv -f NAME -t utf-8 FILE > NEW converts it")
+        content = line.decode(given, errors="replace")
+    try:
+        # files from Windows may begin with a byte-order mark
+        values = json.loads(content.removeprefix("\ufeff").rstrip())
     except (ValueError, RecursionError) as error:  # also a number too long, nesting too deep
         return ValueError(getattr(error, "msg", str(error)))
     if not isinstance(values, dict):
@@ -183,7 +192,7 @@ def parse(line: bytes, field: str) -> str | None | dict | ValueError:
     return text if isinstance(text, str) and text.strip() else values
 
 
-def read_text(name: str, row: int, _field, encoding: str | None) -> Iterator[tuple[int, list]]:
+def read_text(name: str, row: int, _field: str, encoding: str | None) -> Iterator[tuple[int, list]]:
     """A text file is one row."""
     if row == 0:
         yield 0, [decode(name, encoding)[0]]
@@ -217,10 +226,11 @@ def decode(name: str, given: str | None) -> tuple[str, str]:
 # What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
 # csv.DictReader, and add ".csv" to ROW_FILES and to READERS.
 TEXT_FILES = (".txt", ".md", ".py")
-ROW_FILES = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
+LINES = (".jsonl", ".ndjson")
+ROW_FILES = (".parquet", *LINES, *(f"{e}.{z}" for e in LINES for z in ("gz", "zst")))
 HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # a local .json is often one object
-READERS = dict.fromkeys(HUB_FILES, read_jsonl) | dict.fromkeys(TEXT_FILES, read_text)
-READERS[".parquet"] = read_parquet
+READERS: dict[str, Callable] = dict.fromkeys(HUB_FILES, read_jsonl)
+READERS |= dict.fromkeys(TEXT_FILES, read_text) | {".parquet": read_parquet}
 
 # -----------------------------------------------------------------------------
 # Reading many files
@@ -278,7 +288,8 @@ def check_field(source: FilesSource) -> None:
     rows = list(islice((row for _, _, rows in batches for row in rows), FIRST_ROWS))
     without = [row for row in rows if isinstance(row, LeftOut) and row.kind == "no text"]
     if 2 * len(without) > len(rows):
-        raise UserError(f"{share(len(without), len(rows))} hold no text: {without[0].problem}")
+        problem = f"{share(len(without), len(rows))} hold no text: {without[0].problem}"
+        raise UserError(f"{problem}; {NAME_THE_FIELD}")
 
 
 def report(left_out: dict) -> bool:
@@ -298,8 +309,7 @@ def share(part: int, rows: int) -> str:
 
 
 def no_text(where: str, field: str, fields: dict) -> str:
-    problem = f"{where}: no text in the field {field}; fields: {', '.join(fields)[:200]}"
-    return f"{problem}; prepare with --text_field=NAME"
+    return f"{where}: no text in the field {field}; fields: {', '.join(fields)[:200]}"
 
 
 def first_line(error: Exception) -> str:

@@ -122,6 +122,8 @@ def check_folder(plan: Plan) -> list[str]:
     of the source that have changed since the interrupted preparation began.
     """
     folder = plan.folder
+    if folder.resolve() == Path(__file__).resolve().parent:
+        raise UserError(f"{folder}: holds this program's own files; choose a folder in it")
     if (folder / "manifest.json").exists():
         return check_agrees(plan, read_manifest(folder))
     if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():

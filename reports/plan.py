@@ -386,7 +386,10 @@ def energy_line(p: dict) -> str:
 def rent_lines(p: dict) -> list[str]:
     if p["rent"] is None:
         return []
-    return [f"rent     {p['rent']:.2f} for {p['hours_total'] * p['gpus']:.1f} GPU hours"]
+    price, pauses = p["rent"] / p["hours_total"], p["hours_total"] - p["hours"]
+    low, high = (price * (hours + pauses) for hours in p["hours_range"])
+    span = f" ({low:.2f} to {high:.2f})" if low != high else ""
+    return [f"rent     {p['rent']:.2f}{span} for {p['hours_total'] * p['gpus']:.1f} GPU hours"]
 
 
 def card_lines(plans: list[dict]) -> list[str]:

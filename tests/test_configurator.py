@@ -9,6 +9,7 @@ from helpers import ROOT, run_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import configurator
 from common.console import UserError
 from configurator import (
     FIELDS,
@@ -520,3 +521,15 @@ def test_a_text_is_not_a_config_file(tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night")
     with pytest.raises(UserError, match="book.txt: not a config file; data/prepare_text.py makes"):
         load_config([str(tmp_path / "book.txt")])
+
+
+def test_a_schedule_that_ends_high_is_no_constant_one(monkeypatch):
+    monkeypatch.setitem(configurator.SCHEDULES, "restarts", lambda over: 1 - 3 * over % 1)
+    assert configurator.decays(Config(lr_schedule="restarts"))
+    assert not configurator.decays(Config(lr_schedule="constant"))
+
+
+def test_what_an_evaluation_reads_decides_whether_losses_compare():
+    base = configurator.evaluated(Config())
+    assert configurator.evaluated(Config(eval_interval=7, eval_only=True)) == base
+    assert configurator.evaluated(Config(eval_tokens=7)) != base

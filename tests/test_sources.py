@@ -82,7 +82,7 @@ def test_rows_without_text_are_counted_apart_from_blank_lines(tmp_path, script, 
     warning = (
         f"warning: 29 of 2,829 rows (1.0%) hold no text and are left out: {source}: row 2,801: "
     )
-    warning += "no text in the field text; fields: text; prepare with --text_field=NAME"
+    warning += "no text in the field text; fields: text"
     for main, flags in both_commands(source, tmp_path / "out"):
         code, _, err = script(main, *flags)
         assert code == 0 and err == ([warning] if without == 29 else [])
@@ -303,7 +303,8 @@ def test_files_that_are_not_read_are_said_and_ndjson_is_read(tmp_path, script):
         (folder / name).write_text("{}")
     for main, flags in both_commands(folder, tmp_path / "out"):
         code, _, err = script(main, *flags)
-        assert (code, err) == (0, ["warning: 3 files of other kinds are not read: .bak, .pdf"])
+        said = f"warning: 3 files are not read (.bak, .pdf), such as {folder}/"
+        assert code == 0 and len(err) == 1 and err[0].startswith(said)
 
 
 def test_the_end_of_the_tokens_is_said_where_the_source_has_more(tmp_path, script):
@@ -316,3 +317,20 @@ def test_the_end_of_the_tokens_is_said_where_the_source_has_more(tmp_path, scrip
     code, out, _ = script(prepare_fineweb.main, *flags)
     said = "--tokens=15,000 ends in file 2 of 3; the rest of the source is not read"
     assert code == 0 and said in out
+
+
+def test_lines_of_another_encoding_are_broken_unless_it_is_given(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes('{"text": "caf\u00e9"}\n'.encode("cp1252"))
+    with pytest.raises(UserError, match="line 1 is no JSON object .not UTF-8; iconv -f NAME"):
+        texts_of([source])
+    assert texts_of([source], encoding="cp1252") == ["caf\u00e9"]
+    source.write_bytes('{"text": "caf\u00e9"}\n'.encode("utf-16"))
+    with pytest.raises(UserError, match="not UTF-8"):
+        texts_of([source])
+
+
+def test_the_programs_own_folder_is_not_filled(tmp_path, script):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "words " * 2000}])
+    code, _, (error,) = script(prepare_text.main, str(source), "--out=data")
+    assert code == 2 and error.endswith("holds this program's own files; choose a folder in it")

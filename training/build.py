@@ -97,11 +97,14 @@ def check_loss(
     model in training mode.
     """
     own = model.config
-    # sequence by sequence, which needs less memory than the compiled step did
-    model.train(training).config = replace(own, loss_chunk=LOSS_CHUNK // 4)
-    sequences = zip(*(part.split(1) for part in batch), strict=True)
+    parts = [batch]
+    if own.loss_chunk:  # else the loss may compare tokens, and needs all of them at once
+        # sequence by sequence, which needs less memory than the compiled step did
+        model.config = replace(own, loss_chunk=LOSS_CHUNK // 4)
+        parts = [*zip(*(part.split(1) for part in batch), strict=True)]
+    model.train(training)
     with autocast, torch.set_grad_enabled(training):
-        loss = torch.stack([model.forward(x, y).detach() for x, y in sequences]).mean().item()
+        loss = torch.stack([model.forward(x, y).detach() for x, y in parts]).mean().item()
     model.train().config = own
     if not math.isclose(compiled_loss, loss, rel_tol=SAME_LOSS):
         raise ArithmeticError(f"its loss is {compiled_loss:.4f}, without it {loss:.4f}")

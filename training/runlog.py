@@ -154,7 +154,8 @@ class RunLog:
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
-        iterations, total = f"{c.max_iters:,} iterations", c.iter_tokens * c.max_iters
+        iterations = f"{c.max_iters:,} iterations"
+        total = self.logged[1] + c.iter_tokens * (c.max_iters - self.first_iter)
         if c.by_clock and not c.eval_only:
             bound = "" if c.max_iters == NEVER else f" or {iterations}"
             end = f"in {c.out_dir}; stops by about {clock_time(self.clock.left())}"

@@ -97,11 +97,11 @@ def find_checkpoint(config: Config) -> Path | None:
         return None
     if found := find_newest(out_dir, check_checkpoint):
         return found[0]
-    # best.pt alone, or nanoGPT's checkpoint: weights, but no run of this program
-    if others := [path for path in (out_dir / "best.pt", out_dir / "ckpt.pt") if path.exists()]:
+    # best.pt alone, a checkpoint under another name, or nanoGPT's
+    if others := sorted(out_dir.glob("*.pt")):
         hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
-        if others[0].name == "best.pt":
-            number = checkpoint.read(others[0]).get("progress", {}).get("iter_num", 1)
+        if progress := checkpoint.load(others[0]).get("progress"):
+            number = progress["iter_num"]
             hint = f"copy it to {checkpoint.checkpoint_path(out_dir, number)} to resume, or {hint}"
         raise UserError(f"init_from: {others[0]} cannot be resumed, only ckpt-*.pt; {hint}")
     if config.init_from == "resume":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from common.console import RunError, UserError
-from configurator import Config, config_values, saved_config
+from configurator import Config, config_values, evaluated, saved_config
 from data.shards import Dataset
 from model import GPTConfig
 from training import checkpoint
@@ -150,7 +150,7 @@ def restore(
     if rank < len(start["rng"]):
         set_rng_state(start["rng"][rank], hw.device)
     progress = read_progress(start)
-    if saved_config(start["config"]).eval_size != config.eval_size:
-        # other tokens are evaluated: the next evaluation is the best so far
+    if evaluated(saved_config(start["config"])) != evaluated(config):
+        # another loss: the next evaluation is the best so far
         progress.best_val_loss = float("inf")
     return progress
