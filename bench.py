@@ -92,8 +92,8 @@ class Trainee:
         self.memory_before = hw.peak_memory_gib() or 0.0
         torch.manual_seed(config.seed)
         data = real_or_random_data(config)
-        gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
-        self.model: torch.nn.Module = build.build_model(gpt_config).to(hw.device)
+        self.gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
+        self.model: torch.nn.Module = build.build_model(self.gpt_config).to(hw.device)
         if host_sync:
             self.model.register_forward_pre_hook(lambda *_: hw.synchronize())
         if config.compile:
@@ -184,7 +184,7 @@ def measure(trainee: Trainee, trials: int) -> dict:
     windows = [trainee.timed(iters) for _ in range(trials)]
     seconds = statistics.median(windows)
     rate = config.iter_tokens / seconds
-    flops, _ = build.count_flops(trainee.model.config)
+    flops, _ = build.count_flops(trainee.gpt_config)
     return batch_keys(config, config.batch_size) | dict(
         step_ms=1000 * seconds,
         tokens_per_iter=config.iter_tokens,
