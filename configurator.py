@@ -5,7 +5,7 @@ Configuration: every key, its default and its meaning, and the rules for overrid
     python train.py --help                                   every key: type, default, meaning
     python configurator.py config/x.py --batch_size=4        print the result as a config file
 
-train.py checks besides whether this machine has the device, the optimizer and the dataset.
+train.py also checks the device, the optimizer and the dataset.
 Where a key is set more than once, the last one wins. A config file is Python. It is run with the
 values so far as its variables, so `lr_decay_iters = max_iters` works. The names are nanoGPT's
 wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.

@@ -332,9 +332,8 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     low, high = map(hours_text, p["hours_range"])
     span = f" ({low} to {high})" if low != high else ""
     known = "8 GPUs per machine, 100 Gbit/s" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
-    exchange = (
-        f"{p['exchange_seconds']:.3f} s of it ({p['exchange_seconds'] / p['iter_seconds']:.0%})"
-    )
+    seconds = p["exchange_seconds"]
+    exchange = f"{seconds:.3f} s of it ({seconds / p['iter_seconds']:.0%})"
     average = f"{exchange} average gradients at {p['link_gbs']:g} GB/s"
     link = f"\nlink     {average} (--link_gbits, or assumed: {known})" if p["gpus"] > 1 else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
@@ -414,9 +413,8 @@ def plan(config: Config, options: Namespace) -> dict:
     measure(config), which times ten iterations on this machine and returns the seconds of one.
     """
     options.gpus = options.gpus or 1
-    of_one_card = options.from_run or options.iter_seconds or options.watts or config.by_clock
-    of_one_card = of_one_card or options.price_hour
-    if options.gpu == "all" and of_one_card:
+    of_one_gpu = options.from_run, options.iter_seconds, options.watts, options.price_hour
+    if options.gpu == "all" and (any(of_one_gpu) or config.by_clock):
         its = "--from_run, --iter_seconds, --watts, --price_hour, --hours and --until"
         raise UserError(f"gpu: {its} are not for all; name one GPU")
     raise_if_any(check_shares(config, options.gpus))
