@@ -805,3 +805,18 @@ def test_peer_says_which_side_is_out_of_memory(tmp_path):
     code, lines, _ = run_forking(tmp_path, "peer", *small(), f"--nanogpt={tmp_path}")
     assert code == 1
     assert lines[-1] == f"error: nanoGPT: out of memory with batch_size=4; {advice}"
+
+
+def test_the_rent_has_the_range_of_the_hours(tmp_path, capsys):
+    """16 GPUs of 2 an hour; 1,000 iterations of 36 s on one are 10 hours."""
+    flags = ("--gpu=a100", "--max_iters=1000", "--price_hour=2")
+    p = run(tmp_path, "plan", GPT124M, *flags, "--iter_seconds=36")
+    assert p["rent"] == pytest.approx(2 * p["hours_total"]) and p["hours"] == pytest.approx(10)
+    assert f"\nrent     {p['rent']:.2f} for {p['hours_total']:.1f} GPU hours\n" in (
+        capsys.readouterr().out
+    )
+    p = run(tmp_path, "plan", GPT124M, *flags, "--gpus=8")
+    assert p["rent"] == pytest.approx(16 * p["hours_total"])
+    extra = p["hours_total"] - p["hours"]
+    low, high = (16 * (hours + extra) for hours in p["hours_range"])
+    assert f"\nrent     {p['rent']:.2f} ({low:.2f} to {high:.2f}) for " in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """The table of optimizers: what it says of each is so; one more entry is one more optimizer."""
 
+import contextlib
+
 import pytest
 import torch
 from helpers import assert_same_state, flags, load, run_here
@@ -211,3 +213,19 @@ def test_an_optimizer_that_needs_values_is_counted_as_adam(lion, monkeypatch, ca
     parts = memory_bytes(Config(optimizer="lion"), GPTConfig(**sizes), "float32", 1)
     assert parts["optimizer"] == 2 * parts["gradients"]
     assert "the memory of optimizer=lion is taken for Adam's: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss_chunk, own", [(0, 0), (4096, 256)])
+def test_the_compared_loss_takes_a_sequence_at_a_time(loss_chunk, own):
+    """Also where all logits exist at once: the whole batch may not fit without the compiler."""
+    sizes = dict(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8)
+    model, seen = build_model(GPTConfig(**sizes, loss_chunk=loss_chunk)), []
+    x, y = torch.randint(16, (2, 3, 8))
+    loss = model(x, y).item()
+    model.register_forward_pre_hook(lambda *_: seen.append("a call, not forward()"))
+    forward = model.forward
+    model.forward = lambda x, y: seen.append((len(x), model.config.loss_chunk)) or forward(x, y)
+    build.check_loss(loss, model, (x, y), True, contextlib.nullcontext())
+    assert seen == [(1, own)] * 3 and model.config.loss_chunk == loss_chunk
+    with pytest.raises(ArithmeticError, match="and sequence by sequence"):
+        build.check_loss(1.1 * loss, model, (x, y), True, contextlib.nullcontext())

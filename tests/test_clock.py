@@ -753,3 +753,18 @@ def test_a_clock_that_is_set_is_said_once_where_it_moves_the_end(monkeypatch, ca
     assert line.startswith("warning: the clock has moved by +3,600 s")
     hours.look(1)
     assert capsys.readouterr().err == ""
+
+
+def test_an_until_of_tomorrow_is_said(dataset, tmp_path, capsys):
+    """Launched a minute late, the run would take a day."""
+    passed = datetime.fromtimestamp(time.time() - 60)
+    run_here(dataset, tmp_path / "late", until=f"{passed:%H:%M}", max_iters=2)
+    err = capsys.readouterr().err
+    assert re.search(rf"warning: until: {passed:%H:%M} is 2[34]\.\d h away; here it is ", err)
+
+
+def test_hours_that_are_used_up_are_said(dataset, tmp_path, capsys):
+    run_here(dataset, tmp_path, max_iters=4)
+    capsys.readouterr()
+    run_here(dataset, tmp_path, init_from="resume", hours=1e-6)
+    assert "warning: hours: 1e-06 are for all launches and used already" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from helpers import ROOT, run_process, start_process
 
 from configurator import FIELDS
 
-CODE_LINES = 6_146
+CODE_LINES = 6_142
 FILE_LINES = {"train.py": 400, "model.py": 380}
 FUNCTION_LINES = 60
 KEYS = 60
