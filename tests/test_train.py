@@ -884,7 +884,7 @@ def test_a_compiler_whose_loss_is_another_is_refused(
 
     run_here(dataset, tmp_path / "eager", dropout=dropout)
     monkeypatch.setattr(torch, "compile", compile)
-    run_here(dataset, tmp_path / "compiled", dropout=dropout, compile=True, loss_chunk=1024)
+    run_here(dataset, tmp_path / "compiled", dropout=dropout, compile=True, loss_chunk=512)
     err = capsys.readouterr().err
     assert err.count("torch.compile does not work here (ArithmeticError: its loss is ") == refused
     assert err.count("warning") == refused

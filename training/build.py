@@ -30,7 +30,7 @@ MATRIX_WEIGHT_DECAY = 0.05
 
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and in larger chunks reads logits less often.
-LOSS_CHUNK, COMPILED_LOSS_CHUNK = 1024, 4096
+LOSS_CHUNK, COMPILED_LOSS_CHUNK = 512, 4096
 SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses differ by at most 1e-4 (results/speed.md)
 MOST_CHUNKS = 8  # compiled code with 16 chunks kept the gradients of all logits
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264). Without dropout
@@ -98,7 +98,7 @@ def check_loss(
     """
     own = model.config
     # sequence by sequence, which needs less memory than the compiled step did; 0 stays 0
-    model.train(training).config = replace(own, loss_chunk=min(own.loss_chunk, LOSS_CHUNK // 4))
+    model.train(training).config = replace(own, loss_chunk=min(own.loss_chunk, LOSS_CHUNK // 2))
     sequences = zip(*(part.split(1) for part in batch), strict=True)
     with autocast, torch.set_grad_enabled(training):
         loss = torch.stack([model.forward(x, y).detach() for x, y in sequences]).mean().item()

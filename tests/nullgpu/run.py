@@ -319,7 +319,10 @@ class WatchedModel:
     """A model whose calls are noted."""
 
     def __init__(self, model, note):
-        self.model, self.note, self.parameters = model, note, model.parameters
+        self.model, self.note = model, note
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
 
     def __call__(self, x, y):
         self.note()
