@@ -333,8 +333,8 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     span = f" ({low} to {high})" if low != high else ""
     known = "8 GPUs per machine, 100 Gbit/s" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
     seconds = p["exchange_seconds"]
-    exchange = f"{seconds:.3f} s of it ({seconds / p['iter_seconds']:.0%})"
-    average = f"{exchange} average gradients at {p['link_gbs']:g} GB/s"
+    exchange = f"{seconds:.3f} s of an iteration ({seconds / p['iter_seconds']:.0%})"
+    average = f"averaging gradients takes {exchange}, at {p['link_gbs']:g} GB/s"
     link = f"\nlink     {average} (--link_gbits, or assumed: {known})" if p["gpus"] > 1 else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"

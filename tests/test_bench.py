@@ -215,7 +215,7 @@ def test_several_gpus_average_their_gradients_in_the_planned_time(
     assert exchange == pytest.approx(seconds, abs=6e-4)
     assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / n + exchange)
     assert (
-        f"\nlink     {exchange:.3f} s of it ({share}) average gradients at {link}"
+        f"\nlink     averaging gradients takes {exchange:.3f} s of an iteration ({share}), at {link}"
         in capsys.readouterr().out
     )
     # the range: a link twice as fast, and half as fast
