@@ -109,7 +109,7 @@ def test_the_rule_on_the_page_is_that_of_the_written_config(tmp_path):
     cells = after("own_text.md", "| more |").strip(" |").split(" | ")
     for cell, kind in zip(cells, ("byte", "bpe"), strict=False):
         c = written(tmp_path / f"{kind}.py", kind, 4_000_000)
-        millions = float(re.match(r"([\d.]+)M tokens in all", cell)[1])
+        millions = float(re.fullmatch(r"as many as make ([\d.]+)M tokens", cell)[1])
         assert c.max_iters * c.iter_tokens / 1e6 == pytest.approx(millions, rel=0.001)
         assert c.dropout == float(cells[2])
 
