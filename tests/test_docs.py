@@ -701,7 +701,9 @@ def test_the_gpu_hours_on_8_and_16_gpus_are_what_plan_estimates(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     config = ROOT / "config" / "gpt124m_a100.py"
     on_16, on_8 = (plan_of(config, "a100", tmp_path, f"--gpus={n}") for n in (16, 8))
-    check("several_gpus.md", "Then 10B tokens cost ", [16 * on_16["hours"], 16, 8 * on_8["hours"], 8])
+    check(
+        "several_gpus.md", "Then 10B tokens cost ", [16 * on_16["hours"], 16, 8 * on_8["hours"], 8]
+    )
 
 
 def prose_lines(page: Path) -> list[str]:
