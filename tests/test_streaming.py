@@ -48,7 +48,7 @@ from data.tokenizer import Tokenizer
 from data.writer import Plan, prepare
 from training.ranks import Ranks
 
-STOPPING = r"stopping after this iteration, about \d+ s; again: at once, back to .*\n"
+STOPPING = r"stopping after this iteration, about \d+ s; a second signal stops at once, .*\n"
 CPU = torch.device("cpu")
 BYTE = Tokenizer({"kind": "byte"})
 # with nulls and empty ones

@@ -208,11 +208,11 @@ class Signals:
             if not self.received:
                 self.receive(number)
             if self.ranks.is_main and not self.loop_is_over and not self.answered.is_set():
-                back = "back to the start: nothing is saved yet"
-                if self.log.saved_iter is not None:
-                    back = f"back to iteration {self.log.saved_iter:,}"
+                saved = self.log.saved_iter
+                back = "the start" if saved is None else f"iteration {saved:,}"
                 soon = f", about {math.ceil(self.log.pace)} s" if self.log.pace else ""
-                print_err(f"stopping after this iteration{soon}; again: at once, {back}")
+                again = f"a second signal stops at once, and loses all since {back}"
+                print_err(f"stopping after this iteration{soon}; {again}")
             self.answered.set()
             if number in STOPS:
                 # Slurm, systemd and torchrun may each pass on the same stop
