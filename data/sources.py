@@ -176,12 +176,12 @@ def parse(line: bytes, field: str, given: str | None) -> str | None | dict | Val
     if line.startswith(b"["):
         return ValueError("a list; jq -c '.[]' FILE > NEW makes lines of it")
     try:
-        content = line.decode()
-    except UnicodeDecodeError:
-        if not given or line.startswith(UTF16_MARKS):
-            return ValueError("not UTF-8; iconv -f NAME -t utf-8 FILE > NEW converts it")
-        content = line.decode(given, errors="replace")
-    try:
+        try:
+            content = line.decode()
+        except UnicodeDecodeError:
+            if not given or line.startswith(UTF16_MARKS):
+                return ValueError("not UTF-8; iconv -f NAME -t utf-8 FILE > NEW converts it")
+            content = line.decode(given)
         # files from Windows may begin with a byte-order mark
         values = json.loads(content.removeprefix("\ufeff").rstrip())
     except (ValueError, RecursionError) as error:  # also a number too long, nesting too deep

@@ -325,6 +325,9 @@ def test_lines_of_another_encoding_are_broken_unless_it_is_given(tmp_path):
     with pytest.raises(UserError, match="line 1 is no JSON object .not UTF-8; iconv -f NAME"):
         texts_of([source])
     assert texts_of([source], encoding="cp1252") == ["caf\u00e9"]
+    source.write_bytes(b'{"text": "\x81"}\n')  # no letter of cp1252
+    with pytest.raises(UserError, match="line 1 is no JSON object .*0x81"):
+        texts_of([source], encoding="cp1252")
     source.write_bytes('{"text": "caf\u00e9"}\n'.encode("utf-16"))
     with pytest.raises(UserError, match="not UTF-8"):
         texts_of([source])
