@@ -335,7 +335,7 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     seconds = p["exchange_seconds"]
     exchange = f"{seconds:.3f} s of an iteration ({seconds / p['iter_seconds']:.0%})"
     average = f"averaging gradients takes {exchange}, at {p['link_gbs']:g} GB/s"
-    link = f"\nlink     {average} (assumed: {known}; or --link_gbits)" if p["gpus"] > 1 else ""
+    link = f"\nlink     {average} (without --link_gbits: {known})" if p["gpus"] > 1 else ""
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return [

@@ -192,13 +192,13 @@ def test_estimate_names_its_mfu_and_gives_a_range(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("gpu", "flags", "seconds", "link"),
     [
-        ("a100", ["--gpus=8"], 0.004, "230 GB/s (assumed: 1 machine; or --link_gbits)"),
-        ("4070", ["--gpus=2"], 0.041, "12 GB/s (assumed: 1 machine; or --link_gbits)"),
+        ("a100", ["--gpus=8"], 0.004, "230 GB/s (without --link_gbits: 1 machine)"),
+        ("4070", ["--gpus=2"], 0.041, "12 GB/s (without --link_gbits: 1 machine)"),
         (
             "a100",
             ["--gpus=16"],
             0.093,
-            "10 GB/s (assumed: 8 GPUs per machine, 100 G",
+            "10 GB/s (without --link_gbits: 8 GPUs per machine, 100 G",
         ),
         ("a100", ["--gpus=16", "--link_gbits=3200"], 0.003, "320 GB/s ("),
     ],

@@ -478,9 +478,7 @@ def test_readmes_token_ratios_are_the_target_and_the_measured_ones():
     text = " ".join(README.read_text(encoding="utf-8").split())
     target = load_config([str(ROOT / "config" / "fast124m_4070.py")])
     aim = target.max_iters * target.tokens_per_iter
-    assert f"With {aim / 1e9:.1f}B tokens ({aim / 10e9:.0%}) the [fast recipe]" in " ".join(
-        text.split()
-    )
+    assert f"With {aim / 1e9:.1f}B tokens ({aim / 10e9:.0%}) the [fast recipe]" in text
     rows = [row for name in ("transfer", "transfer_again") for row in result(name)["shares"]]
     rows = [row for row in rows if (row["of"], row["by"]) == ("classic", "fast") and row["share"]]
     low, high = (f(row["share"] for row in rows) for f in (min, max))
