@@ -5,7 +5,7 @@ Measure and plan training, with the training step of train.py.
     python bench.py ladder CONFIG    what each optimisation is worth on this machine
     python bench.py sweep CONFIG     the fastest micro-batch at the same tokens per iteration
     python bench.py plan CONFIG      hours, memory, energy and cost of a run before it starts
-    python bench.py peer CONFIG      this program and nanoGPT on the same work, alternately
+    python bench.py peer CONFIG      this model and nanoGPT's in the same training step, in turn
 
 CONFIG stands for config files and --key=value flags, as for train.py. All modes train for some
 seconds, plan only on a machine without a GPU; if the dataset is missing, on random tokens.
