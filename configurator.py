@@ -5,7 +5,6 @@ Configuration: every key, its default and its meaning, and the rules for overrid
     python train.py --help                                   every key: type, default, meaning
     python configurator.py config/x.py --batch_size=4        print the result as a config file
 
-train.py also checks the device, the optimizer and the dataset.
 Where a key is set more than once, the last one wins. A config file is Python. It is run with the
 values so far as its variables, so `lr_decay_iters = max_iters` works. The names are nanoGPT's
 wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.
@@ -24,37 +23,25 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.console import UserError, did_you_mean, raise_if_any, run_main
 from common.files import read_text
 
 
-def key(
-    default, meaning, choices=(), low=-math.inf, high=math.inf, group="", of="", free_text=False
-) -> Any:
+def key(default, meaning, choices=(), low=-math.inf, high=math.inf, group="", of="", text=False):
     """
     One key: its default, its meaning and the values it may take (low and high included). `group`
-    starts a group in --help. `of`: the choice that reads this key, as in of="model=fast", which
-    includes variants such as fast_x; with another choice the key must keep its default. Free text
-    may be blank, and a ~ in it is not your home folder.
+    starts a group in --help. `of`: the choice that reads this key, as in of="model=fast"; with
+    another choice the key must keep its default. `text`: free text, which may be blank.
     """
-    metadata = dict(meaning=meaning, choices=choices, low=low, high=high)
-    return field(default=default, metadata=metadata | dict(group=group, of=of, free_text=free_text))
+    rules = dict(meaning=meaning, choices=choices, low=low, high=high)
+    return field(default=default, metadata=rules | dict(group=group, of=of, text=text))
 
 
-MODELS = ("gpt2", "fast")
+MODELS, OPTIMIZERS = ("gpt2", "fast"), ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# lr_schedule: a function from the share of the decay that is over, 0 to 1, to the learning rate, as
-# a share of the way from min_lr up to the peak. wsd and variants such as wsd_x decay in the last
-# decay_fraction of the schedule; all others from the end of the warmup on.
-SCHEDULES: dict[str, Callable[[float], float]] = dict(
-    cosine=lambda over: 0.5 * (1 + math.cos(math.pi * over)),
-    linear=lambda over: 1 - over,
-    wsd=lambda over: 1 - over,
-    constant=lambda over: 1.0,
-)
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 NEVER = 2**40  # as a number of iterations: the clock decides
 
@@ -96,7 +83,7 @@ class Config:
     value_tables: int = key(0, "value embeddings; cost no FLOPs", of="model=fast", low=0)
     bigram_rows: int = key(0, "bigram embedding; 0: none", of="model=fast", low=0, high=2**31)
     pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
-    optimizer: str = key("adamw", "adamw | muon (for hidden matrices)", group="optimizer")
+    optimizer: str = key("adamw", "muon: for hidden matrices", OPTIMIZERS, group="optimizer")
     learning_rate: float = key(6e-4, "peak rate (muon: of hidden matrices, 0.025)", low=0.0)
     head_lr: float = key(0.004, "peak rate of the head", of="optimizer=muon", low=0.0)
     muon_momentum: float = key(0.95, "momentum", of="optimizer=muon", low=0.0, high=0.9999999)
@@ -106,9 +93,9 @@ class Config:
     grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
     max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
     hours: float = key(0.0, "train this many hours instead of max_iters", low=0.0)
-    until: str = key("", "train until this time, such as 07:00", free_text=True)
+    until: str = key("", "train until this time, such as 07:00", text=True)
     max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
-    lr_schedule: str = key("cosine", "wsd: constant, then linear", tuple(SCHEDULES))
+    lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
     decay_fraction: float = key(0.2, "share that decays", of="lr_schedule=wsd", low=0.0, high=1.0)
     warmup_iters: int = key(2000, "iterations of linear warmup", low=0)
     lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
@@ -135,38 +122,13 @@ class Config:
 
     @property
     def iter_tokens(self) -> int:
-        """Tokens of one iteration, whichever of the keys it follows from."""
+        """Tokens of one iteration, all processes together."""
         return self.iter_sequences * self.block_size
 
     @property
     def eval_size(self) -> int:
         """Tokens of each split that an evaluation reads."""
         return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
-
-
-def decays(config: Config) -> bool:
-    """Whether the learning rate changes after the warmup."""
-    return any(SCHEDULES[config.lr_schedule](over) != 1 for over in (0.1, 0.35, 0.65, 1.0))
-
-
-def evaluated(config: Config) -> tuple:
-    """
-    What decides on an evaluation's loss: it does not compare with one where this differs. Keys of
-    your own count if their names begin with eval_.
-    """
-    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
-    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
-    return config.eval_size, *(getattr(config, name) for name in own)
-
-
-def family(choice: str) -> str:
-    """wsd_sqrt -> wsd, of which it is a variant"""
-    return choice.partition("_")[0]
-
-
-def find_keys(keys: type) -> dict[str, Field]:
-    """The keys that a dataclass lists, by name."""
-    return {f.name: f for f in fields(keys) if f.metadata}
 
 
 @dataclass
@@ -178,11 +140,13 @@ class NanoGPTKeys:
     decay_lr: bool = key(True, "lr_schedule=cosine; False: lr_schedule=constant")
 
 
+def find_keys(keys: type) -> dict[str, Field]:
+    """The keys that a dataclass lists, by name."""
+    return {f.name: f for f in fields(keys) if f.metadata}
+
+
 FIELDS, NANOGPT_FIELDS = find_keys(Config), find_keys(NanoGPTKeys)
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-# what other trainers call these keys
-ALIASES = dict(lr="learning_rate", bs="batch_size", epochs="max_iters", steps="max_iters")
-ALIASES |= dict(wd="weight_decay", seq_len="block_size", grad_accum="gradient_accumulation_steps")
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
@@ -192,45 +156,30 @@ KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite num
 
 def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]] = ()) -> Config:
     """
-    The Config of a command line, with everything that follows from its keys filled in.
-
-    `checks` are functions from a Config to a list of problems (device, data). Raises UserError with
-    one line per problem. If a file or flag is wrong in itself, only such problems are listed: the
-    others may follow from them.
+    The Config of a command line, with everything that follows from its keys filled in. `checks` are
+    functions from a Config to a list of problems. Raises UserError with one line per problem.
     """
-    config, problems = read_config(argv)
-    if not problems:
-        for check in checks:
-            problems += check(config)
-        problems += resolve(config)
-    raise_if_any(problems)
+    config = read_config(argv)
+    raise_if_any([line for check in checks for line in check(config)] + resolve(config))
     return config
 
 
-def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
+def read_config(argv: list[str], keys: type = Config) -> Any:
     """
-    Read config files and --key=value flags, left to right. Returns an object of the dataclass
-    `keys`, and the problems, one line each.
-
-    A Config still needs `resolve`. A resumed run first takes the architecture from its checkpoint.
+    Read config files and --key=value flags, left to right, into an object of the dataclass `keys`.
+    Raises UserError with one line per problem. A Config still needs `resolve`.
     """
     if "--help" in argv or "-h" in argv:
         print_help(keys)
         sys.exit(0)
-    known = find_keys(keys)
-    if keys is Config:
-        known |= NANOGPT_FIELDS
+    known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
     flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
-    for name, f in known.items():
-        fit(f.default, f, f"the default of {name}")
-    left = list(argv)
-    while left:
-        argument = left.pop(0)
+    for argument in argv:
         try:
             if argument.startswith("-") or "=" in argument:
-                found = read_flag(argument, known, left)
+                found = read_flag(argument, known)
                 flags |= found.keys()
             else:
                 found = read_file(Path(argument), known, values)
@@ -238,15 +187,14 @@ def read_config(argv: list[str], keys: type = Config) -> tuple[Any, list[str]]:
             problems += error.problems
             continue
         values |= translate(found)
-        if found.get("decay_lr") is False and "warmup_iters" not in found:
-            values["warmup_iters"] = 0  # nanoGPT has no warmup then
         if "gradient_accumulation_steps" in found and "tokens_per_iter" not in found:
             values["tokens_per_iter"] = 0  # of the two the last one wins
+    raise_if_any(problems)
     if values.get("hours") or values.get("until"):
         # config files have these for runs by iterations
         values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}
         values.setdefault("eval_interval", NEVER)
-    return keys(**values, given=frozenset(values)), problems
+    return keys(**values, given=frozenset(values))
 
 
 def translate(found: dict[str, Any]) -> dict[str, Any]:
@@ -259,27 +207,20 @@ def translate(found: dict[str, Any]) -> dict[str, Any]:
         keys.setdefault("tracker", "wandb" if found["wandb_log"] else "none")
     if "decay_lr" in found:
         keys.setdefault("lr_schedule", "cosine" if found["decay_lr"] else "constant")
+        if not found["decay_lr"]:
+            keys.setdefault("warmup_iters", 0)  # nanoGPT has no warmup then
     return keys
 
 
-def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[str, Any]:
-    """
-    The key and value of a flag. A value typed without the = is the next argument, and is taken out
-    of `left`. Raises UserError.
-    """
-    name, equals, text = argument.lstrip("-").partition("=")
-    if left and not equals and not left[0].startswith("--") and not left[0].endswith(".py"):
-        text = left.pop(0)
-    if not argument.startswith("--"):
+def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
+    """The key and value of a flag. Raises UserError."""
+    name, equals, text = argument.removeprefix("--").partition("=")
+    if not (argument.startswith("--") and equals):
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
-        raise UserError(f"--{name}: unknown key{did_you_mean(ALIASES.get(name, name), known)}")
-    kind: Any = known[name].type
-    default = known[name].default
-    if not equals and (text or kind is not bool):
-        raise UserError(f"--{name}: needs = and a value: --{name}={text or repr(default)}")
-    value: Any = parse(text, kind) if equals else True
-    if kind is str and not known[name].metadata["free_text"]:
+        raise UserError(f"--{name}: unknown key{did_you_mean(name, known)}")
+    value: Any = parse(text, known[name].type)
+    if known[name].type is str and not known[name].metadata["text"]:
         value = os.path.expanduser(value)  # shells do not expand the ~ in --key=~/x
     return {name: fit(value, known[name], f"--{name}")}
 
@@ -289,12 +230,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     Run a config file with the `values` so far as its variables. Returns the keys that it sets, in
     order. Keys of train.py that are not `known` to this script are skipped. Raises UserError.
     """
-    if not os.path.isfile(path):
-        folders = (path.parent, Path("config"))
-        files = [str(file) for folder in folders for file in sorted(folder.glob("*.py"))]
-        hint = f"; for the run in it: --out_dir={path}" if path.is_dir() else ""
-        meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
-        raise UserError(f"{path}: no such config file{hint or did_you_mean(meant, files)}")
+    if not path.is_file():
+        raise UserError(f"{path}: no such config file{did_you_mean(str(path), list_configs())}")
     if path.suffix != ".py":
         raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
@@ -304,52 +241,31 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         tree = ast.parse(read_text(path, errors="strict"), str(path))
         exec(compile(tree, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
+        line = (
+            getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
+        )
         said = traceback.format_exception_only(error)[-1].strip()
-        if "unicodeescape" in said:  # as in "C:\Users", where \U starts an escape
-            said += "; write paths with /"
-        raise UserError(f"{path}:{error_line(error, path)}: {said}") from None
+        raise UserError(f"{path}:{line}: {said}") from None
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found, problems = {}, []
     for name, value in variables.items():
+        plain = isinstance(value, bool | int | float | str)  # no import and no function
         if name in known:
             try:
                 found[name] = fit(value, known[name], name)
             except UserError as error:
                 problems.append(f"{path}: {error}")
-        elif not (name in defaults or name in read or is_helper(name, value)):
-            hint = f"{did_you_mean(name, known)}; a helper is read by the file or starts with _"
-            problems.append(f"{path}: {name}: unknown key{hint}")
+        elif plain and not (name in defaults or name in read or name.startswith("_")):
+            problems.append(f"{path}: {name}: unknown key{did_you_mean(name, known)}")
     raise_if_any(problems)
-    if base := find_base(path, str(variables.get("dataset", ""))):
-        found |= {n: str(base / found[n]) for n in ("dataset", "out_dir") if n in found}
     return found
 
 
-def find_base(path: Path, dataset: str) -> Path | None:
-    """
-    The folder that a config file's `dataset` and `out_dir` are relative to, if not the shell's: the
-    file's own or the one above it, if only that holds the dataset. None for a name in data/.
-    """
-    if Path(dataset).name == dataset or Path(dataset).is_dir():
-        return None
-    folders = Path(os.path.abspath(path)).parents[:2]
-    return next((folder for folder in folders if (folder / dataset).is_dir()), None)
+def list_configs() -> list[str]:
+    return [str(path) for path in sorted(Path("config").glob("*.py"))]
 
 
-def is_helper(name: str, value: Any) -> bool:
-    """Whether a config file may set a name that is not a key and that the file does not read."""
-    return name.startswith("_") or callable(value) or isinstance(value, ModuleType)
-
-
-def error_line(error: BaseException, path: Path) -> int:
-    """The line of a config file that raised the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    # no frames: a SyntaxError, before the file ran
-    return (lines[-1] if lines else getattr(error, "lineno", None)) or 1
-
-
-def parse(text: str, kind: type) -> Any:
+def parse(text: str, kind: Any) -> Any:
     """A flag's text as a Python value. Text that is not a Python value stays text."""
     if kind is bool and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
@@ -369,20 +285,16 @@ def fit(value: Any, f: Field, where: str) -> Any:
     m = f.metadata
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
-            if kind(value) == value:
-                value = kind(value)
+            value = kind(value) if kind(value) == value else value
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        parts = re.fullmatch(r"\(?(\d+), ?(\d+)\)?", str(value))
-        without = f"write {parts[1]}.{parts[2]}" if parts and kind is float else "leave it out"
-        hint = f"; a comma: {without}" if parts else ""
-        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}{hint}")
+        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
     if m["choices"] and value not in m["choices"]:
         hint = did_you_mean(value, m["choices"])
         raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
     if kind in (int, float) and not m["low"] <= value <= m["high"]:
         span = f"{m['low']} or more" if value < m["low"] else f"{m['high']} or less"
         raise UserError(f"{where}: must be {span}, got {value}")
-    if kind is str and not value.strip() and not m["free_text"]:
+    if kind is str and not value.strip() and not m["text"]:
         raise UserError(f"{where}: must not be empty")
     return value
 
@@ -401,10 +313,8 @@ def resolve(config: Config) -> list[str]:
     micro_batch = config.batch_size * config.block_size
     steps, rest = divmod(config.tokens_per_iter, micro_batch)
     if rest:
-        below, above = steps * micro_batch, (steps + 1) * micro_batch
-        nearest = f"{below} or {above}" if below else f"{above}"
         problem = f"tokens_per_iter: {config.tokens_per_iter:,} is not a multiple of"
-        problems.append(f"{problem} batch_size * block_size = {micro_batch:,}; nearest: {nearest}")
+        problems.append(f"{problem} batch_size * block_size = {micro_batch:,}")
     elif steps:
         config.gradient_accumulation_steps = steps
     highest = config.learning_rate
@@ -412,10 +322,9 @@ def resolve(config: Config) -> list[str]:
         highest = min(highest, config.head_lr)  # those of embeddings are far above min_lr
     if highest < config.min_lr and "min_lr" not in config.given:
         config.min_lr = highest / 10  # a rate must not rise to min_lr
-    is_time = re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", config.until)
     if config.until and config.hours:
         problems.append("until: hours is set too; give one of them")
-    elif config.until and not is_time:
+    elif config.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", config.until):
         problems.append(f"until: {config.until!r}; write a clock time, --until=07:00")
     if config.tokenizer != "gpt2" and not config.stream:
         problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
@@ -428,25 +337,30 @@ def check_model(config: Config) -> list[str]:
     head_size, rest = divmod(config.n_embd, config.n_head)
     if rest:
         problems.append(f"n_head: {config.n_head} must divide n_embd {config.n_embd}")
-    chunk = config.loss_chunk
-    if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", chunk):
-        problems.append(f"loss_chunk: {chunk!r} is none of auto, off, a number above 0 like 1024")
+    if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", config.loss_chunk):
+        problems.append(f"loss_chunk: {config.loss_chunk!r} is none of auto, off, a number above 0")
     for name, f in FIELDS.items():
         choice, _, value = f.metadata["of"].partition("=")
-        if choice and getattr(config, name) != f.default:
-            chosen = str(getattr(config, choice))
-            if value not in (chosen, family(chosen)):
-                hint = f"leave it out, or --{name}={f.default}"
-                problems.append(f"{name}: only {choice}={value} reads it; {hint}")
+        if choice and getattr(config, name) != f.default and getattr(config, choice) != value:
+            problems.append(f"{name}: only {choice}={value} reads it; leave it out")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
-            most = config.n_layer // 2
-            problems.append(f"value_tables: two layers share one; --value_tables={most} or less")
+            problems.append(f"value_tables: two layers share one; {config.n_layer // 2} or less")
         if not rest and head_size % 4:
             problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
         if config.tie_weights:
             problems.append("tie_weights: model=fast has a head of its own; --tie_weights=False")
     return problems
+
+
+def evaluated(config: Config) -> tuple:
+    """
+    What decides on an evaluation's loss: it does not compare with one where this differs. Keys of
+    your own count if their names begin with eval_.
+    """
+    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
+    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
+    return config.eval_size, *(getattr(config, name) for name in own)
 
 
 def divisors(n: int) -> list[int]:
@@ -460,8 +374,8 @@ def divisors(n: int) -> list[int]:
 
 def saved_config(values: dict[str, Any]) -> Config:
     """
-    The configuration that a checkpoint or metrics.jsonl holds, also that of an earlier version.
-    Raises UserError for a value that does not fit.
+    The configuration that a checkpoint or metrics.jsonl holds. Raises UserError for a value that
+    does not fit.
     """
     keys = translate(values)
     return Config(**{n: fit(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
@@ -489,10 +403,9 @@ def print_help(keys: type = Config) -> None:
         m = f.metadata
         if m["group"]:
             print(f"\n{m['group']}:")
-        # typed in a shell, \n would be two letters
-        flag = f"--{name}={f.default!r}".replace(repr("\n"), "a line end")
         of = f"{m['of']}: " if m["of"] else ""
         choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
+        flag = f"--{name}={f.default!r}"
         print(f"  {flag:<34} {type(f.default).__name__:<6} {of}{m['meaning']}{choices}")
 
 

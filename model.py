@@ -41,21 +41,12 @@ class GPTConfig:
     bigram_rows: int = 0
 
 
-# Fields that a resumed run may change: how the model is computed, and loss weights. All others
-# define the architecture.
+# Fields that a resumed run may change: how the model is computed. All others are the architecture
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 
 # -----------------------------------------------------------------------------
 # The layers
-
-
-def mark(module: nn.Module, role: str = "matrix", parts: tuple[int, ...] = ()) -> None:
-    """
-    Tell optimizer=muon what a module's weight is, unless it is a single matrix of a block: its role
-    (see training/muon.py), and if several matrices are stacked in it, the rows of each.
-    """
-    vars(module)["muon"] = role, parts
 
 
 def plain_attention(
@@ -75,8 +66,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        mark(self.c_attn, parts=3 * (config.n_embd,))  # q, k and v
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
@@ -137,7 +127,6 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        mark(self.lm_head, role="head")
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
         self.init_weights()
@@ -149,16 +138,12 @@ class GPT(nn.Module):
         its size (GPT-2 paper, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        kinds = (nn.Linear, nn.Embedding)  # other modules initialise themselves
-        plain = {p for m in self.modules() if isinstance(m, kinds) for p in m.parameters(False)}
         for name, p in self.named_parameters():
-            if p not in plain:
-                continue
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=residual_std)
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
-            else:
+            elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -169,7 +154,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        return mean_loss(x, self.lm_head.weight, targets, self.config)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
@@ -204,51 +189,12 @@ class GPT(nn.Module):
 # The loss
 
 
-def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | None) -> Tensor:
+def loss_sum(logits: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
     """
-    What training minimises and evaluation reports: the loss of logits (n, V), before the cap,
-    against targets (n,), summed over those that are not -1, in nats. This is its only place: a term
-    added to `loss` counts everywhere, with all logits at once or in chunks, compiled or not. A term
-    for training alone must ask torch.is_grad_enabled(), or perplexity and compare.py are wrong. A
-    term that compares targets with each other needs loss_chunk=off.
+    What training minimises and evaluation reports: the loss of logits (n, V) against targets (n,),
+    summed over those that are not -1, in nats. This is its only place: change the loss here.
     """
-    loss = F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
-    return loss
-
-
-def mean_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, config: GPTConfig, cap: float | None = None
-) -> Tensor:
-    """
-    `loss_sum` of the head's logits against targets (B, T), divided by the number of targets that
-    are not -1; if there are none, the loss and its gradients are 0. x is (B, T, C), the head's
-    weight (V, C), `cap` as in `cap_logits`.
-
-    With loss_chunk > 0, the logits of only that many tokens exist at one time. Their gradient is
-    computed along with them, before the division, so that it does not underflow in float16 without
-    GradScaler's factor.
-    """
-    chunk = config.loss_chunk
-    x, targets = x.flatten(0, 1), targets.flatten()
-    count = (
-        (targets != -1).sum().clamp(min=1)
-    )  # a micro-batch of masked targets must not divide by 0
-
-    def loss(x: Tensor, targets: Tensor) -> Tensor:
-        return loss_sum(F.linear(x, weight), targets, config, cap)
-
-    if not 0 < chunk < len(x):
-        return loss(x, targets) / count
-    if torch.is_grad_enabled():
-        return ChunkedLoss.apply(x, weight, targets, config, cap, product_dtype(x))
-    parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-    return torch.stack([loss(*part) for part in parts]).sum() / count
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matmuls of x are computed."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
@@ -257,21 +203,40 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * logits * torch.rsqrt(logits.square() + cap**2)
 
 
+def mean_loss(
+    x: Tensor, head: Tensor, targets: Tensor, chunk: int, cap: float | None = None
+) -> Tensor:
+    """
+    The mean loss of the logits that the head, a weight (V, C), gives for x (B, T, C), over targets
+    (B, T) that are not -1. With chunk > 0, the logits of only that many tokens exist at one time.
+    """
+    x, targets = x.flatten(0, 1), targets.flatten()
+    count = (targets != -1).sum().clamp(min=1)
+    if not 0 < chunk < len(x):
+        return loss_sum(F.linear(x, head), targets, cap) / count
+    if torch.is_grad_enabled():
+        return ChunkedLoss.apply(x, head, targets, chunk, cap, product_dtype(x))
+    parts = zip(x.split(chunk), targets.split(chunk), strict=True)
+    losses = [loss_sum(F.linear(x_part, head), y_part, cap) for x_part, y_part in parts]
+    return torch.stack(losses).sum() / count
+
+
 class ChunkedLoss(torch.autograd.Function):
     """
     `mean_loss` of x (N, C) and targets (N,). The forward pass also computes the gradients, chunk by
-    chunk. Matmuls run in `dtype`; the weight's gradient is summed in at least float32.
+    chunk, before the division, so that they do not underflow in float16. Matmuls run in `dtype`;
+    the weight's gradient is summed in at least float32.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, config, cap, dtype) -> Tensor:
+    def forward(ctx, x, weight, targets, chunk, cap, dtype) -> Tensor:
         head = weight.detach().to(dtype).requires_grad_()
-        dx, losses, chunk = [], [], config.loss_chunk
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+        dx, losses = [], []
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(x_part @ head.T, y_part, config, cap)
+                loss = loss_sum(x_part @ head.T, y_part, cap)
             dx_part, dhead = torch.autograd.grad(loss, (x_part, head))
             losses.append(loss.detach())
             dx.append(dx_part)
@@ -287,6 +252,12 @@ class ChunkedLoss(torch.autograd.Function):
         dx, dweight, count = ctx.saved_tensors
         scale = dloss / count
         return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which matmuls of x are computed."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 # -----------------------------------------------------------------------------

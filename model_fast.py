@@ -1,8 +1,9 @@
 """
-The fast model: a GPT of GPT-2's size that needs fewer tokens for the same loss.
+The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss, and its optimizer,
+Muon. The rates and the model belong together.
 
-Same interface as model.py. Where it differs from GPT-2, a comment says why and where the change
-comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if it
+FastGPT has the interface of model.py's GPT. Where it differs, a comment says why and where the
+change comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if it
 shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels,
 nh heads of hs = C / nh channels, V = vocabulary.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPTConfig, KVCache, cap_logits, mark, mean_loss, plain_attention, product_dtype
+from model import GPT, GPTConfig, KVCache, cap_logits, mean_loss, plain_attention, product_dtype
 
 # tokens per radian of the slowest pair; RoFormer's 10,000 is for longer contexts (records)
 ROTARY_BASE = 1024
@@ -79,7 +80,6 @@ class CausalSelfAttention(nn.Module):
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        mark(self.c_attn, parts=3 * (config.n_embd,))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         if has_table:
             gate_channels = min(GATE_CHANNELS, config.n_embd)
@@ -144,8 +144,6 @@ class FastGPT(nn.Module):
         self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
         blocks = [Block(config, number is not None) for number in self.table_of_layer]
         value_tables = [nn.Embedding(vocab_size, n_embd) for _ in tables]
-        for table in value_tables:
-            mark(table, role="values")
         self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(vocab_size, n_embd),
@@ -158,11 +156,9 @@ class FastGPT(nn.Module):
             # the hashed bigram embedding, added to the token embedding (modded-nanogpt, pull
             # request 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
-            mark(self.transformer.bigrams, role="bigrams")
         self.rotary: tuple[Tensor, Tensor] | None = None  # see keep_rotary_tables()
         # not tied to the embedding, which would raise the loss (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        mark(self.lm_head, role="head")
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -172,11 +168,7 @@ class FastGPT(nn.Module):
         begins as the identity and the first loss is ln V (muP, arXiv:2203.03466). Bigram embedding
         zero (records). Value embeddings N(0, 1 / C) (nanochat).
         """
-        kinds = (nn.Linear, nn.Embedding)  # other modules initialise themselves
-        plain = {p for m in self.modules() if isinstance(m, kinds) for p in m.parameters(False)}
         for name, p in self.named_parameters():
-            if p not in plain:
-                continue
             if name.endswith(
                 ("c_proj.weight", "lm_head.weight", "value_gate.weight", "bias", "bigrams.weight")
             ):
@@ -197,7 +189,7 @@ class FastGPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(x, self.lm_head.weight, targets, self.config, LOGIT_CAP)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk, LOGIT_CAP)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
@@ -270,3 +262,132 @@ class FastGPT(nn.Module):
         extends the caches. T is 1 unless the caches are empty.
         """
         return self.logits(self.hidden(idx, caches)[:, -1])
+
+
+def build_model(config: GPTConfig) -> GPT | FastGPT:
+    return FastGPT(config) if config.model == "fast" else GPT(config)
+
+
+# -----------------------------------------------------------------------------
+# The optimizer: Muon for the matrices of the blocks, AdamW for everything else
+
+
+def muon_groups(model: GPT | FastGPT, c) -> list[dict]:
+    """
+    The parameter groups, each with its highest learning rate as initial_lr. `c` is the Config. The
+    first group's rate is logged.
+    """
+    t, named = model.transformer, dict(model.transformer.h.named_parameters())
+    qkv = [p for name, p in named.items() if name.endswith("c_attn.weight")]
+    matrices = [
+        p for name, p in named.items() if p.dim() == 2 and not name.endswith("c_attn.weight")
+    ]
+    head, tied = [model.lm_head.weight], model.lm_head.weight is t.wte.weight
+    values = [*t.value_tables.parameters()] if "value_tables" in t else []
+    bigrams = [t.bigrams.weight] if "bigrams" in t else []
+    embeddings = [] if tied else [t.wte.weight]
+    embeddings += [t.wpe.weight] if "wpe" in t else []
+    vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms
+    # the fast model's token embedding is initialised at size 1, GPT-2's at 0.02
+    embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
+    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, weight_decay=0.05)
+    adam = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
+    groups = [
+        dict(muon, params=matrices, parts=1),
+        dict(muon, params=qkv, parts=3),  # q, k and v are stacked in one weight
+        dict(adam, params=embeddings, initial_lr=embedding_lr),
+        dict(adam, params=values, initial_lr=0.5 * embedding_lr),  # (nanochat)
+        dict(adam, params=bigrams, initial_lr=0.1 * embedding_lr),  # 0.03 and 0.3 were worse
+        dict(adam, params=head, initial_lr=c.head_lr),
+        dict(adam, params=vectors, initial_lr=0.015, weight_decay=0.0),
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """
+    Newton-Schulz: matrices (n, rows, cols) -> U V^T of each one's singular value decomposition
+    U S V^T, approximately: singular values end between 0.7 and 1.2. Matmuls run in `dtype`.
+    """
+    if matrices.size(1) > matrices.size(2):
+        return orthogonalize(matrices.mT, dtype).mT  # cheaper on the shorter side
+    # of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    # divided by the norm, so that no singular value is above 1
+    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
+    for _ in range(5):
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X
+
+
+class Muon(torch.optim.AdamW):
+    """
+    Groups with a `momentum` hold matrices for Muon, `parts` of them stacked in each weight; AdamW
+    updates the others. Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that
+    every direction in it moves by the same amount (K. Jordan et al., 2024); NorMuon then evens out
+    its neurons. Every rank updates all matrices, from the same gradients.
+
+    As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1; nothing
+    here waits for the device.
+    """
+
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
+        """`dtype`: of Newton-Schulz's matmuls."""
+        super().__init__(groups, eps=1e-10, fused=fused)  # rare tokens have tiny gradients
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        groups = self.param_groups
+        for group in groups:
+            if "momentum" in group:
+                self.step_matrices(group)
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()  # AdamW's, which reads found_inf too
+        self.param_groups = groups
+
+    def step_matrices(self, group: dict) -> None:
+        by_shape: dict[torch.Size, list] = {}  # all matrices of a shape move together
+        for p in group["params"]:
+            state, parts = self.state[p], group["parts"]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["mean_squares"] = p.new_zeros(parts * max(len(p) // parts, p.size(1)))
+            tensors = p, p.grad, state["momentum"], state["mean_squares"]
+            for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
+                by_shape.setdefault(matrix[0].shape, []).append(matrix)
+        for shape, same in by_shape.items():
+            self.move(group, shape, *zip(*same, strict=True))
+
+    def move(self, group: dict, shape: torch.Size, matrices, gradients, momenta, squares) -> None:
+        """
+        Update n matrices of one shape. With mu the group's momentum and g a gradient: m <- m +
+        (1 - mu) (g - m); the matrix is multiplied by 1 - lr * weight_decay, and moves by -lr *
+        sqrt(max(1, rows / cols)) times the orthogonal matrix nearest to g + mu (m - g), Nesterov's
+        lookahead.
+        """
+        rows, cols = shape
+        applied = 1 - getattr(self, "found_inf", torch.zeros((), device=matrices[0].device))
+        mu, lr = group["momentum"], group["lr"] * applied  # a skipped update has a rate of 0
+        m, g = torch.stack(momenta), torch.stack(gradients)  # (n, rows, cols)
+        g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
+        m.lerp_(g, (1 - mu) * applied)
+        torch._foreach_copy_(momenta, m.unbind())
+        # in float32: small learning rates underflow in float16
+        update = orthogonalize(g.lerp_(m, mu), self.dtype).float()
+        # NorMuon (arXiv:2510.05491): divide each row or column along the longer side by the root of
+        # its mean square over time, so that no neuron moves far more than the others; each matrix
+        # keeps its norm
+        now = update.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
+        mean = torch.stack(squares).view_as(now).lerp_(now, 0.05 * applied)
+        torch._foreach_copy_(squares, mean.flatten(1).unbind())
+        even = update * mean.clamp(min=1e-10).rsqrt()
+        size = update.norm(dim=(1, 2), keepdim=True)
+        even = even * (size / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
+        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(matrices, (even * (lr * max(1, rows / cols) ** 0.5)).unbind())
+
+    def __setstate__(self, state: dict) -> None:
+        # AdamW's expects a step in each parameter's state, which matrices do not have
+        torch.optim.Optimizer.__setstate__(self, state)

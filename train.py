@@ -1,20 +1,27 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-`main` at the end is the whole run; its loop fits on one screen. One iteration is train_step():
-gradient_accumulation_steps micro-batches forward and backward, then one update.
-Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it, and saved
-unless it came twice or before the loop.
+The whole run is on this page. `main` at the end is its story: configuration, data, model,
+optimizer, resume, and the loop. One iteration is train_step(): gradient_accumulation_steps micro-batches
+forward and backward, then one update. model.py has the model, model_fast.py the fast recipe,
+configurator.py the keys, training/ the machine around it.
+
+    torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
+
+Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it, and saved.
 """
 
 import contextlib
 import gc
 import math
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
@@ -26,87 +33,286 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import RunError, UserError, run_main, say, warn
-from configurator import SCHEDULES, Config, decays, family
+from common.console import RunError, UserError, command_line, raise_if_any, run_main, say, warn
+from configurator import Config, config_values, evaluated, read_config, resolve, saved_config
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
-from data.shards import Dataset
+from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
+from data.stream import open_stream
 from data.tokenizer import Tokenizer
-from model import Sampling, generate
-from training import build, hardware
-from training.build import build_model, build_optimizer, compile_model, loss_chunk, model_config
+from model import FREE_ON_RESUME, ChunkedLoss, GPTConfig, Sampling, generate
+from model_fast import FastGPT, Muon, build_model, muon_groups
+from training import checkpoint, hardware
 from training.clock import Clock
 from training.hardware import Hardware
-from training.muon import Muon
-from training.progress import Progress
-from training.ranks import Ranks, Signals, mean_over_ranks
-from training.runlog import COMPLETE, RunLog
-from training.start import (
-    check_folder,
-    explain,
-    is_finished,
-    load_start,
-    open_data,
-    prepare,
-    say_start,
-)
-from training.state import checkpoint_state, restore, write_checkpoint
+from training.log import Log
+from training.pretrained import load_pretrained
+from training.ranks import Ranks, Signals, check_shares
 
+# vocab_size is not a key; it follows from the dataset
+ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in FREE_ON_RESUME | {"vocab_size"}]
+FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
+# Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
+# Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
+LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
+SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses differ by at most 1e-4 (results/speed.md)
+MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
 RETRY_SECONDS = 60  # between two tries of the last save
+# ends that complete a run, after a last evaluation; after others the same command resumes it
+COMPLETE = ("eval_only", "max_iters", "hours", "until")
+
+
+@dataclass
+class Progress:
+    """What changes from iteration to iteration, other than weights and optimizer."""
+
+    iter_num: int = 0  # updates made
+    tokens: int = 0  # trained on
+    sequences: int = 0  # read: the position in the order of the data
+    evaluated_at: int = -1  # iteration of the last evaluation
+    val_loss: float = math.inf  # of the last evaluation
+    best_val_loss: float = math.inf
+    best_iter: int = -1
+
 
 # -----------------------------------------------------------------------------
-# One iteration
+# Configuration, and where the run starts
+
+
+def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
+    """
+    The configuration of a command line, and the checkpoint to resume from, if any. Raises a
+    UserError with all problems, before anything is written.
+    """
+    c = read_config(argv)
+    problems, path = [], None
+    try:
+        path = find_checkpoint(c)
+        problems = adopt(c, load_start(c, path))
+    except UserError as error:
+        problems = error.problems
+    problems += hardware.check_device(c) + ([] if c.stream else check_dataset(c))
+    raise_if_any(problems + resolve(c) + check_shares(c, world_size))
+    return c, path
+
+
+def find_checkpoint(c: Config) -> Path | None:
+    """The newest checkpoint of the run to resume, checked. None for a new run. Raises UserError."""
+    out_dir, newest = Path(c.out_dir), None
+    if c.init_from in ("resume", "auto"):
+        newest = checkpoint.find_newest(out_dir)
+    if not newest and c.init_from == "resume":
+        hint = "--init_from=auto starts a new run there"
+        raise UserError(f"init_from: {out_dir} holds no ckpt-*.pt to resume; {hint}")
+    if not newest and not c.eval_only and (others := sorted(out_dir.glob("*.pt"))):
+        ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
+        raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
+    return newest
+
+
+def load_start(c: Config, path: Path | None) -> dict:
+    """The state of a checkpoint, or weights trained elsewhere, or {}: random weights."""
+    if path:
+        return checkpoint.load(path)
+    if c.init_from in ("scratch", "auto"):
+        return {}
+    return load_pretrained(c.init_from, c.block_size if "block_size" in c.given else None)
+
+
+def adopt(c: Config, start: dict) -> list[str]:
+    """
+    Take over the keys that a checkpoint or other weights decide. Returns those that a file or flag
+    sets to something else.
+    """
+    if not start:
+        return []
+    resumed = "progress" in start
+    saved = start["config"] if resumed else start["model_config"]
+    fixed, source = (FIXED_ON_RESUME, c.out_dir) if resumed else (ARCHITECTURE, c.init_from)
+    problems = [
+        f"{name}: {getattr(c, name)!r} asked for, but {source} has {saved[name]!r}; leave it out"
+        for name in fixed
+        if name in c.given and getattr(c, name) != saved[name]
+    ]
+    defaults = [name for name in ("dataset", "tokenizer", "dtype") if name not in c.given]
+    for name in fixed + (defaults if resumed else []):
+        setattr(c, name, saved[name])
+    return problems
+
+
+def open_data(c: Config, start: dict, ranks: Ranks) -> Dataset:
+    """
+    The dataset: a folder, or a stream, which rank 0 prepares for all. Raises UserError if it is not
+    the one that the checkpoint or the weights were trained on.
+    """
+    if c.stream:
+        data = open_stream(c, ranks, start.get("shards_read", []))
+    else:
+        ranks.from_main(make_quickstart_data, c)
+        data = open_dataset(c.dataset)
+    ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
+    theirs = start.get("tokenizer", data.tokenizer)
+    problem = ""
+    if start.get("data_fingerprint", data.fingerprint) != data.fingerprint and "progress" in start:
+        problem = f"is not what {c.out_dir} was trained on ({start['config']['dataset']})"
+    elif theirs != data.tokenizer and "unknown" not in (theirs["kind"], data.tokenizer["kind"]):
+        problem = f"has the tokenizer {data.tokenizer['kind']}, the weights {theirs['kind']}"
+    elif start.get("vocab", data.vocab) < data.vocab:
+        problem = f"has {data.vocab} token ids, the weights {start['vocab']}"
+    if problem and ranks.is_main:
+        raise UserError(f"dataset: {data.source} {problem}; for a new run: another --out_dir")
+    return data
+
+
+def make_quickstart_data(c: Config) -> None:
+    """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
+    if not is_made_on_demand(c):
+        return
+    folder, script = dataset_folder(c.dataset), Path(__file__).parent / "data" / "prepare_text.py"
+    say(f"data: preparing {folder} from Python's own source files")
+    command = [sys.executable, str(script), f"--out={folder}"]
+    # hide its output, which ends with a command to type next
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise UserError(f"dataset: {script} failed; see its message above")
+    raise_if_any(check_dataset(c))
+
+
+# -----------------------------------------------------------------------------
+# Model and optimizer
+
+
+def model_config(
+    c: Config, vocab: int, weights: dict | None = None, flash: bool | None = None
+) -> GPTConfig:
+    """
+    `vocab` is rounded up; with saved `weights` their size counts instead. `flash`, if given,
+    replaces the configuration's.
+    """
+    values = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+    multiple = c.pad_vocab_multiple
+    values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
+    if weights:
+        values["vocab_size"] = weights["model_config"]["vocab_size"]
+    if flash is not None:
+        values["flash"] = flash
+    least = c.batch_size * c.block_size // MOST_CHUNKS
+    auto = max(COMPILED_LOSS_CHUNK, least) if c.compile else LOSS_CHUNK
+    chunk = dict(auto=auto, off=0).get(c.loss_chunk)
+    return GPTConfig(**values | dict(loss_chunk=int(c.loss_chunk) if chunk is None else chunk))
+
+
+def build_optimizer(model: torch.nn.Module, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """
+    Each group has its highest learning rate as initial_lr; that of the first one is logged.
+    `dtype`: of Muon's matmuls. A fused optimizer can skip an update on the device; that of MPS
+    cannot.
+    """
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    if c.optimizer == "muon":
+        return Muon(muon_groups(model, c), dtype, fused)
+    keys = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms
+    groups = [
+        dict(keys, params=matrices, weight_decay=c.weight_decay),
+        dict(keys, params=vectors, weight_decay=0.0),
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], fused=fused)
+
+
+def get_lr(it: int, c: Config, share: float, highest: float) -> float:
+    """
+    The learning rate of iteration `it`: linear warmup to `highest`, then decay to min_lr. `share`:
+    of the time of a run with --hours or --until; at a steady pace its decay ends when that is up.
+    """
+    end: float = c.lr_decay_iters or c.max_iters
+    warmup: float = c.warmup_iters
+    if c.by_clock:
+        end = min(end, it / share) if share > 0 else end
+        warmup = min(warmup, end / 10)
+    if it < warmup:
+        return highest * (it + 1) / (warmup + 1)  # as nanoGPT: the first rate is above 0
+    if c.lr_schedule == "constant":
+        return highest
+    start = warmup
+    if c.lr_schedule == "wsd":
+        start = max(start, end - round(c.decay_fraction * end))
+    over = 1.0 if it >= end else max(0, it - start) / max(1, end - start)
+    left = 0.5 * (1 + math.cos(math.pi * over)) if c.lr_schedule == "cosine" else 1 - over
+    return c.min_lr + left * (highest - c.min_lr)
+
+
+def compile_or_warn(model, c: Config, vocab: int, hw: Hardware) -> None:
+    """
+    Compile the model, for training and evaluation, on random data. If that fails, or gives another
+    loss, warn and leave it uncompiled.
+    """
+    say("compiling: this takes about a minute")
+    x, y = to_batch(torch.randint(vocab, (c.batch_size, c.block_size + 1)), hw.device)
+    torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
+    if isinstance(model, FastGPT):
+        model.keep_rotary_tables()
+    model.compile()
+    try:
+        with hw.autocast():
+            loss = model(x, y)
+        loss.backward()
+        total, count = evaluate(model, [(x, y)], hw.autocast(), lambda: False)
+        losses = [total / count] if c.dropout else [total / count, loss.item()]
+        model.eval()
+        with hw.autocast(), torch.no_grad():  # sequence by sequence, which needs less memory
+            parts = [model.forward(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+        eager = torch.stack(parts).mean().item()
+        if not all(math.isclose(found, eager, rel_tol=SAME_LOSS) for found in losses):
+            raise ArithmeticError(f"losses {losses}, without it {eager:.4f}")
+    except Exception as error:  # no compiler: every backend fails in its own way
+        if hardware.is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warn(f"torch.compile does not work here ({reason}); continuing without it")
+        c.compile = False
+        model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
+        model.config = replace(model.config, loss_chunk=min(model.config.loss_chunk, LOSS_CHUNK))
+    model.train()
+    model.zero_grad()
+
+
+# -----------------------------------------------------------------------------
+# One iteration, and evaluation
 
 
 def train_step(
     model, optimizer, scaler, micro_batches: list[Batch], grad_clip: float, autocast
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """
     One iteration: this rank's micro-batches, (B, T) inputs and targets each, forward and backward;
-    then one update, which is skipped if a gradient is not finite. The gradient is that of the mean
-    loss over all targets of the iteration, on all ranks; targets of -1 are ignored.
-
-    Returns the sum of the loss over this rank's targets in nats, their number, and the gradient
-    norm before clipping. All stay on the device; with a fused optimizer nothing here waits for it.
+    then one update, which is skipped if a gradient is not finite. Returns the mean loss in nats,
+    and the gradient norm before clipping, on the device; nothing here waits for it.
     """
-    counts = torch.stack([(y != -1).sum() for _, y in micro_batches])
-    mean_count = mean_over_ranks(counts.sum())  # DDP averages the ranks' gradients
-    loss_sum = torch.zeros((), device=counts.device)
+    accum, loss_sum = len(micro_batches), 0
     for micro_step, (x, y) in enumerate(micro_batches):
         # several ranks average their gradients once, at the last micro-step
-        last = micro_step == len(micro_batches) - 1
-        defers = isinstance(model, DistributedDataParallel) and not last
+        defers = isinstance(model, DistributedDataParallel) and micro_step < accum - 1
         with model.no_sync() if defers else contextlib.nullcontext():
             with autocast:
                 loss = model(x, y)
-            # weighted by its number of targets; if these are equal: loss / len(micro_batches)
-            scaler.scale(loss / (mean_count / counts[micro_step])).backward()
-        loss_sum += loss.detach() * counts[micro_step]
+            scaler.scale(loss / accum).backward()  # adds to the gradients
+        loss_sum += loss.detach()
     scaler.unscale_(optimizer)
     # with grad_clip = 0 the norm is only measured
-    if grad_clip:
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    else:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm(grads)
-    if not optimizer.state:  # the first update
-        build.warn_of_idle(model)
-    # other optimizers may have state that a skipped update would spoil
-    if optimizer.defaults.get("fused") and type(optimizer) in (torch.optim.AdamW, Muon):
-        if not scaler.is_enabled():
-            # if it is 1, these two skip the update, without a host sync
-            optimizer.found_inf = (~grad_norm.isfinite()).float()
-        scaler.step(optimizer)
-    elif grad_norm.isfinite():  # waits for the device
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    # 1: a fused optimizer changes nothing. In float16 the scaler replaces it with its own finding
+    optimizer.found_inf = (~grad_norm.isfinite()).float()
+    if optimizer.defaults["fused"] or grad_norm.isfinite():  # on MPS this waits for the device
         scaler.step(optimizer)
     scaler.update()
     # DDP's gradients are views of its buckets; after None they would take memory of their own
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
-    return loss_sum, counts.sum(), grad_norm
+    return loss_sum / accum, grad_norm
 
 
 @torch.no_grad()
 def evaluate(
-    model, batches: Iterable[Batch], autocast, stop: Callable[[], bool] = lambda: False
+    model, batches: Iterable[Batch], autocast, stop: Callable[[], bool]
 ) -> tuple[float, int] | None:
     """
     Sum of the loss over all targets of `batches` in nats, without dropout, and their number. None
@@ -116,94 +322,60 @@ def evaluate(
     model.eval()
     for x, y in batches:
         if stop():
-            model.train()
-            return None
+            break
         with autocast:
             losses.append(model(x, y))
         counts.append((y != -1).sum())
-    model.train()
-    targets = torch.stack(counts).tolist()
-    pairs = zip(torch.stack(losses).tolist(), targets, strict=True)
-    return math.fsum(loss * n for loss, n in pairs if n), sum(targets)
-
-
-def get_lr(it: int, config: Config, horizon: float, highest: float) -> float:
-    """
-    The learning rate of iteration `it`: linear warmup to `highest`, then decay to min_lr at
-    iteration `horizon`. With --hours the horizon is it / share, with `share` of the time used.
-    """
-    warmup = min(config.warmup_iters, horizon / 10) if config.by_clock else config.warmup_iters
-    if it < warmup:
-        return highest * (it + 1) / (warmup + 1)  # as nanoGPT: the first rate is above 0
-    if not decays(config):
-        return highest  # exactly: min_lr + (highest - min_lr) rounds
-    start: float = warmup
-    if family(config.lr_schedule) == "wsd":
-        start = max(start, horizon - round(config.decay_fraction * horizon))
-    over = 1.0 if it >= horizon else max(0, it - start) / max(1, horizon - start)
-    return config.min_lr + SCHEDULES[config.lr_schedule](over) * (highest - config.min_lr)
-
-
-def set_lr(optimizer, it: int, config: Config, share: float) -> None:
-    """
-    Set each group's learning rate for iteration `it`. `share`: of the time of a run with --hours or
-    --until; at a steady pace its decay ends when the time is up.
-    """
-    horizon: float = config.lr_decay_iters or config.max_iters
-    if share > 0:
-        horizon = min(horizon, it / share)
-    for group in optimizer.param_groups:
-        group["lr"] = get_lr(it, config, horizon, group["initial_lr"])
-
-
-# -----------------------------------------------------------------------------
-# Around the iterations
-
-
-def compile_or_warn(model, config: Config, vocab: int, hw: Hardware) -> None:
-    """Compile the model, on random data. If that fails, warn, and leave the model uncompiled."""
-    say("compiling: this takes about a minute")
-    began = time.perf_counter()
-    # with the strides of real batches, or the first one would compile again
-    x, y = to_batch(torch.randint(vocab, (config.batch_size, config.block_size + 1)), hw.device)
-    before, training = hardware.get_rng_state(hw.device), not config.eval_only
-    compile_model(model)
-    try:
-        if training:
-            with hw.autocast():
-                loss = model(x, y)
-            loss.backward()
-            # compiled code draws other random numbers; then compare an evaluation's loss
-            now = hardware.get_rng_state(hw.device)
-            training = all(torch.equal(before[name], now[name]) for name in before)
-        total, count, *_ = evaluate(model, [(x, y)], hw.autocast()) or (math.nan, 1)
-        compiled_loss = loss.item() if training else total / count
-        build.check_loss(compiled_loss, model, (x, y), training, hw.autocast())
-    except Exception as error:  # no compiler: every backend fails in its own way
-        if hardware.is_out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if sys.platform == "win32" and "riton" in reason:  # not part of torch there
-            reason += '; pip install "triton-windows<3.8"'
-        warn(f"torch.compile does not work here ({reason}); continuing without it")
-        config.compile = False
-        model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
+    else:
+        targets = torch.stack(counts).tolist()
+        pairs = zip(torch.stack(losses).tolist(), targets, strict=True)
         model.train()
-        model.config = replace(model.config, loss_chunk=loss_chunk(config))
-    say(f"compile: {time.perf_counter() - began:.1f}s")
+        return math.fsum(loss * n for loss, n in pairs if n), sum(targets)
+    model.train()
+    return None
 
 
-def reason_to_end(config: Config, iter_num: int, over: str | None) -> str | None:
-    """Why the run is complete, or its time is up. `over`: what the clock says."""
-    if config.eval_only:
-        return "eval_only"
-    return "max_iters" if iter_num >= config.max_iters else over
+def estimate_loss(
+    model, data: Dataset, c: Config, hw: Hardware, signals: Signals
+) -> list[float] | None:
+    """
+    Mean loss on fixed windows of the train and of the val split: the same tokens at any micro-batch
+    and number of ranks. None if a signal came. All ranks take part.
+    """
+    means, ranks = [], signals.ranks
+    # both splits are evaluated on the same number of tokens
+    tokens = min(c.eval_size, len(data.val))
+    for split, spread in ((data.train, True), (data.val, False)):
+        batches = eval_batches(split, tokens, c, hw.device, spread, ranks.rank, ranks.world_size)
+        result = evaluate(model, batches, hw.autocast(), signals.came)
+        if result is None:
+            return None
+        total, count = ranks.sum(*result)
+        means.append(total / count)
+    return means
 
 
-def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str | None:
+def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
+    """sample_tokens tokens from the model, drawn with the same random numbers each time."""
+    try:
+        text = Tokenizer(data.tokenizer)
+    except UserError as error:  # offline, without its vocabulary
+        return f"no sample: {error}"
+    prompt = text.start_ids()
+    idx = torch.tensor([prompt], device=hw.device)
+    generator = torch.Generator(hw.device).manual_seed(c.seed)
+    sampling = Sampling(temperature=0.8, top_k=200)
+    model.eval()
+    with hw.autocast():
+        ids = generate(model, idx, c.sample_tokens, data.vocab, sampling, generator)
+    model.train()
+    return text.decode(ids[0, len(prompt) :].tolist())
+
+
+def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str:
     """
     Wait until every rank has the windows of the next iteration on the host. Returns why no
-    iteration can follow: a signal's name, "data" if a rank cannot read on, or None.
+    iteration can follow: a signal's name, "data" if a rank cannot read on, or "".
     """
     while True:
         ready = batches.ready(accum)
@@ -211,77 +383,68 @@ def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str | 
         if signals.name or (failed and waiting):  # for windows that will never come
             return signals.name or "data"
         if not waiting:
-            return None
+            return ""
 
 
-def estimate_loss(
-    model, data: Dataset, batches: TrainBatches, config: Config, hw: Hardware, signals: Signals
-) -> list[float] | None:
+# -----------------------------------------------------------------------------
+# Saving and resuming
+
+
+def save(state: dict, log: Log, signals: Signals, last: bool) -> bool:
     """
-    Mean loss on fixed windows of the train and of the val split: the same tokens at any micro-batch
-    and number of ranks. None if a signal came, or if a rank cannot read its windows; the reason is
-    then in batches.error. All ranks take part.
+    Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk: a full disk does
+    not stop the run. The `last` save is tried every minute until it works or a signal comes.
     """
-    means, ranks, host = [], signals.ranks, torch.device("cpu")
-    # both splits are evaluated on the same number of tokens
-    tokens = min(config.eval_size, len(data.val))
-    for split, spread in ((data.train, True), (data.val, False)):
-        pending = eval_batches(split, tokens, config, host, spread, ranks.rank, ranks.world_size)
-        failed = False
+    it, c = state["progress"]["iter_num"], log.config
+
+    def write() -> str:
+        if not all(tensor.isfinite().all() for tensor in state["model"].values()):
+            # if saved, they would soon replace the good checkpoints
+            raise RunError(
+                f"iter {it}: weights are not finite, and not saved; resume with a lower lr"
+            )
         try:
-            windows = list(pending)  # read before the evaluation, as for an iteration
-        except RunError as error:
-            batches.error, failed = error, True
-        if any(signals.look(failed)):
-            return None
-        on_device = ((x.to(hw.device), y.to(hw.device)) for x, y in windows)
-        result = evaluate(model, on_device, hw.autocast(), signals.came)
-        if result is None:
-            return None
-        total, count = ranks.reduce(*result)
-        means.append(total / count if count else math.nan)
-    return means
+            path = checkpoint.save_in_folder(state, Path(c.out_dir), c.keep_checkpoints)
+        except OSError as error:
+            return f"checkpoint {it} is not saved: {error.strerror or error}"
+        log.checkpoint(it, path)
+        return ""
 
-
-def sample_text(model, data: Dataset, p: Progress, log: RunLog) -> None:
-    """Print sample_tokens tokens from the model, drawn with the same random numbers each time."""
-    config, hw = log.config, log.hw
-    if not math.isfinite(p.val_loss):
-        return
-    try:
-        text = Tokenizer(data.tokenizer)
-    except UserError as error:  # offline, without its vocabulary
-        log.warn(p.iter_num, f"no sample: {error}")
-        return
-    prompt, sampling = text.start_ids(), Sampling(temperature=0.8, top_k=200)
-    idx = torch.tensor([prompt], device=hw.device)
-    generator = torch.Generator(hw.device).manual_seed(config.seed)
-    model.eval()
-    with hw.autocast():
-        if build.caches_differ(model, config.sample_tokens):
-            log.warn_once("caches", p.iter_num, build.CACHES_DIFFER)
-        ids = generate(model, idx, config.sample_tokens, data.vocab, sampling, generator)
-    model.train()
-    log.sample(p.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
-
-
-def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> bool:
-    """
-    Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk. A full disk does
-    not stop the run; the next log line tries again. The `last` save is tried every minute until it
-    works, and once more after a signal; then it raises RunError.
-    """
-    it, ranks = state["progress"]["iter_num"], log.ranks
-    while problem := ranks.from_main(write_checkpoint, state, log):
-        if last and signals.came():
-            ranks.fail(f"{problem}; once that is fixed, {log.way_back()}")
+    while problem := signals.ranks.from_main(write):
+        log.event(it, f"{problem}; trying again in a minute")
+        for _ in range(RETRY_SECONDS if last else 0):
+            if signals.came():
+                return False
+            time.sleep(1)
         if not last:
-            log.warn_once("not saved", it, f"{problem}; trying again with each log line")
             return False
-        log.warn(it, f"{problem}; trying again each minute; Ctrl-C gives up, and frees the device")
-        signals.wait(RETRY_SECONDS)
-    log.said.discard("not saved")
     return True
+
+
+def restore(start: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
+    """Everything of a checkpoint but the weights; hyperparameters are the configuration's."""
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(dict(state=start["optimizer"]["state"], param_groups=groups))
+    if start["scaler"]:
+        scaler.load_state_dict(start["scaler"])
+    if rank < len(start["rng"]):
+        hardware.set_rng_state(start["rng"][rank], hw.device)
+    p = Progress(**start["progress"])
+    if evaluated(saved_config(start["config"])) != evaluated(c):
+        p.best_val_loss = math.inf  # another loss: the next evaluation is the best so far
+    return p
+
+
+def say_start(c: Config, start: dict, p: Progress) -> None:
+    """Print where this run begins, and how it differs from the checkpoint."""
+    if "progress" in start:
+        say(f"resume: {c.out_dir}, iteration {p.iter_num:,}")
+        for name, value in config_values(c).items():
+            before = start["config"].get(name, value)
+            if before != value and name != "init_from":
+                say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+    elif start:
+        say(f"weights: {start['source']}; iterations start from 0")
 
 
 # -----------------------------------------------------------------------------
@@ -291,107 +454,133 @@ def save_checkpoint(state: dict, log: RunLog, signals: Signals, last: bool) -> b
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
-    # Rank 0 checks the command line, and lists all problems before anything is written
     c, path = ranks.from_main(prepare, argv, ranks.world_size)
-    if path:
-        ranks.check_same(str(path), path.exists(), "several machines need one shared --out_dir")
-    start = load_start(c, path)  # the checkpoint, other weights, or empty
-    if ranks.from_main(is_finished, c, start):
-        return 0
+    start = load_start(c, path)  # the checkpoint to resume, other weights, or empty
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
-    data = open_data(c, start, ranks)  # if missing, the quickstart's is made here
+    c.dtype = hw.dtype_name
+    data = open_data(c, start, ranks)
 
     # Model and optimizer; on resume, in their saved state
-    hardware.set_seed(c.seed)  # the same weights on every rank
+    torch.manual_seed(c.seed)  # the same weights on every rank
     model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
-    hardware.set_seed(c.seed + ranks.rank)  # but different dropout
+    torch.manual_seed(c.seed + ranks.rank)  # but different dropout
     optimizer = build_optimizer(model, c, hw.dtype)
-    scaler = hw.grad_scaler()  # scales the loss in float16, otherwise does nothing
-    p = restore(start, model, optimizer, scaler, c, hw, ranks.rank)
-    eval_model = model  # its weights are evaluated, sampled from, saved and exported
+    scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
+    p = Progress()
+    if start:
+        model.load_state_dict(start["model"])
+    if path:
+        p = restore(start, optimizer, scaler, c, hw, ranks.rank)
+    saved = (p.iter_num, p.evaluated_at) if path else None  # what is on the disk
 
-    # Log, clock and data. From here on out_dir belongs to this run
-    clock = Clock(c, began, start if path else {})  # when to evaluate, to save and to end
-    log = RunLog(c, hw, ranks, clock, start if path else {})
-    check_folder(c, path, p.best_iter, log)
-    say_start(c, start, ranks)
-    log.start(data, model.config)
+    # Clock, log and data. From here on out_dir belongs to this run
+    resumed = start if path else {}
+    clock = Clock(c, began, hw.synchronize, resumed)  # when to evaluate, to save and to end
+    log = Log(c, clock, hw, ranks)
+    ranks.from_main(log.open, resumed)
+    say_start(c, start, p)
+    log.start(data, model, p.iter_num)
     batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
-    del start  # frees the loaded checkpoint
-    log.lap("start-up")
+    del start, resumed  # frees the loaded checkpoint
+    clock.lap("start-up")
 
-    if c.compile:
-        with hardware.no_trace(model, hw.device):
-            compile_or_warn(model, c, data.vocab, hw)
+    if c.compile and not c.eval_only:
+        random_states = hardware.get_rng_state(hw.device)
+        compile_or_warn(model, c, data.vocab, hw)
+        hardware.set_rng_state(random_states, hw.device)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling left behind
     gc.freeze()  # or each collection would search a million objects of torch
-    log.lap("compile")
+    clock.lap("compile")
     accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
-    signals = Signals(ranks, log)  # from here on a signal asks the loop to save and stop
-    unsaved = path is None  # the present state is not on the disk
-    retry = is_logged = False
+    skipped = torch.zeros((), device=hw.device)  # updates in a row
+    signals = Signals(ranks)  # from here on a signal asks the loop to save and stop
 
     while True:
         # Between two iterations: rank 0's clock decides for all. A signal to any rank, or a rank
-        # that cannot read its data, ends the loop for all.
+        # that cannot read its data, ends the loop for all
         share, evaluation_due, save_due, over = ranks.from_main(clock.look, p.iter_num)
-        reason = reason_to_end(c, p.iter_num, over) or wait_for_data(batches, accum, signals)
-        best_on_disk = p.best_val_loss, p.best_iter
+        reason = over or wait_for_data(batches, accum, signals)
 
         # every eval_interval, and at the end: all ranks evaluate, unless a signal comes
         due = reason in COMPLETE or (evaluation_due and not reason)
         if due and (c.eval_only or p.evaluated_at != p.iter_num):
-            log.lap("steps")
-            losses = estimate_loss(eval_model, data, batches, c, hw, signals)
+            clock.lap("steps")
+            losses = estimate_loss(model, data, c, hw, signals)
             if losses:
-                is_best, unsaved = p.note_evaluation(losses[1]), True
-                save_due |= p.iter_num > 0 and (is_best or c.always_save_checkpoint)
-                log.evaluation(p, losses[0])
+                p.evaluated_at, p.val_loss = p.iter_num, losses[1]
+                if p.val_loss < p.best_val_loss:
+                    p.best_val_loss, p.best_iter = p.val_loss, p.iter_num
+                improved = p.best_iter == p.iter_num
+                save_due |= p.iter_num > 0 and (improved or c.always_save_checkpoint)
+                log.evaluation(p.iter_num, p.tokens, *losses)
                 if c.sample_tokens and ranks.is_main and p.iter_num > 0:
-                    sample_text(eval_model, data, p, log)
-            else:
-                reason = signals.name or "data"  # the resumed run begins with this evaluation
-            clock.note("evaluation", log.lap("evaluation"), done=losses is not None)
+                    log.sample(p.iter_num, sample_text(model, data, c, hw))
+            reason = reason or signals.name  # the resumed run begins with this evaluation
+            clock.lap("evaluation")
 
-        # rank 0 saves: after an evaluation, every checkpoint_interval or ten minutes, at a log line
-        # after a failed save, and at the end
-        signals.loop_is_over = reason not in (None, signals.name)
-        if (reason or save_due or (retry and is_logged)) and unsaved and not c.eval_only:
-            log.lap("steps")
-            state = checkpoint_state(data, eval_model, optimizer, scaler, p, log)
-            unsaved = retry = not save_checkpoint(state, log, signals, last=reason is not None)
-            if retry:  # best.pt is still the previous one
-                p.best_val_loss, p.best_iter = best_on_disk
-            clock.note("checkpoints", log.lap("checkpoints"), done=not retry)
+        # rank 0 saves: after an evaluation, every checkpoint_interval or ten minutes, at the end
+        if (reason or save_due) and saved != (p.iter_num, p.evaluated_at) and not c.eval_only:
+            clock.lap("steps")
+            state = dict(
+                model=model.state_dict(),
+                optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(),
+                rng=ranks.gather(hardware.get_rng_state(hw.device)),
+                progress=asdict(p),
+                ledger=dict(clock.seconds),
+                clock=clock.state_dict(),
+                model_config=asdict(model.config),
+                vocab=data.vocab,
+                tokenizer=data.tokenizer,
+                data_fingerprint=data.fingerprint,
+                shards_read=data.stream.shards_read(p.sequences) if data.stream else [],
+                config=config_values(c),
+                val_loss=p.val_loss if p.evaluated_at == p.iter_num else None,
+            )
+            if save(state, log, signals, last=bool(reason)):
+                saved = p.iter_num, p.evaluated_at
+            del state
+            clock.lap("checkpoints")
         if reason:
             break
 
         # one iteration: all ranks, each with its own micro-batches
-        set_lr(optimizer, p.iter_num, c, share)
-        micro_batches = batches.take(accum)
-        loss_sum, targets, grad_norm = train_step(
-            ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(p.iter_num, c, share, group["initial_lr"])
+        loss, grad_norm = train_step(
+            ddp_model, optimizer, scaler, batches.take(accum), c.grad_clip, autocast
         )
-        lr = optimizer.param_groups[0]["lr"]  # which the optimizer may have changed
-        log.note(p, lr, loss_sum, targets, grad_norm)
-        p.advance(micro_batches, ranks.world_size, batches.consumed)
-        unsaved = True
+        skipped = (skipped + 1) * ~grad_norm.isfinite()
+        it, p.iter_num = p.iter_num, p.iter_num + 1
+        p.tokens, p.sequences = p.tokens + c.iter_tokens, batches.consumed
 
         # every log_interval, and at the end: only here do iterations wait for the device
-        is_logged = (
-            (p.iter_num - 1) % c.log_interval == 0 or p.iter_num == c.max_iters or share >= 1
-        )
-        if is_logged:
-            log.line(p, batches.waited)
+        if it % c.log_interval == 0 or p.iter_num == c.max_iters or share >= 1:
+            clock.lap("steps")
+            lr = optimizer.param_groups[0]["lr"]
+            log.step(it, p.tokens, loss.item(), lr, grad_norm.item(), batches.waited)
+            if skipped >= MAX_SKIPS:  # all ranks have the same gradients
+                raise RunError(f"{MAX_SKIPS} updates in a row skipped; try a lower learning_rate")
 
     batches.close()
-    log.end(reason, p, batches.waited)
-    signals.close()
+    log.end(reason, p.iter_num, p.tokens, batches.waited)
+    if reason not in COMPLETE:
+        resume = "" if c.init_from == "auto" else " --init_from=resume"
+        say(f"to continue: python {command_line(*sys.argv)}{resume}")
     if reason == "data":  # the rank that cannot read raises its error
         raise batches.error or RunError()
     return 128 + signal.Signals[reason] if reason == signals.name else 0
+
+
+def explain(error: Exception, argv: list[str]) -> str:
+    """The error line for an exhausted memory; empty for other errors."""
+    if not hardware.is_out_of_memory(error):
+        return ""
+    c = read_config(argv)
+    resolve(c)
+    return hardware.out_of_memory_line(c, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import FIELDS, INITIAL, translate
-from training.metrics import read_record
+from training.log import read_record
 
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {

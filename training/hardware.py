@@ -1,5 +1,5 @@
 """
-The machine: device, dtype, peak speed, running out of memory, and the arithmetic of MFU.
+The machine: device, dtype, peak speed, memory, random states; and the arithmetic of MFU.
 
 MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak for the dtype in
 use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
@@ -7,57 +7,38 @@ use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 
 import contextlib
 import ctypes
-import math
+import functools
 import os
 import platform
-import random
 import re
 import sys
-from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.console import warn
 from configurator import Config, divisors
 from model import GPTConfig
+from model_fast import build_model
 from training.gpus import GIB, find_row, row_peak
 
 IN_WSL = "microsoft" in platform.release().lower()
-
-
-def set_environment() -> None:
-    """Defaults that torch reads when it first compiles or allocates. The user's own values win."""
-    # torch's own default is in /tmp, which a restart empties. A container's user may have no home
-    home = os.path.expanduser("~")
-    if os.access(home, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
-    if sys.platform == "win32":
-        os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
-        # or Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
-        os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
-    # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash
-    # on it (pytorch #192330).
-    # The user may have set it by its earlier name.
-    if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-set_environment()
-
-# Warn of too many CPU threads if they compute for less than this share of the time
-BUSY_SHARE = 0.6
-LEAST_SECONDS = 5.0  # per log line, to judge that
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# with `+cu130` pip also replaces a CPU build of the same version
-CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
+
+# Defaults that torch reads when it first compiles or allocates. The user's own values win.
+# torch's own default is in /tmp, which a restart empties
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
+if sys.platform == "win32":
+    os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
+# Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash on
+# it (pytorch #192330).
+if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 @dataclass
@@ -74,16 +55,8 @@ class Hardware:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The forward pass runs its matmuls in `dtype` inside this."""
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
-
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        """
-        float16 gradients underflow unless the loss is scaled. For other dtypes the scaler passes
-        everything through.
-        """
-        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if enabled else None, enabled)
 
     def flash(self, config: Config | GPTConfig) -> bool:
         """
@@ -100,46 +73,20 @@ class Hardware:
         getattr(torch, self.device.type).synchronize()
 
     def peak_memory_gib(self) -> float | None:
-        """
-        The most memory in use so far, in GiB. On CUDA this is the allocator's, on a CPU the whole
-        process's. On MPS it is the memory in use now. None where unknown.
-        """
+        """The most memory in use so far: a GPU's, or on Linux the process's. None: unknown."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / GIB
         if sys.platform == "linux":
-            # not ru_maxrss, which starts from what the parent process had in use
-            status = Path("/proc/self/status").read_text()
-            peak = re.search(r"VmHWM:\s+(\d+) kB", status)  # a sandbox may leave it out
+            peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
             return int(peak[1]) * 1024 / GIB if peak else None
         return None
-
-    def too_many_threads(self, wall: float, cpu: float) -> str:
-        """
-        The warning for iterations that took `wall` seconds and `cpu` seconds of all cores; usually
-        empty. Threads that wait for each other while other programs use the cores slow down a small
-        model on a CPU more than tenfold (results/speed.md).
-        """
-        threads, cores = torch.get_num_threads(), cpu / max(wall, LEAST_SECONDS)
-        if self.device.type != "cpu" or threads == 1 or wall < LEAST_SECONDS:
-            return ""
-        if cores > BUSY_SHARE * threads:
-            return ""
-        why = "other programs are running, or the model is too small for that many threads"
-        share = f"the {threads} CPU threads were busy for {cores / threads:.0%} of the time"
-        better = f"OMP_NUM_THREADS={max(1, int(cores))}"
-        if sys.platform == "win32":
-            better = f"$env:{better} (cmd: set {better}) on a line"
-        return f"{share}: {why}; try {better} before the command"
 
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
     ) -> float | None:
-        """
-        Model FLOPs utilisation as a fraction, not clamped. None where the FLOPs or the peak are
-        unknown.
-        """
+        """Model FLOPs utilisation as a fraction. None where the FLOPs or the peak are unknown."""
         if not (flops_per_token and self.peak_tflops):
             return None
         return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
@@ -152,31 +99,23 @@ class Hardware:
 def check_device(config: Config) -> list[str]:
     """What is wrong with config.device on this machine, one line per problem."""
     wanted = config.device
-    if not re.fullmatch("auto|cpu|(cuda|mps)(:[0-9]{1,2})?", wanted):
+    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
         return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
-    device = torch.device("cpu" if wanted == "auto" else wanted)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        here = f"torch {torch.__version__} sees no CUDA GPU"
-        return [f"device: {wanted}, but {here}; {cuda_hint()}, or --device=cpu"]
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        return [f"device: there is no {wanted}; the GPUs here are cuda:0 to cuda:{last}"]
-    if device.type == "mps" and not torch.backends.mps.is_available():
+    kind, _, number = wanted.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
+        return [f"device: {wanted}, but {seen}; check nvidia-smi, or --device=cpu"]
+    if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
     return []
 
 
-def cuda_hint() -> str:
-    """The hint if torch sees no GPU. On Windows PyPI's torch cannot see one."""
-    has_cuda = torch.version.cuda or torch.version.hip or sys.platform == "darwin"
-    return "check the driver with nvidia-smi" if has_cuda else f"it has no CUDA: {CUDA_BUILD}"
-
-
-def choose_device(config: Config) -> torch.device:
-    if config.device != "auto":
+def choose_device(config: Config, local_rank: int) -> torch.device:
+    """Without a number in the key, each local rank takes the GPU of its number."""
+    if config.device not in ("auto", "cuda"):
         return torch.device(config.device)
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
@@ -187,58 +126,46 @@ def cpu_name() -> str:
     return name[1] if name else platform.processor()
 
 
-def best_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+def best_dtype(device: torch.device) -> torch.dtype:
     """
-    What --dtype=auto means here, and why: half precision if matmuls are faster in it, else float32.
-    On a CPU this follows from its features, by measurements (results/speed.md).
+    What --dtype=auto means here: half precision if matmuls are faster in it, else float32. On a CPU
+    this follows from its features, by measurements (results/speed.md).
     """
     if device.type == "cuda":
         # is_bf16_supported() counts a T4's emulation (nanoGPT #525)
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return torch.bfloat16, "this GPU computes in it"
-        return torch.float16, "this GPU only emulates bfloat16"
-    if device.type == "mps":
-        return torch.float32, "half precision is untried on Macs"
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if fast else torch.float16
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
-    if amx or (avx512 and "AMD" in cpu_name()):
-        return torch.bfloat16, "this CPU has AMX, or is an AMD with AVX512_BF16"
-    return torch.float32, "this CPU has no AMX, and is not an AMD with AVX512_BF16"
+    fast = device.type == "cpu" and (amx or (avx512 and "AMD" in cpu_name()))
+    return torch.bfloat16 if fast else torch.float32
 
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
-    Choose device and dtype, set torch's options for them, and look up the peak. If the device has
-    no number, each local rank takes the GPU of its number. On a CPU freed memory is kept, unless
-    `keep_memory` is off.
+    Choose device and dtype, set torch's options for them, and look up the peak. On a CPU freed
+    memory is kept, unless `keep_memory` is off.
     """
-    device = choose_device(config)
+    device = choose_device(config, local_rank)
+    dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    hw = Hardware(device, dtype, platform.processor() or platform.machine(), None)
     if device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         forbid_spilling(device)
+        if dtype == torch.bfloat16 and best_dtype(device) != dtype:
+            warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
+        hw.name = torch.cuda.get_device_name(device)
+        row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
+        hw.peak_tflops = row_peak(row, hw.dtype_name, config.tf32) if row else None
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    if device.type == "mps" and config.compile:
-        config.compile = False
-        warn("compile: off; torch's compiler for MPS is an early prototype")
-    dtype = best_dtype(device)[0] if config.dtype == "auto" else getattr(torch, config.dtype)
+    if device.type == "mps":
+        config.compile = False  # torch's compiler for MPS is an early prototype
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matmuls do not
     # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
-        # cuBLAS is deterministic only with fixed workspaces
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
         torch.use_deterministic_algorithms(True)
-    if dtype == torch.bfloat16 and device.type == "cuda" and best_dtype(device)[0] != dtype:
-        warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
-    if device.type == "cuda" and torch.version.hip:
-        warn("torch for AMD GPUs (ROCm): nobody has tried this program with it")
-    hw = Hardware(device, dtype, platform.processor() or platform.machine(), None)
-    if device.type == "cuda":
-        hw.name = torch.cuda.get_device_name(device)
-        row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
-        hw.peak_tflops = row_peak(row, hw.dtype_name, config.tf32) if row else None
     hw.peak_tflops = config.peak_tflops or hw.peak_tflops
     return hw
 
@@ -246,8 +173,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
 def forbid_spilling(device: torch.device) -> None:
     """
     Limit torch to the GPU's free memory. Without a limit, the driver of Windows and WSL2 moves what
-    does not fit into system memory, and training gets several times slower without a message. With
-    it, torch runs out of memory as on Linux.
+    does not fit into system memory, and training gets several times slower without a message.
     """
     if sys.platform == "win32" or IN_WSL:
         free, total = torch.cuda.mem_get_info(device)
@@ -270,24 +196,9 @@ def keep_freed_memory() -> None:
 # Random states
 
 
-def set_seed(seed: int) -> None:
-    """Of all random numbers that a model, an optimizer or a change of the text may draw."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # it takes no more
-
-
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """
-    The random states that dropout draws on, and those of Python and numpy, on which people's
-    changes do. Does not wait for the device.
-    """
-    # Python's and numpy's end with the second of two normal numbers; inf: Python has none
-    _, numbers, half = random.getstate()
-    _, keys, *rest = np.random.get_state()
-    others = [*numbers, math.inf if half is None else half], [*keys, *rest]
-    python, numpy = (torch.tensor(values, dtype=torch.float64) for values in others)
-    states = {"cpu": torch.get_rng_state(), "python": python, "numpy": numpy}
+    """The random states that dropout draws on. Does not wait for the device."""
+    states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state()
     return states
@@ -295,25 +206,43 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
-    if "numpy" in states:  # older checkpoints have neither
-        *numbers, half = states["python"].tolist()
-        random.setstate((3, tuple(map(int, numbers)), None if half == math.inf else half))
-        *keys, at, has_half, half = states["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(keys, "u4"), int(at), int(has_half), half))
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
 
 
-@contextlib.contextmanager
-def no_trace(model, device: torch.device) -> Iterator[None]:
-    """What is computed inside leaves random states, gradients and buffers as they were."""
-    random_states = get_rng_state(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    model.zero_grad()
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
-    set_rng_state(random_states, device)
+# -----------------------------------------------------------------------------
+# Counting
+
+
+@functools.cache
+def count_parameters(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(config).parameters())
+
+
+@functools.cache
+def count_flops(config: GPTConfig) -> float | None:
+    """
+    Floating-point operations per trained token; None if the model does not run on tensors without
+    memory. Three times those of a forward pass, because a backward pass takes twice as many (PaLM
+    paper, appendix B). torch counts the matmuls that run, attention as if without its mask. For
+    GPT-2 this is the paper's 6 N + 12 L H Q T without the norms.
+    """
+    # imported here: FakeTensorMode imports torch's compiler, for a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), torch.random.fork_rng([]):
+        model = build_model(config)
+        idx = torch.zeros(1, config.block_size, dtype=torch.long)
+        try:
+            with counter:
+                model(idx, idx)
+        except Exception:  # changed models can raise anything
+            return None
+    return 3 * counter.get_total_flops() / config.block_size
 
 
 # -----------------------------------------------------------------------------
@@ -321,15 +250,10 @@ def no_trace(model, device: torch.device) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """
-    Whether memory ran out. torch, cuBLAS, Triton and the system each have another error for it, and
-    torch.compile wraps them. A pool breaks when the system kills one of its processes, most likely
-    for its memory.
-    """
+    """torch, cuBLAS, Triton and the system each have another error; torch.compile wraps them."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError, BrokenProcessPool)):
-            return True
-        if re.search(OUT_OF_MEMORY, str(error)):
+        kinds = (torch.OutOfMemoryError, MemoryError)
+        if isinstance(error, kinds) or re.search(OUT_OF_MEMORY, str(error)):
             return True
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return False
@@ -344,6 +268,4 @@ def out_of_memory_line(config: Config, world_size: int = 1) -> str:
         return f"{line}; {hint}"
     accumulation = config.iter_sequences // smaller[-1]
     pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
-    if not config.eval_tokens:  # or it would evaluate on fewer
-        pair += f" --eval_tokens={config.eval_size}"
-    return f"{line}; the next smaller: {pair}"
+    return f"{line}; the next smaller: {pair} --eval_tokens={config.eval_size}"

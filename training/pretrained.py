@@ -9,13 +9,15 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
+
 from common.console import UserError, did_you_mean, warn
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
+from model_fast import build_model
 from training import checkpoint
-from training.build import build_shapes, not_finite
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
@@ -79,9 +81,6 @@ def find_weights(name_or_path: str, best: bool = False) -> list[Path]:
         return [path / "ckpt.pt"]
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
-    saved = [*Path().glob("out*/ckpt*.pt"), *Path("out").glob("*/ckpt*.pt")]  # nanoGPT's: out-NAME
-    if runs := sorted({file.parent for file in saved}, key=os.path.getmtime, reverse=True):
-        hint = f"runs here: {', '.join(map(str, runs[:5]))}"
     meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_NAMES))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
@@ -159,24 +158,16 @@ def find_characters(state: dict, path: Path) -> dict:
     return NO_TOKENIZER
 
 
-# -----------------------------------------------------------------------------
-# Checking
-
-
 def check_state(state: dict, path: Path) -> None:
-    """
-    Raises UserError unless the weights of a checkpoint's state have the names and shapes that its
-    model_config asks for, and are finite. Raises other exceptions if it is not such a state.
-    """
-    weights, config = state["model"], GPTConfig(**state["model_config"])
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    asked = {name: tuple(t.shape) for name, t in build_shapes(config).state_dict().items()}
+    """Raises UserError unless the weights have the names and shapes of their model_config."""
+    with torch.device("meta"):
+        model = build_model(GPTConfig(**state["model_config"]))
+    asked = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
     for name in sorted(found.keys() | asked.keys()):
         if found.get(name) != asked.get(name):
             sizes = f"{found.get(name, 'missing')}, in the model {asked.get(name, 'missing')}"
             raise UserError(f"{path}: {name} is {sizes}")
-    if names := not_finite(weights, config):
-        raise UserError(f"{path}: {names[0]} is not finite; give an older checkpoint")
 
 
 # -----------------------------------------------------------------------------
