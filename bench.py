@@ -61,9 +61,10 @@ from configurator import Config, divisors, load_config, print_config
 from data.loader import Batch, TrainBatches, to_batch
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
+from model_fast import build_model
 from reports.plan import plan
-from train import train_step
-from training import build, hardware
+from train import build_optimizer, compile_model, model_config, train_step
+from training import hardware
 
 # a timed window holds as many whole iterations as fill this time
 WINDOW_SECONDS = 1.0
@@ -92,14 +93,14 @@ class Trainee:
         self.memory_before = hw.peak_memory_gib() or 0.0
         torch.manual_seed(config.seed)
         data = real_or_random_data(config)
-        self.gpt_config = build.model_config(config, data.vocab, flash=hw.flash(config))
-        self.model: torch.nn.Module = build.build_model(self.gpt_config).to(hw.device)
+        self.gpt_config = model_config(config, data.vocab, flash=hw.flash(config))
+        self.model: torch.nn.Module = build_model(self.gpt_config).to(hw.device)
         if host_sync:
             self.model.register_forward_pre_hook(lambda *_: hw.synchronize())
         if config.compile:
-            build.compile_model(self.model)
-        self.optimizer = build.build_optimizer(self.model, config, hw.dtype)
-        self.scaler = hw.grad_scaler()
+            compile_model(self.model)
+        self.optimizer = build_optimizer(self.model, config, hw.dtype)
+        self.scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
         self.batches = TrainBatches(data, config, hw.device)
         self.loaded = 0  # sequences, without read_ahead
         if not read_ahead:
@@ -109,7 +110,7 @@ class Trainee:
 
     def step(self) -> Tensor:
         """One iteration. Returns its mean loss, nats per token."""
-        loss_sum, targets, _ = train_step(
+        loss_sum, _ = train_step(
             self.model,
             self.optimizer,
             self.scaler,
@@ -117,7 +118,7 @@ class Trainee:
             self.config.grad_clip,
             self.hw.autocast(),
         )
-        return loss_sum / targets
+        return loss_sum / self.config.gradient_accumulation_steps
 
     def micro_batches(self) -> list[Batch]:
         accum = self.config.gradient_accumulation_steps
@@ -184,7 +185,7 @@ def measure(trainee: Trainee, trials: int) -> dict:
     windows = [trainee.timed(iters) for _ in range(trials)]
     seconds = statistics.median(windows)
     rate = config.iter_tokens / seconds
-    flops, _ = build.count_flops(trainee.gpt_config)
+    flops = hardware.count_flops(trainee.gpt_config)
     return batch_keys(config, config.batch_size) | dict(
         step_ms=1000 * seconds,
         tokens_per_iter=config.iter_tokens,
@@ -623,7 +624,7 @@ def main(argv: list[str]) -> int:
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
     # plan may be for another machine: it needs no device
-    checks = [build.check_optimizer] + ([] if mode == "plan" else [hardware.check_device])
+    checks = [] if mode == "plan" else [hardware.check_device]
     config = load_config(config_arguments, checks)
     for name in ("json", "png", "write", "profile"):  # files to write
         if path := getattr(options, name, None):

@@ -24,9 +24,8 @@ from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.tokenizer import Tokenizer
 from model import GPTConfig
-from model_fast import FastGPT
+from model_fast import FastGPT, build_model
 from training import checkpoint
-from training.build import SkipInit, build_model
 from training.pretrained import GPT2_SETTINGS, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
 
 # OpenAI's files, the ones that tiktoken reads
@@ -116,8 +115,7 @@ def check_logits(state: dict, weights: dict, hf: dict) -> None:
     the checkpoint's own model. People change model.py; transformers' GPT-2 stays as it is.
     """
     config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
-    with SkipInit():
-        model = build_model(config).eval()
+    model = build_model(config).eval()
     # a copy, because `assign` marks the dict, so that later loads of it would assign too
     model.load_state_dict(dict(state["model"]), assign=True)
     generator = torch.Generator().manual_seed(0)

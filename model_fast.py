@@ -3,8 +3,8 @@ The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss
 Muon. The rates and the model belong together.
 
 FastGPT has the interface of model.py's GPT. Where it differs, a comment says why and where the
-change comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if it
-shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels,
+change comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if
+it shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels,
 nh heads of hs = C / nh channels, V = vocabulary.
 """
 

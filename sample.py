@@ -29,9 +29,8 @@ from common.files import read_text
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, Sampling, generate_tokens
-from model_fast import FastGPT
+from model_fast import FastGPT, build_model
 from training import hardware
-from training.build import CACHES_DIFFER, build_model, caches_differ
 from training.pretrained import read_weights
 
 RULER = "---------------"
@@ -42,7 +41,7 @@ END_OF_TEXT = "<|endoftext|>"
 class SampleConfig:
     init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
     out_dir: str = key("out", "a run's folder, for init_from=resume")
-    start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", free_text=True)
+    start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", text=True)
     num_samples: int = key(10, "samples per prompt; 1 for a typed prompt", low=1, high=2**16)
     max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
     temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
@@ -95,8 +94,6 @@ def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     model = build_model(replace(saved, flash=hw.flash(saved)))
     model.load_state_dict(state["model"])
     model.to(hw.device, hw.dtype).eval()
-    if caches_differ(model, config.max_new_tokens):
-        warn(CACHES_DIFFER)
     if machine.compile:
         compiled = torch.compile(model.next_logits, dynamic=True)
         model.next_logits = compiled  # type: ignore[method-assign]  # of this one model
@@ -152,8 +149,8 @@ def explain(error: Exception, argv: list[str]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    config, problems = read_config(argv, SampleConfig)
-    raise_if_any(problems or hardware.check_device(config))
+    config = read_config(argv, SampleConfig)
+    raise_if_any(hardware.check_device(config))
     asks = "start" not in config.given and sys.stdin.isatty() and sys.stdout.isatty()
     if asks and "num_samples" not in config.given:
         config.num_samples = 1

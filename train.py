@@ -2,9 +2,9 @@
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 The whole run is on this page. `main` at the end is its story: configuration, data, model,
-optimizer, resume, and the loop. One iteration is train_step(): gradient_accumulation_steps micro-batches
-forward and backward, then one update. model.py has the model, model_fast.py the fast recipe,
-configurator.py the keys, training/ the machine around it.
+optimizer, resume, and the loop. One iteration is train_step(): gradient_accumulation_steps
+micro-batches forward and backward, then one update. model.py has the model, model_fast.py the fast
+recipe, configurator.py the keys, training/ the machine around it.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -241,6 +241,14 @@ def get_lr(it: int, c: Config, share: float, highest: float) -> float:
     return c.min_lr + left * (highest - c.min_lr)
 
 
+def compile_model(model) -> None:
+    """From now on calls of the model run compiled, but not model.forward."""
+    torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
+    if isinstance(model, FastGPT):
+        model.keep_rotary_tables()
+    model.compile()
+
+
 def compile_or_warn(model, c: Config, vocab: int, hw: Hardware) -> None:
     """
     Compile the model, for training and evaluation, on random data. If that fails, or gives another
@@ -248,10 +256,7 @@ def compile_or_warn(model, c: Config, vocab: int, hw: Hardware) -> None:
     """
     say("compiling: this takes about a minute")
     x, y = to_batch(torch.randint(vocab, (c.batch_size, c.block_size + 1)), hw.device)
-    torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
-    if isinstance(model, FastGPT):
-        model.keep_rotary_tables()
-    model.compile()
+    compile_model(model)
     try:
         with hw.autocast():
             loss = model(x, y)
@@ -285,8 +290,8 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """
     One iteration: this rank's micro-batches, (B, T) inputs and targets each, forward and backward;
-    then one update, which is skipped if a gradient is not finite. Returns the mean loss in nats,
-    and the gradient norm before clipping, on the device; nothing here waits for it.
+    then one update, which is skipped if a gradient is not finite. Returns the sum of the losses in
+    nats, and the gradient norm before clipping, on the device; nothing here waits for it.
     """
     accum, loss_sum = len(micro_batches), 0
     for micro_step, (x, y) in enumerate(micro_batches):
@@ -307,7 +312,7 @@ def train_step(
     scaler.update()
     # DDP's gradients are views of its buckets; after None they would take memory of their own
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
-    return loss_sum / accum, grad_norm
+    return loss_sum, grad_norm
 
 
 @torch.no_grad()
@@ -549,7 +554,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # one iteration: all ranks, each with its own micro-batches
         for group in optimizer.param_groups:
             group["lr"] = get_lr(p.iter_num, c, share, group["initial_lr"])
-        loss, grad_norm = train_step(
+        loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, batches.take(accum), c.grad_clip, autocast
         )
         skipped = (skipped + 1) * ~grad_norm.isfinite()
@@ -560,7 +565,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if it % c.log_interval == 0 or p.iter_num == c.max_iters or share >= 1:
             clock.lap("steps")
             lr = optimizer.param_groups[0]["lr"]
-            log.step(it, p.tokens, loss.item(), lr, grad_norm.item(), batches.waited)
+            loss = loss_sum.item() / accum
+            log.step(it, p.tokens, loss, lr, grad_norm.item(), batches.waited)
             if skipped >= MAX_SKIPS:  # all ranks have the same gradients
                 raise RunError(f"{MAX_SKIPS} updates in a row skipped; try a lower learning_rate")
 

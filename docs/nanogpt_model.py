@@ -5,7 +5,8 @@ import torch.nn as nn
 import model
 from configurator import Config
 from model import GPTConfig, Sampling
-from training.build import build_optimizer, count_flops
+from train import build_optimizer
+from training.hardware import count_flops
 from training.pretrained import load_pretrained
 
 
@@ -19,7 +20,7 @@ class GPT(model.GPT):
         if targets is None:
             return self.lm_head(self.hidden(idx)[:, -1:]), None
         logits = super().forward(idx)
-        loss = model.loss_sum(logits.flatten(0, 1), targets.flatten(), self.config, None)
+        loss = model.loss_sum(logits.flatten(0, 1), targets.flatten())
         return logits, loss / (targets != -1).sum().clamp(min=1)
 
     @classmethod
@@ -50,5 +51,5 @@ class GPT(model.GPT):
         return sum(p.numel() for name, p in self.named_parameters() if left_out not in name)
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
-        flops = count_flops(self.config)[0] or 0.0  # of a token
+        flops = count_flops(self.config) or 0.0  # of a token
         return flops * self.config.block_size * fwdbwd_per_iter / dt / 312e12  # an A100's, as there

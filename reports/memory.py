@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from common.console import warn
 from configurator import Config, config_values, divisors
-from model import GPTConfig
-from training.build import MOST_CHUNKS, build_optimizer, build_shapes, count_parameters
+from model import GPT, GPTConfig
+from model_fast import FastGPT, build_model
+from train import MOST_CHUNKS, build_optimizer
+from training.hardware import count_parameters
 
 # CUDA's context and its libraries' workspaces: an estimate; torch does not allocate them
 CONTEXT_BYTES = 0.55e9
@@ -48,6 +50,13 @@ def element_bytes(dtype: str) -> int:
 def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """Bytes of the residual stream per channel: all that recompute keeps of a block."""
     return 2 if dtype == "bfloat16" and (compiled or model.model == "fast") else 4
+
+
+@functools.cache
+def build_shapes(config: GPTConfig) -> GPT | FastGPT:
+    """The model without memory: only names and shapes, to read, not to change."""
+    with torch.device("meta"):
+        return build_model(config)
 
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:

@@ -14,16 +14,27 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, count, duration, print_err, raise_if_any, say, table_lines
+from common.console import (
+    UserError,
+    count,
+    duration,
+    print_err,
+    raise_if_any,
+    say,
+    table_lines,
+    warn,
+)
 from configurator import NEVER, Config
 from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
+from reports.memory import checkpoint_bytes, checkpoint_files, fitting_batch, memory_bytes
 from reports.records import percentile, read_run
-from training import build, hardware
+from train import model_config
+from training import hardware
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.memory import checkpoint_bytes, checkpoint_files, fitting_batch, memory_bytes
+from training.hardware import count_flops, count_parameters
 from training.ranks import check_shares
 
 # MFU of compiled GPT-2 training as (low, likely, high), for GPUs without a published measurement in
@@ -44,6 +55,8 @@ USABLE_MEMORY, USABLE_OF_DATA_SHEET = 0.95, 0.9
 MOST_FLOPS_MEASURED = 1e14
 # relative; older logs have FLOPs by a formula that also counts norms
 FLOPS_TOLERANCE = 0.01
+# Repeating data up to four times is nearly as good as new data (arXiv:2305.16264)
+MOST_EPOCHS = 6
 # keys of the configuration that a plan contains
 TAKEN_OVER = ("max_iters", "batch_size", "gradient_accumulation_steps")
 
@@ -98,9 +111,9 @@ def estimated_pace(config: Config, model: GPTConfig, card: dict, gpus: int) -> d
     if not card["peak_tflops"]:
         hint = f"name another GPU, as in --gpu=4070, or {known}"
         raise UserError(f"gpu: unknown peak of {card['gpu']} in {card['dtype']}; {hint}")
-    flops, words = build.count_flops(model)
+    flops = count_flops(model)
     if flops is None:
-        raise UserError(f"model: FLOPs not counted: {words}; {known}")
+        raise UserError(f"model: FLOPs not counted; {known}")
     (low, likely, high), basis = assumed_mfu(card)
     at_peak = flops * config.iter_tokens / (card["peak_tflops"] * 1e12 * gpus)
     if config.recompute:
@@ -129,9 +142,9 @@ def pace_of_run(config: Config, model: GPTConfig, options: Namespace) -> tuple[d
         start, rate = records.start, percentile(records.step["tokens_per_sec"], 50)
     if not rate:
         raise UserError(f"from_run: {path} holds no iteration; give the out_dir of a run")
-    theirs, ours = start["flops_per_token"], build.count_flops(model)[0]
+    theirs, ours = start["flops_per_token"], count_flops(model)
     same_flops = not (theirs and ours) or math.isclose(theirs, ours, rel_tol=FLOPS_TOLERANCE)
-    if start["parameters"] != build.count_parameters(model) or not same_flops:
+    if start["parameters"] != count_parameters(model) or not same_flops:
         differ = "trained another model than this configuration and code"
         raise UserError(f"from_run: {run} {differ}; give the run's own config file, code and data")
     n, seconds = start.get("world_size", 1), start["tokens_per_iter"] / rate
@@ -162,7 +175,7 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
     card = card or card_here(config)
     if options.iter_seconds:
         return card, known_pace("given", options.iter_seconds / options.gpus)
-    work = 10 * config.iter_tokens * (build.count_flops(model)[0] or 0)
+    work = 10 * config.iter_tokens * (count_flops(model) or 0)
     if not (card["gpu_memory_gib"] or card["peak_tflops"] or work > MOST_FLOPS_MEASURED):
         seconds = options.measure(config) / options.gpus
         return card, known_pace("measured here, ten iterations", seconds)
@@ -183,7 +196,7 @@ def make_plan(
     average their gradients afterwards.
     """
     gpus, watts, most_iters = options.gpus, options.watts, config.max_iters
-    params, flops = build.count_parameters(model), build.count_flops(model)[0]
+    params, flops = count_parameters(model), count_flops(model)
     p = card | pace | memory_figures(config, model, card, options)
     p |= exchange_figures(p, params, options)
     if hours:
@@ -339,8 +352,8 @@ def plan_lines(p: dict, model: GPTConfig) -> list[str]:
     shards = f"{p['shards_gb']:.3g} GB of shards ({count(p['disk_tokens'])} tokens)"
     kept = f"{p['checkpoints_kept']} checkpoints of {p['checkpoint_gb']:.2g} GB"
     return [
-        f"model    {p['params'] / 1e6:.2f}M parameters, {build.describe_flops(model)}, "
-        f"vocabulary {p['vocab_size']}",
+        f"model    {p['params'] / 1e6:.2f}M parameters, vocabulary {p['vocab_size']}, "
+        f"{count(p['flops_per_token'] or 0)} FLOPs per token",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}, {epochs}",
         f"compute  {compute}",
@@ -424,12 +437,13 @@ def plan(config: Config, options: Namespace) -> dict:
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
-    model = build.model_config(config, vocab)
+    model = model_config(config, vocab)
     if options.gpu == "all":
         return plan_all(config, model, options)
     card, pace = card_and_pace(config, model, options)
     p = make_plan(config, model, card, pace, options, hours_by_clock(config))
-    build.warn_of_epochs(config, p["total_tokens"], options.dataset_tokens)
+    if p["epochs"] and p["epochs"] > MOST_EPOCHS and not config.dropout:
+        warn(f"{p['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little")
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B

@@ -6,14 +6,14 @@ import pytest
 import torch
 from helpers import assert_same_state, flags, load, run_here
 from torch.utils._pytree import tree_leaves
+from training.build import OPTIMIZERS, adamw_groups, build_model, build_optimizer
+from training.memory import memory_bytes, optimizer_bytes
 
 import train
 from common.console import UserError
 from configurator import Config
 from model import GPTConfig
 from training import build
-from training.build import OPTIMIZERS, adamw_groups, build_model, build_optimizer
-from training.memory import memory_bytes, optimizer_bytes
 
 
 def test_an_optimizer_that_is_not_in_the_table_is_refused():

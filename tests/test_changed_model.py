@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import ROOT, assert_same_state, load, records, run_here
 from torch.nn import functional as F
+from training.build import count_flops, model_config
 
 import bench
 import compare
@@ -17,7 +18,6 @@ from common.console import UserError
 from configurator import load_config
 from model import GPT, CausalSelfAttention, GPTConfig, plain_attention
 from training import build, runlog
-from training.build import count_flops, model_config
 
 GPT124M = GPTConfig(bias=False)
 # 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's

@@ -20,6 +20,7 @@ import torch
 from helpers import ROOT, load, run_here, run_process, write_dataset
 from safetensors.torch import load_file, save_file
 from test_docs import code_blocks
+from training.build import build_model, build_shapes
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2LMHeadModel
 from weights import TRANSPOSED, assert_refused, random_gpt2
 
@@ -31,7 +32,6 @@ from data.tokenizer import gpt2_bpe
 from model import GPT, GPTConfig, Sampling, generate
 from model_fast import FastGPT
 from training import checkpoint
-from training.build import build_model, build_shapes
 from training.pretrained import load_pretrained
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32)

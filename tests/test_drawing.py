@@ -7,11 +7,11 @@ import time
 import psutil
 import pytest
 from helpers import ON_WINDOWS, run_here, start_process
+from training.drawing import Drawing
 
 import train
 from training import drawing
 from training.clock import Clock
-from training.drawing import Drawing
 
 
 def is_there(pid: int) -> bool:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FAST, assert_same_state, load, records, run_here
+from training.build import build_model, build_optimizer, compile_model, model_config
+from training.memory import CONTEXT_BYTES, memory_needed
 
 import bench
 import train
@@ -19,8 +21,6 @@ from configurator import Config, load_config
 from data.loader import to_batch
 from model import GPTConfig
 from training import hardware
-from training.build import build_model, build_optimizer, compile_model, model_config
-from training.memory import CONTEXT_BYTES, memory_needed
 from training.ranks import Ranks
 
 gpu = pytest.mark.gpu

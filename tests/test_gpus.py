@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import write_dataset
-
-import bench
-from common.console import UserError
-from configurator import Config, divisors, load_config
-from model import GPTConfig
-from training import hardware
 from training.build import model_config
-from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 from training.memory import (
     CONTEXT_BYTES,
     block_bytes,
@@ -24,6 +17,13 @@ from training.memory import (
     memory_bytes,
     memory_needed,
 )
+
+import bench
+from common.console import UserError
+from configurator import Config, divisors, load_config
+from model import GPTConfig
+from training import hardware
+from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 
 BF16 = "bfloat16"
 PEAKS = ("bf16_tflops", "fp16_tflops")

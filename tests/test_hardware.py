@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ON_WINDOWS, flags, records, run_here, run_process
+from training.build import count_flops
 
 import train
 from common.console import run_main
 from configurator import Config
 from model import GPTConfig
 from training import hardware
-from training.build import count_flops
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
 from training.ranks import check_shares

@@ -13,6 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from training.build import (
+    adamw_groups,
+    build_model,
+    compile_model,
+    count_parameters,
+    pad_vocab,
+)
 from weights import TRANSPOSED, as_transformers
 
 import model as model_file
@@ -27,13 +34,6 @@ from model import (
     cap_logits,
     generate,
     mean_loss,
-)
-from training.build import (
-    adamw_groups,
-    build_model,
-    compile_model,
-    count_parameters,
-    pad_vocab,
 )
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)

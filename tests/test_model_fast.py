@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import FAST, assert_same_state, flags, load, records, run_here
 from torch.func import functional_call
+from training.build import compile_model, count_parameters
 
 import sample
 import train
@@ -14,7 +15,6 @@ from configurator import UserError
 from model import GPTConfig, Sampling, generate
 from model_fast import FastGPT, rotary_tables, rotate
 from training import checkpoint
-from training.build import compile_model, count_parameters
 
 SMALL = GPTConfig(
     model="fast",

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import flags
+from training.build import build_optimizer, build_shapes
+from training.muon import Muon, orthogonalize, parameters_by_role
 
 import train
 from common.console import UserError
@@ -15,8 +17,6 @@ from configurator import Config
 from model import GPT, GPTConfig, mark
 from model_fast import FastGPT
 from training import muon
-from training.build import build_optimizer, build_shapes
-from training.muon import Muon, orthogonalize, parameters_by_role
 
 CONFIG = Config(
     model="fast",

@@ -14,13 +14,13 @@ from draw_hours import HOURS, PACES, rates
 from helpers import ROOT
 from test_docs import after, code_blocks, rounds_to
 from test_own_text import LINES, written
+from training.runlog import RunLog
 
 import bench
 from configurator import FIELDS, find_keys
 from data import prepare_text
 from data.shards import open_dataset, read_manifest
 from sample import SampleConfig
-from training.runlog import RunLog
 
 DOCS = ROOT / "docs"
 

@@ -13,6 +13,10 @@ from datetime import datetime, timedelta
 import pytest
 import torch
 from helpers import flags, load, needs_a_full_disk, records, run_here
+from training.metrics import drop_records, plain
+from training.progress import Progress
+from training.runlog import CATEGORIES, MAX_SKIPS, RunLog, tokenizer_name
+from training.tracker import Tracker
 
 import train
 from common import console
@@ -20,11 +24,7 @@ from common.console import RunError, count, duration, print_err, say, warn
 from configurator import Config
 from training.clock import Clock
 from training.hardware import Hardware
-from training.metrics import drop_records, plain
-from training.progress import Progress
 from training.ranks import Ranks
-from training.runlog import CATEGORIES, MAX_SKIPS, RunLog, tokenizer_name
-from training.tracker import Tracker
 
 KINDS = ("step", "eval", "checkpoint", "event")
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import run_here, run_process
+from training.build import build_model, caches_differ
 from weights import as_transformers, assert_refused
 
 import convert
@@ -25,7 +26,6 @@ from data.tokenizer import Tokenizer
 from data.writer import write_shard
 from model import GPT, GPTConfig, Sampling, generate, sample_next
 from training import checkpoint, hardware
-from training.build import build_model, caches_differ
 from training.checkpoint import find_newest
 from training.pretrained import read_weights
 

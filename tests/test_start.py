@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, flags, load, run_here, run_process
+from training.start import adopt
 
 from common.console import UserError, count
 from configurator import FIELDS, Config
 from model import FREE_ON_RESUME, GPTConfig
-from training.start import adopt
 
 FOLLOWS_FROM_DATA = {"vocab_size"}
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import flags, records, run_here, run_process
+from training.tracker import Tracker
 
 from configurator import Config
-from training.tracker import Tracker
 
 NANOGPT_NAMES = {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss", "step/lr": "lr"}
 

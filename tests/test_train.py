@@ -32,6 +32,7 @@ from helpers import (
     write_dataset,
 )
 from torch._inductor.exc import TritonMissing
+from training.build import build_model, build_optimizer, build_shapes, model_config
 
 import model
 import train
@@ -40,7 +41,6 @@ from configurator import SCHEDULES, Config, decays, load_config
 from data.loader import ShuffledWindows, TrainBatches
 from data.shards import ShardTokens, open_dataset
 from model import GPT
-from training.build import build_model, build_optimizer, build_shapes, model_config
 from training.hardware import no_trace, set_up
 from training.ranks import Signals
 

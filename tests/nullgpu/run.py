@@ -524,8 +524,9 @@ def projection_table(rows: dict[str, dict]) -> list[list]:
 
 
 def config_and_model(row: dict) -> tuple:
-    from configurator import load_config
     from training.build import model_config
+
+    from configurator import load_config
 
     config = load_config(row["command"].split())
     return config, model_config(config, 50257)
