@@ -70,16 +70,12 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: "KVCache | None" = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # (B, nh, T, hs) each
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        # A single token, as in generation, sees all previous tokens and needs no mask. Plain
-        # attention is faster there: cuDNN would plan its fused kernel again at each length.
-        attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
-        y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        attention = F.scaled_dot_product_attention if self.flash else plain_attention
+        y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -104,8 +100,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: "KVCache | None" = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -153,36 +149,24 @@ class GPT(nn.Module):
         """
         x = self.hidden(idx)
         if targets is None:
-            return self.lm_head(x)  # (B, T, V)
+            return self.logits(x)  # (B, T, V)
         return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
 
-    def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
-        """
-        idx (B, T), the tokens after those in the caches -> the normed residual stream (B, T, C),
-        the input of the head.
-        """
-        past = caches[0].length if caches else 0
-        positions = torch.arange(past, past + idx.size(1), device=idx.device)
+    def hidden(self, idx: Tensor) -> Tensor:
+        """idx (B, T) -> the normed residual stream (B, T, C), the input of the head."""
+        positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too; eager CPU norms would sum in bfloat16
-        recompute = self.config.recompute and self.training and not caches
-        blocks = self.transformer.h
-        for block, cache in zip(blocks, caches if caches else [None] * len(blocks), strict=True):
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
+        recompute = self.config.recompute and self.training
+        for block in self.transformer.h:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return self.transformer.ln_f(x)
 
-    def new_caches(self, room: int) -> "list[KVCache]":
-        """Empty caches for `hidden`, one per block, with room for `room` tokens."""
-        return [KVCache(room) for _ in self.transformer.h]
-
-    def next_logits(self, idx: Tensor, caches: "list[KVCache]") -> Tensor:
-        """
-        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them;
-        extends the caches. T is 1 unless the caches are empty.
-        """
-        return self.lm_head(self.hidden(idx, caches)[:, -1])
+    def logits(self, x: Tensor) -> Tensor:
+        """The head: x (..., C), from `hidden` -> logits (..., V)."""
+        return self.lm_head(x)
 
 
 # -----------------------------------------------------------------------------
@@ -264,25 +248,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
 # Generating text
 
 
-class KVCache:
-    """The keys and values of one layer for the `length` past tokens; room for `capacity`."""
-
-    def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v of T further tokens, (B, nh, T, hs) each; returns those of all tokens."""
-        if self.length == 0:
-            B, nh, _, hs = k.shape
-            self.k = k.new_empty(B, nh, self.capacity, hs)
-            self.v = v.new_empty(B, nh, self.capacity, hs)
-        start, self.length = self.length, self.length + k.size(2)
-        if self.length > self.capacity:
-            raise ValueError("a KVCache is full: each block that runs, also twice, needs its own")
-        self.k[:, :, start : self.length], self.v[:, :, start : self.length] = k, v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How the next id is drawn."""
@@ -302,21 +267,14 @@ def generate_tokens(
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """
-    Continue idx (B, T), T > 0: yields the next ids (B, 1), max_new_tokens times. Only ids below
-    `vocab` (the vocabulary before padding) are drawn. `model`: a GPT or FastGPT.
-
-    Up to block_size tokens the past is cached. Beyond that, each id is computed from the last
-    block_size tokens without a cache, because cached values depend on tokens outside the window.
+    Continue idx (B, T), T > 0: yields the next ids (B, 1), max_new_tokens times, each from the last
+    block_size tokens. Only ids below `vocab` (the vocabulary before padding) are drawn.
     """
-    T, window = idx.size(1), model.config.block_size
-    caches, new = list[KVCache](), idx
     for _ in range(max_new_tokens):
-        if not caches or caches[0].length == window:
-            caches = model.new_caches(min(T + max_new_tokens, window))
-            new = idx[:, -window:]
-        logits = model.next_logits(new, caches)[:, :vocab].float()
+        idx = idx[:, -model.config.block_size :]
+        logits = model.logits(model.hidden(idx)[:, -1])[:, :vocab].float()
         new = sample_next(logits, sampling, generator)
-        idx = torch.cat((idx[:, -window:], new), dim=1)
+        idx = torch.cat((idx, new), dim=1)
         yield new
 
 

@@ -4,8 +4,8 @@ Muon. The rates and the model belong together.
 
 FastGPT has the interface of model.py's GPT. Where it differs, a comment says why and where the
 change comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if
-it shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd channels,
-nh heads of hs = C / nh channels, V = vocabulary.
+it shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd
+channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, KVCache, cap_logits, mean_loss, plain_attention, product_dtype
+from model import GPT, GPTConfig, cap_logits, mean_loss, plain_attention, product_dtype
 
 # tokens per radian of the slowest pair; RoFormer's 10,000 is for longer contexts (records)
 ROTARY_BASE = 1024
@@ -85,9 +85,7 @@ class CausalSelfAttention(nn.Module):
             gate_channels = min(GATE_CHANNELS, config.n_embd)
             self.value_gate = nn.Linear(gate_channels, config.n_head, bias=False)
 
-    def forward(
-        self, x: Tensor, values: Tensor | None, angles: tuple[Tensor, Tensor], cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, values: Tensor | None, angles: tuple[Tensor, Tensor]) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
@@ -98,13 +96,11 @@ class CausalSelfAttention(nn.Module):
         # QK-norm limits the attention scores (arXiv:2010.04245); the angles are in float32
         qk = rotate(norm(qk), *angles).type_as(v)
         (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
-        if cache is not None:
-            k, v = cache.extend(k, v)
         if self.offsets_keys:
             k = offset_keys(k)
         # as in model.py, but without dropout, which Block applies to the result
-        attention = F.scaled_dot_product_attention if self.flash and T > 1 else plain_attention
-        y = attention(q, k, v, dropout_p=0.0, is_causal=T > 1, scale=self.scale)  # (B, nh, T, hs)
+        attention = F.scaled_dot_product_attention if self.flash else plain_attention
+        y = attention(q, k, v, dropout_p=0.0, is_causal=True, scale=self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -127,10 +123,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, values: Tensor | None, angles: tuple, cache: KVCache | None = None
-    ) -> Tensor:
-        x = x + self.dropout(self.attn(norm(x), values, angles, cache))
+    def forward(self, x: Tensor, values: Tensor | None, angles: tuple) -> Tensor:
+        x = x + self.dropout(self.attn(norm(x), values, angles))
         return x + self.dropout(self.mlp(norm(x)))
 
 
@@ -191,37 +185,31 @@ class FastGPT(nn.Module):
             return self.logits(x)
         return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk, LOGIT_CAP)
 
-    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """
-        idx (B, T), the tokens after those in the caches -> the normed residual stream (B, T, C),
-        the input of the head.
-        """
-        past = caches[0].length if caches else 0
+    def hidden(self, idx: Tensor) -> Tensor:
+        """idx (B, T) -> the normed residual stream (B, T, C), the input of the head."""
         x = norm(self.transformer.wte(idx))
         if self.config.bigram_rows:
-            x = x + self.transformer.bigrams(self.pair_rows(idx, caches))
+            x = x + self.transformer.bigrams(self.pair_rows(idx))
         if product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too (records); weights stay in float32
         x = self.transformer.drop(x)
-        angles = self.angles(past, past + idx.size(1), idx.device)
-        recompute = self.config.recompute and self.training and not caches
+        angles = self.angles(idx.size(1), idx.device)
+        recompute = self.config.recompute and self.training
         tables, drop = self.transformer.value_tables, self.transformer.drop
         values = [drop(table(idx).type_as(x)) for table in tables]
-        blocks = self.transformer.h
-        of_layers = caches[:-1] if caches else [None] * len(blocks)
-        for block, number, cache in zip(blocks, self.table_of_layer, of_layers, strict=True):
+        for block, number in zip(self.transformer.h, self.table_of_layer, strict=True):
             embedded = None if number is None else values[number]
             if recompute:
                 x = checkpoint(block, x, embedded, angles, use_reentrant=False)
             else:
-                x = block(x, embedded, angles, cache)
+                x = block(x, embedded, angles)
         return norm(x)
 
-    def angles(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`rotary_tables` of the positions from start up to end."""
-        if self.rotary and end <= self.config.block_size:
-            return self.rotary[0][start:end], self.rotary[1][start:end]
-        positions = torch.arange(start, end, device=device)
+    def angles(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rotary_tables` of the first T positions."""
+        if self.rotary and T <= self.config.block_size:
+            return self.rotary[0][:T], self.rotary[1][:T]
+        positions = torch.arange(T, device=device)
         return rotary_tables(positions, self.config.n_embd // self.config.n_head)
 
     def keep_rotary_tables(self) -> None:
@@ -229,39 +217,22 @@ class FastGPT(nn.Module):
         For compiled code, which would otherwise compute the sines again in each layer and pass. Not
         buffers: these would be cast with the weights, and DDP would broadcast them.
         """
-        self.rotary = self.angles(0, self.config.block_size, self.lm_head.weight.device)
+        self.rotary = self.angles(self.config.block_size, self.lm_head.weight.device)
 
-    def pair_rows(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
+    def pair_rows(self, idx: Tensor) -> Tensor:
         """
-        idx (B, T) int64, the tokens after those in the last cache -> the row (B, T) of the bigram
-        embedding for each token and the previous one. The first token follows token 0. Bigrams
-        share rows if there are fewer rows than bigrams.
+        idx (B, T) int64 -> the row (B, T) of the bigram embedding for each token and the previous
+        one. The first token follows token 0. Bigrams share rows if there are fewer rows than
+        bigrams.
         """
-        tokens = idx
-        if caches:
-            column = idx[:, None, :, None]  # the shape that a cache takes
-            tokens = caches[-1].extend(column, column)[0][:, 0, :, 0]
-        before = F.pad(tokens, (1, 0))[:, -idx.size(1) - 1 : -1]
+        before = F.pad(idx, (1, 0))[:, :-1]
         V, rows = self.config.vocab_size, self.config.bigram_rows
         spread = V if V * V <= rows else int(GOLDEN_RATIO * rows)
         return (before * spread + idx) % rows
 
     def logits(self, x: Tensor) -> Tensor:
+        """The head: x (..., C), from `hidden` -> logits (..., V)."""
         return cap_logits(self.lm_head(x), LOGIT_CAP)
-
-    def new_caches(self, room: int) -> list[KVCache]:
-        """
-        Empty caches for `hidden`, with room for `room` tokens: one per block, and a last one for
-        the tokens themselves, whose bigrams are looked up.
-        """
-        return [KVCache(room) for _ in range(len(self.transformer.h) + 1)]
-
-    def next_logits(self, idx: Tensor, caches: list[KVCache]) -> Tensor:
-        """
-        idx (B, T), the tokens after those in the caches -> logits (B, V) for the one after them;
-        extends the caches. T is 1 unless the caches are empty.
-        """
-        return self.logits(self.hidden(idx, caches)[:, -1])
 
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:

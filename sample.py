@@ -95,8 +95,7 @@ def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
     model.load_state_dict(state["model"])
     model.to(hw.device, hw.dtype).eval()
     if machine.compile:
-        compiled = torch.compile(model.next_logits, dynamic=True)
-        model.next_logits = compiled  # type: ignore[method-assign]  # of this one model
+        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]
     return model
 
 

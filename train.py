@@ -13,20 +13,21 @@ Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped
 
 import contextlib
 import gc
+import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile: no traceback
-    import common  # before torch  # noqa: F401
+
 
 import torch
 from torch import Tensor
@@ -261,7 +262,7 @@ def compile_or_warn(model, c: Config, vocab: int, hw: Hardware) -> None:
         with hw.autocast():
             loss = model(x, y)
         loss.backward()
-        total, count = evaluate(model, [(x, y)], hw.autocast(), lambda: False)
+        total, count = evaluate(model, [(x, y)], hw.autocast())
         losses = [total / count] if c.dropout else [total / count, loss.item()]
         model.eval()
         with hw.autocast(), torch.no_grad():  # sequence by sequence, which needs less memory
@@ -316,28 +317,20 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(
-    model, batches: Iterable[Batch], autocast, stop: Callable[[], bool]
-) -> tuple[float, int] | None:
+def evaluate(model, batches: Iterable[Batch], autocast) -> tuple[float, int]:
     """
-    Sum of the loss over all targets of `batches` in nats, without dropout, and their number. None
-    if stop(), which is called before each batch, returns true. Leaves the model in training mode.
+    Sum of the loss over all targets of `batches` in nats, without dropout, and their number. Leaves
+    the model in training mode.
     """
     losses, counts = [], []
     model.eval()
     for x, y in batches:
-        if stop():
-            break
         with autocast:
             losses.append(model(x, y))
         counts.append((y != -1).sum())
-    else:
-        targets = torch.stack(counts).tolist()
-        pairs = zip(torch.stack(losses).tolist(), targets, strict=True)
-        model.train()
-        return math.fsum(loss * n for loss, n in pairs if n), sum(targets)
     model.train()
-    return None
+    pairs = [(loss.item(), int(n)) for loss, n in zip(losses, counts, strict=True)]
+    return math.fsum(loss * n for loss, n in pairs), sum(n for _, n in pairs)
 
 
 def estimate_loss(
@@ -352,10 +345,10 @@ def estimate_loss(
     tokens = min(c.eval_size, len(data.val))
     for split, spread in ((data.train, True), (data.val, False)):
         batches = eval_batches(split, tokens, c, hw.device, spread, ranks.rank, ranks.world_size)
-        result = evaluate(model, batches, hw.autocast(), signals.came)
-        if result is None:
+        until_signal = itertools.takewhile(lambda _: not signals.came(), batches)
+        total, count = ranks.sum(*evaluate(model, until_signal, hw.autocast()))
+        if signals.name:
             return None
-        total, count = ranks.sum(*result)
         means.append(total / count)
     return means
 

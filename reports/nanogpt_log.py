@@ -11,8 +11,7 @@ from pathlib import Path
 from common.console import UserError
 from common.files import read_text
 from configurator import FIELDS, NANOGPT_FIELDS, Field, fit, translate
-from reports.records import Run, number, percentile
-from training.log import plain
+from reports.records import Run, number, percentile, plain
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 # nanoGPT's defaults that differ from ours; it pads GPT-2's vocabulary only

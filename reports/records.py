@@ -4,6 +4,8 @@ The records of a run as columns of numbers, and its learning curve.
 A loss is known where a run was evaluated. Between two evaluations it is interpolated linearly.
 """
 
+import contextlib
+import json
 import math
 from array import array
 from collections.abc import Iterable
@@ -12,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from configurator import FIELDS, INITIAL, translate
-from training.log import read_record
 
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
@@ -70,6 +71,22 @@ def read_run(path: Path) -> Run:
         old = "an older version did not record the hours and tokens of its evaluations"
         run.warnings.append(f"{run.name}: {old}; what needs them is n/a")
     return run
+
+
+def plain(value):
+    """A value for JSON: a float with nine digits, or null if it is not finite."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
+
+
+def read_record(line: bytes) -> dict:
+    """The record on a line of metrics.jsonl; {} if the line is not a record."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+    return {}
 
 
 def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from common.console import UserError, count, duration, keep_transcript, say, war
 from common.files import replacing
 from configurator import Config, config_values
 from data.shards import Dataset
+from reports.records import plain, read_record
 from training.checkpoint import claim_folder
 from training.clock import Clock
 from training.hardware import Hardware, count_flops
@@ -251,22 +252,6 @@ def open_tracker(config: Config, resumed: dict) -> Callable[[int, dict], None]:
             writer.add_scalar(name, value, it)
 
     return write
-
-
-def plain(value):
-    """A value for JSON: a float with nine digits, or null if it is not finite."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def read_record(line: bytes) -> dict:
-    """The record on a line of metrics.jsonl; {} if the line is not a record."""
-    with contextlib.suppress(ValueError):
-        record = json.loads(line)
-        if isinstance(record, dict):
-            return record
-    return {}
 
 
 def drop_records(path: Path, progress: dict) -> None:

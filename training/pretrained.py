@@ -6,17 +6,13 @@ No code in these files is ever executed.
 
 import os
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 
-import torch
-
-from common.console import UserError, did_you_mean, warn
+from common.console import UserError, did_you_mean
 from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
-from model_fast import build_model
 from training import checkpoint
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -59,26 +55,24 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 # Which file
 
 
-def find_weights(name_or_path: str, best: bool = False) -> list[Path]:
+def find_weights(name_or_path: str, best: bool = False) -> Path:
     """
-    The files that a name or path means, to be tried in order until one is valid: for a run its
-    checkpoints, the newest first, with `best` after its best.pt; for a Hugging Face model its
-    folder. Raises UserError.
+    The file that a name or path means: for a run its newest checkpoint, or with `best` its best.pt;
+    for a Hugging Face model its folder. Raises UserError.
     """
     path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
     if name_or_path in HUB_NAMES and not path.exists():
-        return [fetch(name_or_path)]
+        return fetch(name_or_path)
     if path.is_file():
-        return [path]
-    files = checkpoint.list_checkpoints(path)[::-1]
+        return path
     if best and (path / "best.pt").is_file():
-        files.insert(0, path / "best.pt")
-    if files:  # before config.json: a run may have an export inside
-        return files
+        return path / "best.pt"
+    if files := checkpoint.list_checkpoints(path):  # first: a run may have an export inside
+        return files[-1]
     if (path / "config.json").is_file():
-        return [path]
+        return path
     if (path / "ckpt.pt").is_file():
-        return [path / "ckpt.pt"]
+        return path / "ckpt.pt"
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
     meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_NAMES))
@@ -104,30 +98,18 @@ def fetch(name: str) -> Path:
 def read_weights(name_or_path: str, best: bool = False) -> dict:
     """
     The weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`. `source`
-    describes in words what was read: the first valid file of find_weights.
+    describes in words what was read. Raises UserError.
     """
-    files = find_weights(name_or_path, best)
-    for path, following in pairwise(files):
-        try:
-            return read_file(path)
-        except UserError as error:
-            warn(f"{error}; trying {following}")
-    return read_file(files[-1])
-
-
-def read_file(path: Path) -> dict:
-    """The state in one of find_weights' files, checked. Raises UserError."""
+    path = find_weights(name_or_path, best)
     try:
         state = read_hf(path) if path.is_dir() else read_checkpoint(path)
-        check_state(state, path)
         if state["tokenizer"]["kind"] == "unknown":
             state["tokenizer"] = find_characters(state, path)
-        state["source"] = describe_source(state, path)
+        return state | dict(source=describe_source(state, path))
     except UserError:
         raise
     except Exception as error:  # another program's or version's file may raise anything
         raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
-    return state
 
 
 def describe_source(state: dict, path: Path) -> str:
@@ -156,18 +138,6 @@ def find_characters(state: dict, path: Path) -> dict:
             if vocab == state["vocab"]:
                 return tokenizer
     return NO_TOKENIZER
-
-
-def check_state(state: dict, path: Path) -> None:
-    """Raises UserError unless the weights have the names and shapes of their model_config."""
-    with torch.device("meta"):
-        model = build_model(GPTConfig(**state["model_config"]))
-    asked = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
-    for name in sorted(found.keys() | asked.keys()):
-        if found.get(name) != asked.get(name):
-            sizes = f"{found.get(name, 'missing')}, in the model {asked.get(name, 'missing')}"
-            raise UserError(f"{path}: {name} is {sizes}")
 
 
 # -----------------------------------------------------------------------------
