@@ -8,7 +8,6 @@ vocabulary.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     tie_weights: bool = True  # the output head is the token embedding
-    flash: bool = True  # fused attention kernel; False: plain_attention
+    flash: bool = True  # fused attention kernel; False: plain matmuls
     model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
     recompute: bool = (
@@ -49,17 +48,16 @@ FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 # The layers
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
-) -> Tensor:
-    """F.scaled_dot_product_attention as separate matmuls: q, k, v and result (B, nh, T, hs)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, flash: bool, scale: float, dropout=0.0) -> Tensor:
+    """Causal attention; q, k, v and the result are (B, nh, T, hs)."""
+    if flash:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scale
+        )
     # faster on a CPU in bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
-    scale = q.size(-1) ** -0.5 if scale is None else scale
-    scores = q * scale @ k.transpose(-2, -1)  # (B, nh, T, T plus cached tokens)
-    if is_causal:
-        # an addition is faster than masked_fill
-        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)
-    return F.dropout(F.softmax(scores, dim=-1), dropout_p) @ v
+    scores = q * scale @ k.mT  # (B, nh, T, T)
+    future = torch.full_like(scores[0, 0], -math.inf).triu(1)  # faster than masked_fill
+    return F.dropout(F.softmax(scores + future, dim=-1), dropout) @ v
 
 
 class CausalSelfAttention(nn.Module):
@@ -74,8 +72,8 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # (B, nh, T, hs) each
-        attention = F.scaled_dot_product_attention if self.flash else plain_attention
-        y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, self.flash, scale=q.size(-1) ** -0.5, dropout=dropout)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -248,55 +246,31 @@ def product_dtype(x: Tensor) -> torch.dtype:
 # Generating text
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next id is drawn."""
-
-    temperature: float = 1.0  # 0: the likeliest id; 1: as the model predicts
-    top_k: int = 0  # only from the k likeliest ids; 0: from all
-    top_p: float = 1.0  # only from the fewest ids that have this probability together; 1: from all
-
-
 @torch.no_grad()
-def generate_tokens(
+def generate(
     model,
     idx: Tensor,
     max_new_tokens: int,
     vocab: int,
-    sampling: Sampling = Sampling(),
+    temperature: float = 1.0,
+    top_k: int = 0,
     generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
+) -> Tensor:
     """
-    Continue idx (B, T), T > 0: yields the next ids (B, 1), max_new_tokens times, each from the last
-    block_size tokens. Only ids below `vocab` (the vocabulary before padding) are drawn.
+    idx (B, T), T > 0 -> (B, T + max_new_tokens). Each id is drawn from the model's prediction after
+    the last block_size tokens, among the top_k likeliest ids (0: all) below `vocab`, the vocabulary
+    before padding. temperature 0: the likeliest one; 1: as the model predicts.
     """
     for _ in range(max_new_tokens):
-        idx = idx[:, -model.config.block_size :]
-        logits = model.logits(model.hidden(idx)[:, -1])[:, :vocab].float()
-        new = sample_next(logits, sampling, generator)
+        x = model.hidden(idx[:, -model.config.block_size :])[:, -1]  # (B, C)
+        logits = model.logits(x)[:, :vocab].float()
+        if temperature < 1e-5:
+            new = logits.argmax(dim=-1, keepdim=True)
+        else:
+            logits = logits / temperature
+            if 0 < top_k < vocab:
+                least = logits.topk(top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -math.inf)
+            new = torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)
         idx = torch.cat((idx, new), dim=1)
-        yield new
-
-
-def generate(model, idx: Tensor, *args, **kwargs) -> Tensor:
-    """idx (B, T), continued by `generate_tokens` -> (B, T + max_new_tokens)."""
-    return torch.cat((idx, *generate_tokens(model, idx, *args, **kwargs)), dim=1)
-
-
-def sample_next(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """One id per row of logits (B, vocab), as (B, 1)."""
-    if sampling.temperature < 1e-5:  # greedy; also avoids overflow just above 0
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.size(-1):
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probs = F.softmax(logits, dim=-1)
-    if sampling.top_p < 1:
-        descending, order = probs.sort(dim=-1, descending=True)
-        before = descending.cumsum(dim=-1) - descending
-        descending[:, 1:][before[:, 1:] >= sampling.top_p] = (
-            0  # the ids before have the probability already
-        )
-        probs = torch.zeros_like(probs).scatter(1, order, descending)
-    return torch.multinomial(probs, 1, generator=generator)
+    return idx

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, cap_logits, mean_loss, plain_attention, product_dtype
+from model import GPT, GPTConfig, attend, cap_logits, mean_loss, product_dtype
 
 # tokens per radian of the slowest pair; RoFormer's 10,000 is for longer contexts (records)
 ROTARY_BASE = 1024
@@ -99,8 +99,7 @@ class CausalSelfAttention(nn.Module):
         if self.offsets_keys:
             k = offset_keys(k)
         # as in model.py, but without dropout, which Block applies to the result
-        attention = F.scaled_dot_product_attention if self.flash else plain_attention
-        y = attention(q, k, v, dropout_p=0.0, is_causal=True, scale=self.scale)  # (B, nh, T, hs)
+        y = attend(q, k, v, self.flash, self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 

@@ -7,18 +7,10 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
     python sample.py --help                                every key
 
-On a terminal and without --start it asks for prompts, and answers each with one sample. Elsewhere
-it samples without a prompt.
-
 Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
-ignored. All samples are one batch: the first is printed while it grows, the others after it. A
-sample ends at an end-of-text token.
+ignored. All samples are one batch. A sample ends at an end-of-text token.
 """
 
-import common  # before torch  # noqa: F401  isort: skip
-import contextlib
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,8 +20,8 @@ from common.console import print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
 from configurator import DTYPES, Config, key, read_config
 from data.tokenizer import Tokenizer
-from model import GPT, GPTConfig, Sampling, generate_tokens
-from model_fast import FastGPT, build_model
+from model import GPTConfig, generate
+from model_fast import build_model
 from training import hardware
 from training.pretrained import read_weights
 
@@ -42,35 +34,16 @@ class SampleConfig:
     init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
     out_dir: str = key("out", "a run's folder, for init_from=resume")
     start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", text=True)
-    num_samples: int = key(10, "samples per prompt; 1 for a typed prompt", low=1, high=2**16)
+    num_samples: int = key(10, "samples", low=1, high=2**16)
     max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
     temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
     top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)
-    top_p: float = key(1.0, "nucleus sampling: keep this probability", low=1e-9, high=1.0)
     seed: int = key(1337, "of the random numbers", low=0, high=2**63 - 1)
     device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu")
     dtype: str = key("auto", "dtype of the weights", DTYPES)
     compile: bool = key(False, "torch.compile the model: slower at first")
     # Not a key: the names of the keys that a file or flag has set
     given: frozenset[str] = field(default=frozenset(), compare=False)
-
-
-def read_prompt(start: str) -> str:
-    """The prompt, from its file if `start` names one. Raises OSError."""
-    if not start.startswith("FILE:"):
-        return start
-    return read_text(Path(start.removeprefix("FILE:")).expanduser())
-
-
-def ask_prompts() -> Iterator[str]:
-    """Typed lines, until an empty one or the end of input."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives input() arrow keys and a history
-    print_err("type a prompt; an empty line ends, Ctrl-C ends a sample")
-    with contextlib.suppress(EOFError):
-        while prompt := input("> "):
-            yield prompt
-    print()  # after Ctrl-D the cursor is behind the >
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:
@@ -86,90 +59,38 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     return ids[1:] or text.start_ids()
 
 
-def load_model(state: dict, config: SampleConfig) -> GPT | FastGPT:
-    """The model on its device."""
-    machine = Config(device=config.device, dtype=config.dtype, compile=config.compile)
-    hw = hardware.set_up(machine)
+def main(argv: list[str]) -> None:
+    c = read_config(argv, SampleConfig)
+    raise_if_any(hardware.check_device(c))
+    # a training config may have auto or scratch
+    from_run = c.init_from in ("resume", "auto", "scratch")
+    state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
+    print_err(f"model: {state['source']}")
+    text = Tokenizer(state["tokenizer"])
+    prompt = c.start
+    if prompt.startswith("FILE:"):
+        prompt = read_text(Path(prompt.removeprefix("FILE:")).expanduser())
+
+    hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
     saved = GPTConfig(**state["model_config"])
     model = build_model(replace(saved, flash=hw.flash(saved)))
     model.load_state_dict(state["model"])
     model.to(hw.device, hw.dtype).eval()
-    if machine.compile:
+    if c.compile:
         model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]
-    return model
 
-
-def print_samples(
-    model: GPT | FastGPT,
-    vocab: int,  # before padding
-    text: Tokenizer,
-    prompt: str,
-    config: SampleConfig,
-    generator: torch.Generator,
-) -> None:
-    ids, window = encode(prompt, text), model.config.block_size
-    if len(ids) > window:
-        print_err(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
-    samples = [ids.copy() for _ in range(config.num_samples)]
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    idx = torch.tensor(samples, device=generator.device)
-    new_ids = generate_tokens(model, idx, config.max_new_tokens, vocab, sampling, generator)
-    print_growing(text, samples, new_ids)
-    for sample in samples[1:]:
-        print(f"{RULER}\n{printable(text.decode(sample))}")
-    print(RULER)
-
-
-def print_growing(
-    text: Tokenizer, samples: list[list[int]], new_ids: Iterator[torch.Tensor]
-) -> None:
-    """
-    Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints the
-    first sample while it grows.
-    """
-    growing, printed = set(range(len(samples))), ""
-    for new in new_ids:
-        for row, token in enumerate(new[:, 0].tolist()):
-            if token == text.eot:
-                growing.discard(row)
-            elif row in growing:
-                samples[row].append(token)
-        # without a character whose other bytes may still follow
-        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(printable(whole[len(printed) :]), end="", flush=True)
-        printed = max(printed, whole, key=len)
-        if not growing:
-            break
-    print(printable(text.decode(samples[0])[len(printed) :]))
+    ids = encode(prompt, text)
+    idx = torch.tensor([ids] * c.num_samples, device=hw.device)
+    generator = torch.Generator(hw.device).manual_seed(c.seed)
+    chosen = (c.temperature, c.top_k, generator)
+    for sample in generate(model, idx, c.max_new_tokens, state["vocab"], *chosen).tolist():
+        new = sample[len(ids) :]
+        end = new.index(text.eot) if text.eot in new else len(new)
+        print(f"{printable(text.decode(ids + new[:end]))}\n{RULER}")
 
 
 def explain(error: Exception, argv: list[str]) -> str:
     return "out of memory; fewer --num_samples" if hardware.is_out_of_memory(error) else ""
-
-
-def main(argv: list[str]) -> int:
-    config = read_config(argv, SampleConfig)
-    raise_if_any(hardware.check_device(config))
-    asks = "start" not in config.given and sys.stdin.isatty() and sys.stdout.isatty()
-    if asks and "num_samples" not in config.given:
-        config.num_samples = 1
-    prompts = ask_prompts() if asks else [read_prompt(config.start)]
-    # a training config may have auto or scratch
-    from_run = config.init_from in ("resume", "auto", "scratch")
-    state = read_weights(config.out_dir if from_run else config.init_from, best=from_run)
-    text = Tokenizer(state["tokenizer"])
-    model, vocab = load_model(state, config), state["vocab"]
-    print_err(f"model: {state['source']}")
-    del state  # it maps its file, which on Windows a run could then not replace
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(config.seed)
-    for prompt in prompts:
-        try:
-            print_samples(model, vocab, text, prompt, config, generator)
-        except KeyboardInterrupt:
-            print()
-            if not asks:
-                return 130
-    return 0
 
 
 if __name__ == "__main__":

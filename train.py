@@ -40,7 +40,7 @@ from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from data.stream import open_stream
 from data.tokenizer import Tokenizer
-from model import FREE_ON_RESUME, ChunkedLoss, GPTConfig, Sampling, generate
+from model import FREE_ON_RESUME, ChunkedLoss, GPTConfig, generate
 from model_fast import FastGPT, Muon, build_model, muon_groups
 from training import checkpoint, hardware
 from training.clock import Clock
@@ -362,10 +362,9 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
     prompt = text.start_ids()
     idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(c.seed)
-    sampling = Sampling(temperature=0.8, top_k=200)
     model.eval()
     with hw.autocast():
-        ids = generate(model, idx, c.sample_tokens, data.vocab, sampling, generator)
+        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator)
     model.train()
     return text.decode(ids[0, len(prompt) :].tolist())
 

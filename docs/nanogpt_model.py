@@ -4,7 +4,7 @@ import torch.nn as nn
 
 import model
 from configurator import Config
-from model import GPTConfig, Sampling
+from model import GPTConfig
 from train import build_optimizer
 from training.hardware import count_flops
 from training.pretrained import load_pretrained
@@ -33,7 +33,7 @@ class GPT(model.GPT):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         vocab = getattr(self, "vocab", self.config.vocab_size)
-        return model.generate(self, idx, max_new_tokens, vocab, Sampling(temperature, top_k or 0))
+        return model.generate(self, idx, max_new_tokens, vocab, temperature, top_k or 0)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         given = dict(weight_decay=weight_decay, learning_rate=learning_rate)

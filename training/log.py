@@ -51,9 +51,9 @@ class Log:
 
     def open(self, resumed: dict) -> None:
         """Lock the run's folder and open its files. `resumed`: the checkpoint's state, or {}."""
-        config, path = self.config, self.out_dir / "metrics.jsonl"
-        if config.eval_only:
+        if self.config.eval_only:
             return
+        path = self.out_dir / "metrics.jsonl"
         self.lock = claim_folder(self.out_dir)
         if resumed:
             drop_records(path, resumed["progress"])
@@ -61,8 +61,11 @@ class Log:
             path.replace(path.with_name("metrics.jsonl.old"))
         self.file = open(path, "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
-        if config.tracker != "none":
-            self.track = open_tracker(config, resumed)
+        if self.config.tracker != "none":
+            self.track = open_tracker(self.config, resumed)
+
+    # -------------------------------------------------------------------------
+    # Records
 
     def record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, flushed; and the numbers to the tracker."""
@@ -77,11 +80,10 @@ class Log:
             warn(f"metrics.jsonl: {error.strerror}; keeping records in memory until there is room")
         if kind in ("step", "eval"):
             numbers = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, int | float)}
-            numbers = {NANOGPT_NAMES.get(name, name): value for name, value in numbers.items()}
             try:
-                self.track(values["iter"], numbers)
+                self.track(values["iter"], {NANOGPT_NAMES.get(n, n): v for n, v in numbers.items()})
             except Exception as error:  # whatever a tracker does, the run is worth more
-                warn(f"tracker {self.config.tracker}: {error}; continuing without it")
+                warn(f"tracker: {error}; continuing without it")
                 self.track = lambda it, numbers: None
 
     def event(self, it: int, message: str) -> None:
@@ -90,49 +92,30 @@ class Log:
             warn(f"iter {it}: {message}")
         self.record("event", iter=it, message=message)
 
-    def start(self, data: Dataset, model: torch.nn.Module, it: int) -> None:
-        """The first lines: the model, the device, the data, and the length of the run."""
-        c, hw = self.config, self.hw
-        parameters = sum(p.numel() for p in model.parameters())
-        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
-        self.train_tokens = None if data.stream else len(data.train)  # a stream's is unknown
-        self.bytes_per_token = data.bytes_per_token
-        # at the last line: iterations, seconds of steps, and seconds of waiting
-        self.before = it, self.clock.seconds["steps"], 0.0
-        flops = (
-            f"{self.flops_per_token / 1e6:.1f} MFLOP" if self.flops_per_token else "unknown FLOPs"
-        )
-        vocabulary = f"vocabulary {data.vocab} -> {model.config.vocab_size}"
-        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}/token")
-        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
-        say(f"device: {hw.name}, {hw.dtype_name}, {peak}, {self.ranks.world_size} processes")
-        train = count(self.train_tokens) if self.train_tokens else "streamed"
-        say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
-        if c.by_clock:
-            end = datetime.fromtimestamp(time.time() + max(0.0, self.clock.left()))
-            say(f"run: until about {end:%Y-%m-%d %H:%M}, in {c.out_dir}")
-        else:
-            total = c.iter_tokens * c.max_iters
-            epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
-            say(f"run: {c.max_iters:,} iterations, {count(total)} tokens{epochs}, in {c.out_dir}")
-        self.record(
-            "start",
-            iter=it,
-            config=config_values(c),
-            parameters=parameters,
-            device=hw.name,
-            device_type=hw.device.type,
-            dtype=hw.dtype_name,
-            peak_tflops=hw.peak_tflops,
-            flops_per_token=self.flops_per_token,
-            tokens_per_iter=c.iter_tokens,
-            world_size=self.ranks.world_size,
-            tokenizer=tokenizer_name(data.tokenizer),
-            data_fingerprint=data.fingerprint,
-            torch=torch.__version__,
-        )
+    def sample(self, it: int, text: str) -> None:
+        say(f"sample {it}:", *text.split("\n"), "")
+        self.record("sample", iter=it, text=text)
+
+    def checkpoint(self, it: int, path: Path) -> None:
+        """After a save, before its lap."""
+        size, seconds = path.stat().st_size, time.perf_counter() - self.clock.lapped_at
+        say(f"checkpoint {it}: {path}, {size / 1e6:.2f}MB, time {seconds:.1f}s, {date()}")
+        self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
+
+    def evaluation(self, it: int, tokens: int, train_loss: float, val_loss: float) -> None:
+        """After an evaluation, before its lap."""
+        seconds = time.perf_counter() - self.clock.lapped_at
+        perplexity = math.exp(min(val_loss, 709))  # a float holds no more
+        bits, end = None, ""
+        if self.bytes_per_token:
+            bits = val_loss / math.log(2) / self.bytes_per_token
+            end = f", {bits:.4f} bits per byte"
+        losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+        say(f"step {it}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
+        so_far = dict(iter=it, tokens=tokens, hours=self.clock.training_hours())
+        values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
+        self.record("eval", **so_far, **values, perplexity=perplexity, bits_per_byte=bits)
+        self.draw()
 
     def step(
         self, it: int, tokens: int, loss: float, lr: float, grad_norm: float, waited: float
@@ -148,60 +131,60 @@ class Log:
         self.before = now
         loss = ranks.sum(loss)[0] / ranks.world_size
         # the maximum over the ranks, of each value
-        elapsed, waited, mem = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
+        elapsed, waited, memory = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
         clock.prices["iteration"] = pace = elapsed / iterations
-        rate = c.iter_tokens / pace
-        v = dict(
-            iter=it,
-            tokens=tokens - c.iter_tokens,
-            tokens_after=tokens,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            step_ms=1000 * pace,
-            tokens_per_sec=rate,
-            mfu=self.hw.mfu(self.flops_per_token, rate, ranks.world_size),
-            mem_gib=mem or None,
-            data_wait_ms=1000 * waited / iterations,
-            hours=clock.training_hours(),
-        )
+        rate, trained = c.iter_tokens / pace, tokens - c.iter_tokens
+        mfu = self.hw.mfu(self.flops_per_token, rate, ranks.world_size)
         # what is left: iterations, and an evaluation and a save per interval; or the clock's time
         pauses = clock.prices.get("evaluation", 0.0) + clock.prices.get("checkpoints", 0.0)
         left = (c.max_iters - it - 1) * (pace + pauses / c.eval_interval)
-        eta = max(0.0, min(left, clock.left()))
-        self.record("step", **v)
-        mfu = "n/a" if v["mfu"] is None else f"{v['mfu']:.2%}"
-        mem = "n/a" if v["mem_gib"] is None else f"{v['mem_gib']:.1f}GiB"
-        epoch = f"{v['tokens'] / self.train_tokens:.2f}" if self.train_tokens else "n/a"
+        eta = duration(max(0.0, min(left, clock.left())))
+        # nanoGPT's grammar first
+        mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
+        memory_text = f"{memory:.1f}GiB" if memory else "n/a"
+        epoch = f"{trained / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         say(
-            f"iter {v['iter']}: loss {v['loss']:.4f}, time {v['step_ms']:.2f}ms, mfu {mfu}, "
-            f"tok/s {v['tokens_per_sec']:,.0f}, lr {v['lr']:.2e}, norm {v['grad_norm']:.2f}, "
-            f"tokens {count(v['tokens'])}, epoch {epoch}, mem {mem}, eta {duration(eta)}"
+            f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
+            f"tok/s {rate:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
+            f"tokens {count(trained)}, epoch {epoch}, mem {memory_text}, eta {eta}"
         )
+        values = dict(tokens=trained, tokens_after=tokens, loss=loss, lr=lr, grad_norm=grad_norm)
+        speed = dict(step_ms=1000 * pace, tokens_per_sec=rate, mfu=mfu, mem_gib=memory or None)
+        times = dict(data_wait_ms=1000 * waited / iterations, hours=clock.training_hours())
+        self.record("step", iter=it, **values, **speed, **times)
 
-    def evaluation(self, it: int, tokens: int, train_loss: float, val_loss: float) -> None:
-        """After an evaluation, before its lap."""
-        seconds = time.perf_counter() - self.clock.lapped_at
-        perplexity = math.exp(min(val_loss, 709))  # a float holds no more
-        bits = self.bytes_per_token and val_loss / math.log(2) / self.bytes_per_token
-        end = f", {bits:.4f} bits per byte" if bits else ""
-        line = f"step {it}: train loss {train_loss:.4f}, val loss {val_loss:.4f}"
-        say(f"{line}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
-        so_far = dict(iter=it, tokens=tokens, hours=self.clock.training_hours())
-        values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
-        self.record("eval", **so_far, **values, perplexity=perplexity, bits_per_byte=bits)
-        self.draw()
+    # -------------------------------------------------------------------------
+    # The beginning and the end
 
-    def sample(self, it: int, text: str) -> None:
-        say(f"sample {it}:", *text.split("\n"), "")
-        self.record("sample", iter=it, text=text)
-
-    def checkpoint(self, it: int, path: Path) -> None:
-        """After a save, before its lap."""
-        size, seconds = path.stat().st_size, time.perf_counter() - self.clock.lapped_at
-        readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
-        say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
-        self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
+    def start(self, data: Dataset, model: torch.nn.Module, it: int) -> None:
+        """The first lines: the model, the device, the data, and the length of the run."""
+        c, hw, processes = self.config, self.hw, self.ranks.world_size
+        # at the last line: iterations, seconds of steps, and seconds of waiting
+        self.before = it, self.clock.seconds["steps"], 0.0
+        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
+        self.train_tokens = None if data.stream else len(data.train)  # a stream's is unknown
+        self.bytes_per_token = data.bytes_per_token
+        parameters = sum(p.numel() for p in model.parameters())
+        flops = count(self.flops_per_token) if self.flops_per_token else "unknown"
+        vocabulary = f"vocabulary {data.vocab} -> {model.config.vocab_size}"
+        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops} FLOPs per token")
+        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
+        say(f"device: {processes} x {hw.name}, {hw.dtype_name}, {peak}")
+        train = count(self.train_tokens) if self.train_tokens else "streamed"
+        say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
+        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
+        length = f"{c.max_iters:,} iterations, {count(c.iter_tokens * c.max_iters)} tokens"
+        if c.by_clock:
+            end = datetime.fromtimestamp(time.time() + max(0.0, self.clock.left()))
+            length = f"until about {end:%Y-%m-%d %H:%M}"
+        say(f"run: {length}, in {c.out_dir}")
+        machine = dict(device=hw.name, device_type=hw.device.type, dtype=hw.dtype_name)
+        machine |= dict(peak_tflops=hw.peak_tflops, world_size=processes, torch=torch.__version__)
+        work = dict(parameters=parameters, flops_per_token=self.flops_per_token)
+        work |= dict(tokens_per_iter=c.iter_tokens, tokenizer=tokenizer_name(data.tokenizer))
+        work |= dict(data_fingerprint=data.fingerprint)
+        self.record("start", iter=it, config=config_values(c), **machine, **work)
 
     def draw(self) -> None:
         """Start a process that draws loss.png, one at a time; its failure cannot hurt the run."""
@@ -240,12 +223,11 @@ def open_tracker(config: Config, resumed: dict) -> Callable[[int, dict], None]:
             run = wandb.init(**names, dir=config.out_dir, config=config_values(config))
             return lambda it, numbers: run.log(numbers, step=it)
         from torch.utils.tensorboard import SummaryWriter
-
-        # what comes after the resumed iteration is written again
-        first = resumed["progress"]["iter_num"] + 1 if resumed else 0
-        writer = SummaryWriter(config.out_dir, purge_step=first)
     except ImportError as error:
         raise UserError(f"tracker: {error}; pip install {config.tracker}") from None
+    # what comes after the resumed iteration is written again
+    first = resumed["progress"]["iter_num"] + 1 if resumed else 0
+    writer = SummaryWriter(config.out_dir, purge_step=first)
 
     def write(it: int, numbers: dict) -> None:
         for name, value in numbers.items():
@@ -261,14 +243,13 @@ def drop_records(path: Path, progress: dict) -> None:
     """
     # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
     it, evaluated_at = progress["iter_num"], progress["evaluated_at"]
-    last = {"step": it - 1, "event": it - 1, "checkpoint": it, "end": -1}
-    last |= {"eval": evaluated_at, "sample": evaluated_at}
+    last = {"step": it - 1, "event": it - 1, "checkpoint": it, "eval": evaluated_at}
+    last |= {"sample": evaluated_at, "start": it}
     lines = path.read_bytes().splitlines() if path.exists() else []
     with replacing(path) as file:
         for line in lines:
             record = read_record(line)
-            at = record.get("iter", record.get("iters"))
-            if isinstance(at, int) and at <= last.get(record.get("kind", ""), math.inf):
+            if record.get("iter", math.inf) <= last.get(record.get("kind"), -1):
                 file.write(line + b"\n")
 
 
