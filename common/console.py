@@ -194,16 +194,10 @@ def run_main(
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except OSError as error:
+        # no permission, a name that is too long, a full disk, ...
+        where = f"{error.filename}: " if error.filename else ""
+        print_err(f"error: {where}{error.strerror or error}")
         code = 2 if error.filename else 1
-        try:
-            sys.stdout.flush()
-            # no permission, a name that is too long, a full disk, ...
-            where = f"{error.filename}: " if error.filename else ""
-            print_err(f"error: {where}{error.strerror or error}")
-        except OSError:  # the console itself: closed, as by head, or its disk is full
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except ModuleNotFoundError:
-        raise  # to common/__init__.py
     except Exception as error:
         line = explain(error, sys.argv[1:])
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))

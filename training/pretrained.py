@@ -113,15 +113,13 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
 
 
 def describe_source(state: dict, path: Path) -> str:
-    """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
+    """out/x/ckpt-00001500.pt, iteration 1500, val loss 1.4851 (as far as known)"""
     if "source" in state:  # written by convert.py
         return f"{path}, from {state['source']}"
-    iter_num, val_loss = state.get("progress", state).get("iter_num"), state.get("val_loss")
-    if iter_num is None:
-        return str(path)
-    whose = "" if "progress" in state else NANOGPTS
-    known = "" if val_loss is None else f", val loss {val_loss:.4f}"
-    return f"{path}{whose}, iteration {iter_num:,}{known}"
+    words, iter_num = str(path), state.get("progress", state).get("iter_num")
+    if iter_num is not None:
+        words += f"{'' if 'progress' in state else NANOGPTS}, iteration {iter_num}"
+    return words + (f", val loss {state['val_loss']:.4f}" if state.get("val_loss") else "")
 
 
 def find_characters(state: dict, path: Path) -> dict:
@@ -185,17 +183,10 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """A checkpoint file of this program or of nanoGPT, mapped into memory."""
+    """The state in a checkpoint of this program, or of nanoGPT, in this program's terms."""
     state = checkpoint.load(path)
-    if "model_args" in state:
-        return convert_nanogpt(state)
-    if "model_config" not in state:
-        raise UserError(f"{path}: neither a checkpoint of this program nor nanoGPT's; give another")
-    return state
-
-
-def convert_nanogpt(state: dict) -> dict:
-    """nanoGPT's state in this program's terms."""
+    if "model_args" not in state:
+        return state
     config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():
