@@ -390,7 +390,7 @@ def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str:
 def save(state: dict, log: Log, signals: Signals, last: bool) -> bool:
     """
     Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk: a full disk does
-    not stop the run. The `last` save is tried every minute until it works or a signal comes.
+    not stop the run. The `last` save is tried every minute until it works; after a signal it fails.
     """
     it, c = state["progress"]["iter_num"], log.config
 
@@ -408,13 +408,14 @@ def save(state: dict, log: Log, signals: Signals, last: bool) -> bool:
         return ""
 
     while problem := signals.ranks.from_main(write):
-        log.event(it, f"{problem}; trying again in a minute")
-        for _ in range(RETRY_SECONDS if last else 0):
-            if signals.came():
-                return False
-            time.sleep(1)
+        if last and signals.came():
+            raise RunError(problem)
+        log.event(it, f"{problem}; trying again {'in a minute' if last else 'with the next save'}")
         if not last:
             return False
+        for _ in range(RETRY_SECONDS):
+            if not signals.came():
+                time.sleep(1)
     return True
 
 

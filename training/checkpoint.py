@@ -31,6 +31,7 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path`, all or nothing. Raises OSError, leaving `path` as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         try:
             torch.save(state, file)
@@ -64,7 +65,6 @@ def save_in_folder(state: dict, out_dir: Path, keep: int) -> Path:
     to it. Raises OSError.
     """
     path = checkpoint_path(out_dir, state["progress"]["iter_num"])
-    out_dir.mkdir(parents=True, exist_ok=True)
     prune(out_dir, max(1, keep - 1))
     save(state, path)
     prune(out_dir, keep)
