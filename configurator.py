@@ -15,6 +15,7 @@ sample.py lists its own keys in a dataclass like Config, and reads them with the
 import ast
 import builtins
 import contextlib
+import inspect
 import math
 import os
 import re
@@ -28,87 +29,79 @@ from typing import Any
 from common.console import UserError, did_you_mean, raise_if_any, run_main
 from common.files import read_text
 
-
-def key(default, meaning, choices=(), low=-math.inf, high=math.inf, group="", of="", text=False):
-    """
-    One key: its default, its meaning and the values it may take (low and high included). `group`
-    starts a group in --help. `of`: the choice that reads this key, as in of="model=fast"; with
-    another choice the key must keep its default. `text`: free text, which may be blank.
-    """
-    rules = dict(meaning=meaning, choices=choices, low=low, high=high)
-    return field(default=default, metadata=rules | dict(group=group, of=of, text=text))
-
-
-MODELS, OPTIMIZERS = ("gpt2", "fast"), ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 NEVER = 2**40  # as a number of iterations: the clock decides
 
 
 @dataclass
 class Config:
-    out_dir: str = key("out", "folder for checkpoints, metrics.jsonl and loss.png", group="I/O")
-    init_from: str = key("scratch", "scratch | resume | auto: resume if it can | gpt2* | path")
-    eval_interval: int = key(2000, "iterations between evaluations", low=1)
-    eval_iters: int = key(200, "micro-batches to evaluate on if eval_tokens is 0", low=1)
-    eval_tokens: int = key(0, "tokens to evaluate on; 0: eval_iters micro-batches", low=0)
-    eval_only: bool = key(False, "evaluate once and exit")
-    sample_tokens: int = key(0, "length of the sample after each evaluation; 0: none", low=0)
-    always_save_checkpoint: bool = key(True, "save at every evaluation, even if not improved")
-    checkpoint_interval: int = key(0, "iterations between saves; 0: ten minutes", low=0)
-    keep_checkpoints: int = key(2, "newest checkpoints to keep, besides best.pt", low=1)
-    log_interval: int = key(1, "iterations between log lines", low=1, group="logging")
-    tracker: str = key("none", "also log to", ("none", "wandb", "tensorboard"))
-    wandb_project: str = key("owt", "wandb project")
-    wandb_run_name: str = key("gpt2", "wandb run name")
-    dataset: str = key("openwebtext", "a folder in data/, or a path to a folder", group="data")
-    stream: bool = key(False, "prepare while training; dataset: files, or ORG/NAME on the hub")
-    tokenizer: str = key("gpt2", "with stream=True: gpt2, byte, or the path of a tokenizer.json")
-    data_workers: int = key(1, "threads that tokenise a stream", low=1, high=256)
-    batch_size: int = key(12, "sequences in a micro-batch", low=1, high=2**20)
-    block_size: int = key(1024, "tokens in a sequence (context length)", low=1)
-    gradient_accumulation_steps: int = key(40, "micro-batches per iteration", low=1, high=2**40)
-    tokens_per_iter: int = key(0, "sets gradient_accumulation_steps; 0: off", low=0, high=2**60)
-    model: str = key("gpt2", "fast: needs fewer tokens", MODELS, group="model")
-    n_layer: int = key(12, "transformer blocks", low=1, high=1024)
-    n_head: int = key(12, "attention heads; must divide n_embd", low=1, high=65536)
-    n_embd: int = key(768, "width", low=1, high=65536)
-    dropout: float = key(0.0, "0.1 or more for fine-tuning and small texts", low=0.0, high=0.99)
-    bias: bool = key(False, "biases in the linear layers and norms (GPT-2: True)")
-    tie_weights: bool = key(True, "share token embedding and output head; fast: False")
-    flash: bool = key(True, "fused attention (scaled_dot_product_attention)")
-    loss_chunk: str = key("auto", "compute the loss this many tokens at a time: auto | off | N")
-    recompute: bool = key(False, "recompute activations in the backward pass: less memory, slower")
-    value_tables: int = key(0, "value embeddings; cost no FLOPs", of="model=fast", low=0)
-    bigram_rows: int = key(0, "bigram embedding; 0: none", of="model=fast", low=0, high=2**31)
-    pad_vocab_multiple: int = key(128, "round the vocabulary up; 1: off", low=1, high=2**16)
-    optimizer: str = key("adamw", "muon: for hidden matrices", OPTIMIZERS, group="optimizer")
-    learning_rate: float = key(6e-4, "peak rate (muon: of hidden matrices, 0.025)", low=0.0)
-    head_lr: float = key(0.004, "peak rate of the head", of="optimizer=muon", low=0.0)
-    muon_momentum: float = key(0.95, "momentum", of="optimizer=muon", low=0.0, high=0.9999999)
-    weight_decay: float = key(0.1, "of matrices, embeddings; muon: embeddings, head", low=0.0)
-    beta1: float = key(0.9, "Adam's decay of the mean gradient", low=0.0, high=0.9999999)
-    beta2: float = key(0.95, "Adam's decay of the mean squared gradient", low=0.0, high=0.9999999)
-    grad_clip: float = key(1.0, "clip the gradient's norm at this value; 0: off", low=0.0)
-    max_iters: int = key(600000, "iterations", low=0, high=2**40, group="schedule")
-    hours: float = key(0.0, "train this many hours instead of max_iters", low=0.0)
-    until: str = key("", "train until this time, such as 07:00", text=True)
-    max_minutes: float = key(0.0, "save and stop after this many minutes; 0: no limit", low=0.0)
-    lr_schedule: str = key("cosine", "wsd: constant, then linear", SCHEDULES)
-    decay_fraction: float = key(0.2, "share that decays", of="lr_schedule=wsd", low=0.0, high=1.0)
-    warmup_iters: int = key(2000, "iterations of linear warmup", low=0)
-    lr_decay_iters: int = key(0, "iteration at which the decay ends; 0: max_iters", low=0)
-    min_lr: float = key(6e-5, "final rate; if unset, below the peak", low=0.0)
-    device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu", group="system")
-    dtype: str = key("auto", "auto: bfloat16 if faster, else float16 (CUDA) or float32", DTYPES)
-    compile: bool = key(True, "use torch.compile; if that fails, warn and train without it")
-    tf32: bool = key(True, "TF32 tensor cores for float32 matmuls on CUDA")
-    deterministic: bool = key(False, "bit-identical runs on CUDA, somewhat slower")
-    seed: int = key(1337, "initial weights, dropout, order of the data", low=0, high=2**63 - 1)
-    peak_tflops: float = key(0.0, "dense peak, for MFU; 0: from gpus.csv", low=0.0)
-    # Not a key: the names of the keys that a file or flag has set
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    # I/O
+    out_dir: str = "out"  # folder for checkpoints, metrics.jsonl and loss.png
+    init_from: str = "scratch"  # scratch | resume | auto: resume if it can | gpt2* | path
+    eval_interval: int = 2000  # iterations between evaluations
+    eval_iters: int = 200  # micro-batches to evaluate on if eval_tokens is 0
+    eval_tokens: int = 0  # tokens to evaluate on; 0: eval_iters micro-batches
+    eval_only: bool = False  # evaluate once and exit
+    sample_tokens: int = 0  # length of the sample after each evaluation; 0: none
+    always_save_checkpoint: bool = True  # save at every evaluation, even if not improved
+    checkpoint_interval: int = 0  # iterations between saves; 0: ten minutes
+    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt
+    # logging
+    log_interval: int = 1  # iterations between log lines
+    tracker: str = "none"  # none | wandb | tensorboard: also log there
+    wandb_project: str = "owt"  # wandb project
+    wandb_run_name: str = "gpt2"  # wandb run name
+    # data
+    dataset: str = "openwebtext"  # a folder in data/, or a path to a folder
+    stream: bool = False  # prepare while training; dataset: files, or ORG/NAME on the hub
+    tokenizer: str = "gpt2"  # with stream=True: gpt2, byte, or the path of a tokenizer.json
+    data_workers: int = 1  # threads that tokenise a stream
+    batch_size: int = 12  # sequences in a micro-batch
+    block_size: int = 1024  # tokens in a sequence (context length)
+    gradient_accumulation_steps: int = 40  # micro-batches per iteration
+    tokens_per_iter: int = 0  # sets gradient_accumulation_steps; 0: off
+    # model
+    model: str = "gpt2"  # gpt2 | fast: needs fewer tokens
+    n_layer: int = 12  # transformer blocks
+    n_head: int = 12  # attention heads; must divide n_embd
+    n_embd: int = 768  # width
+    dropout: float = 0.0  # 0.1 or more for fine-tuning and small texts
+    bias: bool = False  # biases in the linear layers and norms (GPT-2: True)
+    tie_weights: bool = True  # share token embedding and output head; fast: False
+    flash: bool = True  # fused attention (scaled_dot_product_attention)
+    loss_chunk: str = "auto"  # compute the loss this many tokens at a time: auto | off | N
+    recompute: bool = False  # recompute activations in the backward pass: less memory, slower
+    value_tables: int = 0  # model=fast: value embeddings; cost no FLOPs
+    bigram_rows: int = 0  # model=fast: bigram embedding; 0: none
+    pad_vocab_multiple: int = 128  # round the vocabulary up; 1: off
+    # optimizer
+    optimizer: str = "adamw"  # adamw | muon: for hidden matrices
+    learning_rate: float = 6e-4  # peak rate (muon: of hidden matrices, 0.025)
+    head_lr: float = 0.004  # optimizer=muon: peak rate of the head
+    muon_momentum: float = 0.95  # optimizer=muon: momentum
+    weight_decay: float = 0.1  # of matrices, embeddings; muon: embeddings, head
+    beta1: float = 0.9  # Adam's decay of the mean gradient
+    beta2: float = 0.95  # Adam's decay of the mean squared gradient
+    grad_clip: float = 1.0  # clip the gradient's norm at this value; 0: off
+    # schedule
+    max_iters: int = 600000  # iterations
+    hours: float = 0.0  # train this many hours instead of max_iters
+    until: str = ""  # train until this time, such as 07:00
+    max_minutes: float = 0.0  # save and stop after this many minutes; 0: no limit
+    lr_schedule: str = "cosine"  # cosine | linear | constant | wsd: constant, then linear
+    decay_fraction: float = 0.2  # lr_schedule=wsd: share that decays
+    warmup_iters: int = 2000  # iterations of linear warmup
+    lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
+    min_lr: float = 6e-5  # final rate; if unset, below the peak
+    # system
+    device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
+    dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: the fastest here
+    compile: bool = True  # use torch.compile; if that fails, warn and train without it
+    tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
+    deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
+    seed: int = 1337  # initial weights, dropout, order of the data
+    peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # keys that are set; no key
 
     @property
     def by_clock(self) -> bool:
@@ -135,17 +128,39 @@ class Config:
 class NanoGPTKeys:
     """nanoGPT's keys that have other names here. Files and flags may use them: see `translate`."""
 
-    backend: str = key("nccl", "nothing: the device decides")
-    wandb_log: bool = key(False, "tracker=wandb; False: tracker=none")
-    decay_lr: bool = key(True, "lr_schedule=cosine; False: lr_schedule=constant")
+    backend: str = "nccl"  # nothing: the device decides
+    wandb_log: bool = False  # tracker=wandb; False: tracker=none
+    decay_lr: bool = True  # lr_schedule=cosine; False: lr_schedule=constant
 
 
 def find_keys(keys: type) -> dict[str, Field]:
     """The keys that a dataclass lists, by name."""
-    return {f.name: f for f in fields(keys) if f.metadata}
+    return {f.name: f for f in fields(keys) if f.name != "given"}
 
 
 FIELDS, NANOGPT_FIELDS = find_keys(Config), find_keys(NanoGPTKeys)
+# What keys may hold, besides their type; of sample.py too. Other numbers are 0 or more
+CHOICES: dict[str, tuple[str, ...]] = dict(
+    model=("gpt2", "fast"),
+    optimizer=("adamw", "muon"),
+    lr_schedule=("cosine", "linear", "constant", "wsd"),
+    dtype=("float32", "bfloat16", "float16", "auto"),
+    tracker=("none", "wandb", "tensorboard"),
+)
+AT_LEAST_1 = """
+    eval_interval eval_iters keep_checkpoints log_interval data_workers batch_size block_size
+    gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
+""".split()
+BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
+MAY_BE_BLANK = ("until", "start")
+# the choice that reads a key; with another one it must keep its default
+READ_BY = dict(
+    value_tables="model=fast",
+    bigram_rows="model=fast",
+    head_lr="optimizer=muon",
+    muon_momentum="optimizer=muon",
+    decay_fraction="lr_schedule=wsd",
+)
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
@@ -220,7 +235,7 @@ def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(name, known)}")
     value: Any = parse(text, known[name].type)
-    if known[name].type is str and not known[name].metadata["text"]:
+    if name in ("out_dir", "init_from", "dataset", "tokenizer"):
         value = os.path.expanduser(value)  # shells do not expand the ~ in --key=~/x
     return {name: fit(value, known[name], f"--{name}")}
 
@@ -231,7 +246,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     order. Keys of train.py that are not `known` to this script are skipped. Raises UserError.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such config file{did_you_mean(str(path), list_configs())}")
+        files = map(str, Path("config").glob("*.py"))
+        raise UserError(f"{path}: no such config file{did_you_mean(str(path), files)}")
     if path.suffix != ".py":
         raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
@@ -241,11 +257,9 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         tree = ast.parse(read_text(path, errors="strict"), str(path))
         exec(compile(tree, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
-        line = (
-            getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
-        )
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
         said = traceback.format_exception_only(error)[-1].strip()
-        raise UserError(f"{path}:{line}: {said}") from None
+        raise UserError(f"{path}:{getattr(error, 'lineno', line)}: {said}") from None
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found, problems = {}, []
     for name, value in variables.items():
@@ -259,10 +273,6 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
             problems.append(f"{path}: {name}: unknown key{did_you_mean(name, known)}")
     raise_if_any(problems)
     return found
-
-
-def list_configs() -> list[str]:
-    return [str(path) for path in sorted(Path("config").glob("*.py"))]
 
 
 def parse(text: str, kind: Any) -> Any:
@@ -282,20 +292,22 @@ def fit(value: Any, f: Field, where: str) -> Any:
     booleans. Raises UserError if the value does not fit the key.
     """
     kind: Any = f.type
-    m = f.metadata
+    problem = ""
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             value = kind(value) if kind(value) == value else value
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
-    if m["choices"] and value not in m["choices"]:
-        hint = did_you_mean(value, m["choices"])
-        raise UserError(f"{where}: {value!r} is none of {', '.join(m['choices'])}{hint}")
-    if kind in (int, float) and not m["low"] <= value <= m["high"]:
-        span = f"{m['low']} or more" if value < m["low"] else f"{m['high']} or less"
-        raise UserError(f"{where}: must be {span}, got {value}")
-    if kind is str and not value.strip() and not m["text"]:
-        raise UserError(f"{where}: must not be empty")
+        problem = f"needs {KIND_NAMES[kind]}"
+    elif f.name in CHOICES and value not in CHOICES[f.name]:
+        problem = f"is one of {', '.join(CHOICES[f.name])}{did_you_mean(value, CHOICES[f.name])}"
+    elif kind in (int, float) and value < (f.name in AT_LEAST_1):
+        problem = f"must be {int(f.name in AT_LEAST_1)} or more"
+    elif f.name in BELOW_1 and value >= 1:
+        problem = "must be below 1"
+    elif kind is str and not value.strip() and f.name not in MAY_BE_BLANK:
+        problem = "must not be empty"
+    if problem:
+        raise UserError(f"{where}: {problem}, got {value!r:.60}")
     return value
 
 
@@ -339,10 +351,10 @@ def check_model(config: Config) -> list[str]:
         problems.append(f"n_head: {config.n_head} must divide n_embd {config.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", config.loss_chunk):
         problems.append(f"loss_chunk: {config.loss_chunk!r} is none of auto, off, a number above 0")
-    for name, f in FIELDS.items():
-        choice, _, value = f.metadata["of"].partition("=")
-        if choice and getattr(config, name) != f.default and getattr(config, choice) != value:
-            problems.append(f"{name}: only {choice}={value} reads it; leave it out")
+    for name, reader in READ_BY.items():
+        choice, _, value = reader.partition("=")
+        if getattr(config, choice) != value and getattr(config, name) != FIELDS[name].default:
+            problems.append(f"{name}: only {reader} reads it; leave it out")
     if config.model == "fast":
         if 2 * config.value_tables > config.n_layer:
             problems.append(f"value_tables: two layers share one; {config.n_layer // 2} or less")
@@ -388,25 +400,16 @@ def config_values(config: Config) -> dict[str, Any]:
 
 def print_config(config: Config) -> str:
     """The configuration as a config file: running that file gives this configuration."""
-    lines = []
-    for name, f in FIELDS.items():
-        if f.metadata["group"]:
-            lines += ["", f"# {f.metadata['group']}"]
-        lines.append(f"{name} = {getattr(config, name)!r}")
-    return "\n".join(lines[1:]) + "\n"
+    return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
 def print_help(keys: type = Config) -> None:
+    """The table of the keys, as it stands in the code."""
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (applied left to right)")
-    for name, f in find_keys(keys).items():
-        m = f.metadata
-        if m["group"]:
-            print(f"\n{m['group']}:")
-        of = f"{m['of']}: " if m["of"] else ""
-        choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
-        flag = f"--{name}={f.default!r}"
-        print(f"  {flag:<34} {type(f.default).__name__:<6} {of}{m['meaning']}{choices}")
+    for line in inspect.getsource(keys).splitlines():
+        if re.match(r"    (# |\w+: \w+ = )", line):
+            print(line.strip())
 
 
 def main(argv: list[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from common.console import print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
-from configurator import DTYPES, Config, key, read_config
+from configurator import Config, read_config
 from data.tokenizer import Tokenizer
 from model import GPTConfig, generate
 from model_fast import build_model
@@ -31,19 +31,18 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class SampleConfig:
-    init_from: str = key("resume", "resume: the run in out_dir; gpt2 .. gpt2-xl; or a path")
-    out_dir: str = key("out", "a run's folder, for init_from=resume")
-    start: str = key("\n", f"the prompt, or FILE:name; may hold {END_OF_TEXT}", text=True)
-    num_samples: int = key(10, "samples", low=1, high=2**16)
-    max_new_tokens: int = key(500, "longest sample, in tokens", low=1, high=2**40)
-    temperature: float = key(0.8, "0: the likeliest token; 1: as the model predicts", low=0.0)
-    top_k: int = key(200, "draw from the k likeliest tokens; 0: from all", low=0)
-    seed: int = key(1337, "of the random numbers", low=0, high=2**63 - 1)
-    device: str = key("auto", "auto | cuda | cuda:1 | mps | cpu")
-    dtype: str = key("auto", "dtype of the weights", DTYPES)
-    compile: bool = key(False, "torch.compile the model: slower at first")
-    # Not a key: the names of the keys that a file or flag has set
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
+    out_dir: str = "out"  # a run's folder, for init_from=resume
+    start: str = "\n"  # the prompt, or FILE:name; may hold <|endoftext|>
+    num_samples: int = 10  # samples
+    max_new_tokens: int = 500  # longest sample, in tokens
+    temperature: float = 0.8  # 0: the likeliest token; 1: as the model predicts
+    top_k: int = 200  # draw from the k likeliest tokens; 0: from all
+    seed: int = 1337  # of the random numbers
+    device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
+    dtype: str = "auto"  # of the weights
+    compile: bool = False  # torch.compile the model: slower at first
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # keys that are set; no key
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:

@@ -193,6 +193,8 @@ def run_main(
         code = error.exit_code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+    except BrokenPipeError:  # as in train.py --help | head
+        os._exit(1)
     except OSError as error:
         # no permission, a name that is too long, a full disk, ...
         where = f"{error.filename}: " if error.filename else ""
