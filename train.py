@@ -195,10 +195,14 @@ def model_config(
         values["vocab_size"] = weights["model_config"]["vocab_size"]
     if flash is not None:
         values["flash"] = flash
-    least = c.batch_size * c.block_size // MOST_CHUNKS
-    auto = max(COMPILED_LOSS_CHUNK, least) if c.compile else LOSS_CHUNK
-    chunk = dict(auto=auto, off=0).get(c.loss_chunk)
-    return GPTConfig(**values | dict(loss_chunk=int(c.loss_chunk) if chunk is None else chunk))
+    if c.loss_chunk != "auto":
+        values["loss_chunk"] = 0 if c.loss_chunk == "off" else int(c.loss_chunk)
+    elif c.compile:
+        least = c.batch_size * c.block_size // MOST_CHUNKS
+        values["loss_chunk"] = max(COMPILED_LOSS_CHUNK, least)
+    else:
+        values["loss_chunk"] = LOSS_CHUNK
+    return GPTConfig(**values)
 
 
 def build_optimizer(model: torch.nn.Module, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:

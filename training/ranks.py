@@ -25,6 +25,8 @@ from configurator import Config
 
 # For one collective; longer than any evaluation or save that a rank waits for
 TIMEOUT = timedelta(minutes=10)
+# A second one of these ends the process at once; SIGBREAK exists on Windows only
+STOPS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGBREAK", None)
 
 
 class Ranks:
@@ -118,12 +120,12 @@ class Signals:
     """
     SIGINT, SIGTERM, and the warnings of Slurm, a CPU limit and a closing terminal ask the run to
     save and stop, all ranks together: the loop looks between two iterations, and at each batch of
-    an evaluation. A second one ends the process at once. Windows has SIGINT and SIGBREAK, Ctrl-C
-    and Ctrl-Break.
+    an evaluation. A second SIGINT or SIGTERM ends the process at once. Windows has SIGINT and
+    SIGBREAK, Ctrl-C and Ctrl-Break.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.received, self.since = ranks, 0, 0.0
+        self.ranks, self.received, self.stopped_at = ranks, 0, 0.0
         self.name = ""  # of the signal that all ranks have agreed on
         for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP"):
             number = getattr(signal, name, None)
@@ -132,12 +134,14 @@ class Signals:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame) -> None:
-        if not self.received:
-            self.received, self.since = number, time.monotonic()
-            if self.ranks.is_main:
-                print_err("stopping after this iteration; a second signal stops at once")
-        elif time.monotonic() - self.since > 0.5:  # torchrun or Slurm may pass on the same stop
-            os._exit(128 + number)
+        if not self.received and self.ranks.is_main:
+            print_err("stopping after this iteration; a second signal stops at once")
+        self.received = self.received or number
+        if number in STOPS:
+            # torchrun, systemd and Slurm may each pass on the same stop
+            if self.stopped_at and time.monotonic() - self.stopped_at > 0.5:
+                os._exit(128 + number)
+            self.stopped_at = self.stopped_at or time.monotonic()
 
     def look(self, *values: float) -> list[float]:
         """
