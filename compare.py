@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-from configurator import FIELDS, NEVER, evaluated, saved_config
+from configurator import FIELDS, NEVER, Config, fit, translate
 from reports.cards import resolve_gpu
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, millions, save_picture
@@ -169,6 +169,25 @@ def why_not_comparable(runs: list[Run]) -> str:
     return (
         "unequal tokens evaluated" if len({evaluated(saved_config(c)) for c in fixed}) > 1 else ""
     )
+
+
+def evaluated(config: Config) -> tuple:
+    """
+    What decides on an evaluation's loss: it does not compare with one where this differs. Keys of
+    your own count if their names begin with eval_.
+    """
+    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
+    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
+    return config.eval_size, *(getattr(config, name) for name in own)
+
+
+def saved_config(values: dict) -> Config:
+    """
+    The configuration that a checkpoint or metrics.jsonl holds. Raises UserError for a value that
+    does not fit.
+    """
+    keys = translate(values)
+    return Config(**{n: fit(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:

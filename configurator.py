@@ -162,7 +162,6 @@ READ_BY = dict(
     decay_fraction="lr_schedule=wsd",
 )
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
@@ -365,16 +364,6 @@ def check_model(config: Config) -> list[str]:
     return problems
 
 
-def evaluated(config: Config) -> tuple:
-    """
-    What decides on an evaluation's loss: it does not compare with one where this differs. Keys of
-    your own count if their names begin with eval_.
-    """
-    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
-    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
-    return config.eval_size, *(getattr(config, name) for name in own)
-
-
 def divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
@@ -382,15 +371,6 @@ def divisors(n: int) -> list[int]:
 
 # -----------------------------------------------------------------------------
 # Printing
-
-
-def saved_config(values: dict[str, Any]) -> Config:
-    """
-    The configuration that a checkpoint or metrics.jsonl holds. Raises UserError for a value that
-    does not fit.
-    """
-    keys = translate(values)
-    return Config(**{n: fit(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
 
 
 def config_values(config: Config) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, command_line, raise_if_any, run_main, say, warn
-from configurator import Config, config_values, evaluated, read_config, resolve, saved_config
+from configurator import Config, config_values, read_config, resolve
 from data.loader import Batch, TrainBatches, eval_batches, to_batch
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from data.stream import open_stream
@@ -423,7 +423,7 @@ def save(state: dict, log: Log, signals: Signals, last: bool) -> bool:
     return True
 
 
-def restore(start: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
+def restore(start: dict, optimizer, scaler, hw: Hardware, rank: int) -> Progress:
     """Everything of a checkpoint but the weights; hyperparameters are the configuration's."""
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(dict(state=start["optimizer"]["state"], param_groups=groups))
@@ -431,10 +431,7 @@ def restore(start: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) 
         scaler.load_state_dict(start["scaler"])
     if rank < len(start["rng"]):
         hardware.set_rng_state(start["rng"][rank], hw.device)
-    p = Progress(**start["progress"])
-    if evaluated(saved_config(start["config"])) != evaluated(c):
-        p.best_val_loss = math.inf  # another loss: the next evaluation is the best so far
-    return p
+    return Progress(**start["progress"])
 
 
 def say_start(c: Config, start: dict, p: Progress) -> None:
@@ -473,7 +470,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if start:
         model.load_state_dict(start["model"])
     if path:
-        p = restore(start, optimizer, scaler, c, hw, ranks.rank)
+        p = restore(start, optimizer, scaler, hw, ranks.rank)
     saved = (p.iter_num, p.evaluated_at) if path else None  # what is on the disk
 
     # Clock, log and data. From here on out_dir belongs to this run

@@ -20,7 +20,6 @@ from configurator import Config, config_values, divisors
 from model import GPT, GPTConfig
 from model_fast import FastGPT, build_model
 from train import MOST_CHUNKS, build_optimizer
-from training.hardware import count_parameters
 
 # CUDA's context and its libraries' workspaces: an estimate; torch does not allocate them
 CONTEXT_BYTES = 0.55e9
@@ -57,6 +56,11 @@ def build_shapes(config: GPTConfig) -> GPT | FastGPT:
     """The model without memory: only names and shapes, to read, not to change."""
     with torch.device("meta"):
         return build_model(config)
+
+
+@functools.cache
+def count_parameters(config: GPTConfig) -> int:
+    return sum(p.numel() for p in build_shapes(config).parameters())
 
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:

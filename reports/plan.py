@@ -29,13 +29,19 @@ from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, voca
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.cards import resolve_gpu, short_name
-from reports.memory import checkpoint_bytes, checkpoint_files, fitting_batch, memory_bytes
+from reports.memory import (
+    checkpoint_bytes,
+    checkpoint_files,
+    count_parameters,
+    fitting_batch,
+    memory_bytes,
+)
 from reports.records import percentile, read_run
 from train import model_config
 from training import hardware
 from training.clock import SAVE_EVERY, next_time, wall
 from training.gpus import GIB, read_gpu_table, row_peak
-from training.hardware import count_flops, count_parameters
+from training.hardware import count_flops
 from training.ranks import check_shares
 
 # MFU of compiled GPT-2 training as (low, likely, high), for GPUs without a published measurement in

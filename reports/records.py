@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS, INITIAL, translate
+from configurator import FIELDS, translate
 
+INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
     "step": ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu"),

@@ -213,12 +213,6 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 
 
 @functools.cache
-def count_parameters(config: GPTConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_model(config).parameters())
-
-
-@functools.cache
 def count_flops(config: GPTConfig) -> float | None:
     """
     Floating-point operations per trained token; None if the model does not run on tensors without

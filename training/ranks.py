@@ -45,7 +45,12 @@ class Ranks:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
-        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=TIMEOUT)
+        # torchrun keeps one store across restarts, with the addresses of dead processes in it. A
+        # prefix per restart hides them.
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        group: dict = dict(store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", **group)
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
