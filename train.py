@@ -87,8 +87,8 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
     c = read_config(argv)
     problems, path = [], None
     try:
-        path = find_checkpoint(c)
-        problems = adopt(c, load_start(c, path))
+        path, start = find_checkpoint(c)
+        problems = adopt(c, start or load_start(c, path))
     except UserError as error:
         problems = error.problems
     problems += hardware.check_device(c) + ([] if c.stream else check_dataset(c))
@@ -96,18 +96,21 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
     return c, path
 
 
-def find_checkpoint(c: Config) -> Path | None:
-    """The newest checkpoint of the run to resume, checked. None for a new run. Raises UserError."""
-    out_dir, newest = Path(c.out_dir), None
+def find_checkpoint(c: Config) -> tuple[Path | None, dict]:
+    """
+    The newest checkpoint of the run to resume, checked, and its state. None and {} for a new run.
+    Raises UserError.
+    """
+    out_dir, newest, state = Path(c.out_dir), None, {}
     if c.init_from in ("resume", "auto"):
-        newest = checkpoint.find_newest(out_dir)
+        newest, state = checkpoint.find_newest(out_dir)
     if not newest and c.init_from == "resume":
         hint = "--init_from=auto starts a new run there"
         raise UserError(f"init_from: {out_dir} holds no ckpt-*.pt to resume; {hint}")
     if not newest and not c.eval_only and (others := sorted(out_dir.glob("*.pt"))):
         ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
         raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
-    return newest
+    return newest, state
 
 
 def load_start(c: Config, path: Path | None) -> dict:

@@ -90,24 +90,23 @@ def mark_best(path: Path) -> None:
             shutil.copyfileobj(content, file)
 
 
-def find_newest(out_dir: Path) -> Path | None:
+def find_newest(out_dir: Path) -> tuple[Path | None, dict]:
     """
-    The newest valid checkpoint; damaged ones are renamed to ckpt-*.pt.damaged, with a warning. None
-    if out_dir holds no checkpoint. Raises UserError if there are checkpoints and none is valid: a
-    run never starts from scratch silently.
+    The newest valid checkpoint, and its state; damaged ones are renamed to ckpt-*.pt.damaged, with
+    a warning. None and {} if out_dir holds no checkpoint. Raises UserError if there are checkpoints
+    and none is valid: a run never starts from scratch silently.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            load(path)
-            return path
+            return path, load(path)
         except UserError as error:
             warn(f"{error}; trying the one before")
             path.replace(path.with_name(f"{path.name}.damaged"))
     if paths or list(out_dir.glob("ckpt-*.pt.damaged")):
         problem = "none of its checkpoints can be resumed"
         raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
-    return None
+    return None, {}
 
 
 def claim_folder(out_dir: Path) -> BinaryIO:
