@@ -101,7 +101,8 @@ def find_checkpoint(c: Config) -> tuple[Path | None, dict]:
     The newest checkpoint of the run to resume, checked, and its state. None and {} for a new run.
     Raises UserError.
     """
-    out_dir, newest, state = Path(c.out_dir), None, {}
+    out_dir, newest = Path(c.out_dir), None
+    state: dict = {}
     if c.init_from in ("resume", "auto"):
         newest, state = checkpoint.find_newest(out_dir)
     if not newest and c.init_from == "resume":
@@ -208,7 +209,7 @@ def model_config(
     return GPTConfig(**values)
 
 
-def build_optimizer(model: torch.nn.Module, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
+def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
     Each group has its highest learning rate as initial_lr; that of the first one is logged.
     `dtype`: of Muon's matmuls. A fused optimizer can skip an update on the device; that of MPS
@@ -301,7 +302,7 @@ def train_step(
     then one update, which is skipped if a gradient is not finite. Returns the sum of the losses in
     nats, and the gradient norm before clipping, on the device; nothing here waits for it.
     """
-    accum, loss_sum = len(micro_batches), 0
+    accum, loss_sum = len(micro_batches), torch.zeros((), device=micro_batches[0][0].device)
     for micro_step, (x, y) in enumerate(micro_batches):
         # several ranks average their gradients once, at the last micro-step
         defers = isinstance(model, DistributedDataParallel) and micro_step < accum - 1

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from common.console import UserError, count, duration, keep_transcript, say, war
 from common.files import replacing
 from configurator import Config, config_values
 from data.shards import Dataset
+from model import GPT
+from model_fast import FastGPT
 from reports.records import plain, read_record
 from training.checkpoint import claim_folder
 from training.clock import Clock
@@ -44,10 +47,14 @@ class Log:
 
     def __init__(self, config: Config, clock: Clock, hw: Hardware, ranks: Ranks):
         self.config, self.clock, self.hw, self.ranks = config, clock, hw, ranks
-        self.out_dir, self.file = Path(config.out_dir), None
+        self.out_dir = Path(config.out_dir)
+        self.file: FileIO | None = None
         self.unwritten = b""  # records that did not fit on a full disk
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.track: Callable[[int, dict], None] = lambda it, numbers: None
+        self.flops_per_token: float | None = None
+        self.train_tokens: int | None = None  # None: a stream's is unknown
+        self.before = (0, 0.0, 0.0)  # at the last line: iterations, seconds of steps and of waiting
 
     def open(self, resumed: dict) -> None:
         """Lock the run's folder and open its files. `resumed`: the checkpoint's state, or {}."""
@@ -156,13 +163,12 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning and the end
 
-    def start(self, data: Dataset, model: torch.nn.Module, it: int) -> None:
+    def start(self, data: Dataset, model: GPT | FastGPT, it: int) -> None:
         """The first lines: the model, the device, the data, and the length of the run."""
         c, hw, processes = self.config, self.hw, self.ranks.world_size
-        # at the last line: iterations, seconds of steps, and seconds of waiting
         self.before = it, self.clock.seconds["steps"], 0.0
         self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
-        self.train_tokens = None if data.stream else len(data.train)  # a stream's is unknown
+        self.train_tokens = None if data.stream else len(data.train)
         self.bytes_per_token = data.bytes_per_token
         parameters = sum(p.numel() for p in model.parameters())
         flops = count(self.flops_per_token) if self.flops_per_token else "unknown"
@@ -179,9 +185,9 @@ class Log:
             end = datetime.fromtimestamp(time.time() + max(0.0, self.clock.left()))
             length = f"until about {end:%Y-%m-%d %H:%M}"
         say(f"run: {length}, in {c.out_dir}")
-        machine = dict(device=hw.name, device_type=hw.device.type, dtype=hw.dtype_name)
+        machine: dict = dict(device=hw.name, device_type=hw.device.type, dtype=hw.dtype_name)
         machine |= dict(peak_tflops=hw.peak_tflops, world_size=processes, torch=torch.__version__)
-        work = dict(parameters=parameters, flops_per_token=self.flops_per_token)
+        work: dict = dict(parameters=parameters, flops_per_token=self.flops_per_token)
         work |= dict(tokens_per_iter=c.iter_tokens, tokenizer=tokenizer_name(data.tokenizer))
         work |= dict(data_fingerprint=data.fingerprint)
         self.record("start", iter=it, config=config_values(c), **machine, **work)
@@ -249,7 +255,7 @@ def drop_records(path: Path, progress: dict) -> None:
     with replacing(path) as file:
         for line in lines:
             record = read_record(line)
-            if record.get("iter", math.inf) <= last.get(record.get("kind"), -1):
+            if record.get("iter", math.inf) <= last.get(record.get("kind", ""), -1):
                 file.write(line + b"\n")
 
 
