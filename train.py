@@ -417,7 +417,7 @@ def save(state: dict, log: Log, signals: Signals, last: bool) -> bool:
 
     while problem := signals.ranks.from_main(write):
         if last and signals.came():
-            raise RunError(problem)
+            signals.ranks.fail(problem)
         log.event(it, f"{problem}; trying again {'in a minute' if last else 'with the next save'}")
         if not last:
             return False
@@ -566,7 +566,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = loss_sum.item() / accum
             log.step(it, p.tokens, loss, lr, grad_norm.item(), batches.waited)
             if skipped >= MAX_SKIPS:  # all ranks have the same gradients
-                raise RunError(f"{MAX_SKIPS} updates in a row skipped; try a lower learning_rate")
+                ranks.fail(f"{MAX_SKIPS} updates in a row skipped; try a lower learning_rate")
 
     batches.close()
     log.end(reason, p.iter_num, p.tokens, batches.waited)

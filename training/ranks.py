@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,10 @@ class Ranks:
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def fail(self, line: str) -> NoReturn:
+        """Raises RunError. All ranks call this together; only rank 0 prints why."""
+        raise RunError(line) if self.is_main else RunError()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
         """Raises UserError on every rank if any rank's value differs from rank 0's."""
