@@ -93,6 +93,9 @@ def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
         problems = error.problems
     problems += hardware.check_device(c) + ([] if c.stream else check_dataset(c))
     raise_if_any(problems + resolve(c) + check_shares(c, world_size))
+    if c.dtype == "auto":  # rank 0 chooses for all
+        dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
+        c.dtype = str(dtype).removeprefix("torch.")
     return c, path
 
 
@@ -461,7 +464,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     start = load_start(c, path)  # the checkpoint to resume, other weights, or empty
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
-    c.dtype = hw.dtype_name
     data = open_data(c, start, ranks)
 
     # Model and optimizer; on resume, in their saved state
