@@ -522,7 +522,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 log.evaluation(p.iter_num, p.tokens, *losses)
                 if c.sample_tokens and ranks.is_main and p.iter_num > 0:
                     log.sample(p.iter_num, sample_text(model, data, c, hw))
-            reason = reason or signals.name  # the resumed run begins with this evaluation
+            else:
+                reason = signals.name  # the resumed run begins with this evaluation
             clock.lap("evaluation")
 
         # rank 0 saves: after an evaluation, every checkpoint_interval or ten minutes, at the end
