@@ -317,9 +317,10 @@ def train_step(
     scaler.unscale_(optimizer)
     # with grad_clip = 0 the norm is only measured
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    # 1: a fused optimizer changes nothing. In float16 the scaler replaces it with its own finding
-    optimizer.found_inf = (~grad_norm.isfinite()).float()
-    if optimizer.defaults["fused"] or grad_norm.isfinite():  # on MPS this waits for the device
+    fused = optimizer.defaults["fused"]
+    if fused:  # 1: the update changes nothing. In float16 the scaler replaces it by its own finding
+        optimizer.found_inf = (~grad_norm.isfinite()).float()
+    if fused or grad_norm.isfinite():  # that of MPS is not fused, and has to wait here
         scaler.step(optimizer)
     scaler.update()
     # DDP's gradients are views of its buckets; after None they would take memory of their own
