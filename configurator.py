@@ -22,7 +22,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 NEVER = 2**40  # as a number of iterations: the clock decides
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     # I/O
     out_dir: str = "out"  # folder for checkpoints, metrics.jsonl and loss.png
@@ -101,7 +101,8 @@ class Config:
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
     peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv
-    given: frozenset[str] = field(default=frozenset(), compare=False)  # keys that are set; no key
+    # no key: the names of the keys that a file or flag has set
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def by_clock(self) -> bool:
@@ -126,7 +127,7 @@ class Config:
 
 @dataclass
 class NanoGPTKeys:
-    """nanoGPT's keys that have other names here. Files and flags may use them: see `translate`."""
+    """nanoGPT's keys that have other names here; from_nanogpt() translates them."""
 
     backend: str = "nccl"  # nothing: the device decides
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
@@ -138,8 +139,11 @@ def find_keys(keys: type) -> dict[str, Field]:
     return {f.name: f for f in fields(keys) if f.name != "given"}
 
 
-FIELDS, NANOGPT_FIELDS = find_keys(Config), find_keys(NanoGPTKeys)
-# What keys may hold, besides their type; of sample.py too. Other numbers are 0 or more
+FIELDS = find_keys(Config)
+NANOGPT_FIELDS = find_keys(NanoGPTKeys)
+
+# What a key may hold besides its type, here and in sample.py. Numbers that are not named are 0 or
+# more.
 CHOICES: dict[str, tuple[str, ...]] = dict(
     model=("gpt2", "fast"),
     optimizer=("adamw", "muon"),
@@ -152,16 +156,29 @@ AT_LEAST_1 = """
     gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
+AT_MOST_1 = ("decay_fraction", "top_p")
+PATHS = ("out_dir", "init_from", "dataset", "tokenizer")
 MAY_BE_BLANK = ("until", "start")
-# the choice that reads a key; with another one it must keep its default
-READ_BY = dict(
+# the one choice with which a key does anything; with another one it must keep its default
+ONLY_WITH = dict(
     value_tables="model=fast",
     bigram_rows="model=fast",
     head_lr="optimizer=muon",
     muon_momentum="optimizer=muon",
     decay_fraction="lr_schedule=wsd",
 )
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+# what other trainers call these keys
+OTHER_NAMES = dict(
+    lr="learning_rate",
+    bs="batch_size",
+    wd="weight_decay",
+    seq_len="block_size",
+    grad_accum="gradient_accumulation_steps",
+    steps="max_iters",
+    epochs="max_iters",
+)
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
 KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 
 # -----------------------------------------------------------------------------
@@ -174,7 +191,9 @@ def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]]
     functions from a Config to a list of problems. Raises UserError with one line per problem.
     """
     config = read_config(argv)
-    raise_if_any([line for check in checks for line in check(config)] + resolve(config))
+    problems = [line for check in checks for line in check(config)]
+    config, impossible = resolve(config)
+    raise_if_any(problems + impossible)
     return config
 
 
@@ -190,17 +209,19 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
     values: dict[str, Any] = {}
     flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
-    for argument in argv:
+    left = list(argv)
+    while left:
+        argument = left.pop(0)
         try:
             if argument.startswith("-") or "=" in argument:
-                found = read_flag(argument, known)
+                found = read_flag(argument, known, left)
                 flags |= found.keys()
             else:
                 found = read_file(Path(argument), known, values)
         except UserError as error:
             problems += error.problems
             continue
-        values |= translate(found)
+        values |= from_nanogpt(found)
         if "gradient_accumulation_steps" in found and "tokens_per_iter" not in found:
             values["tokens_per_iter"] = 0  # of the two the last one wins
     raise_if_any(problems)
@@ -211,7 +232,7 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
     return keys(**values, given=frozenset(values))
 
 
-def translate(found: dict[str, Any]) -> dict[str, Any]:
+def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     """
     What a file, a flag or a checkpoint sets, with nanoGPT's names replaced by ours. If both names
     are set, ours wins.
@@ -226,17 +247,26 @@ def translate(found: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
-    """The key and value of a flag. Raises UserError."""
-    name, equals, text = argument.removeprefix("--").partition("=")
-    if not (argument.startswith("--") and equals):
+def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[str, Any]:
+    """
+    The key and value of a flag; `--key` alone is True. A value that was typed without the = is the
+    next argument; it is taken out of `left` and named in the error. Raises UserError.
+    """
+    name, equals, text = argument.lstrip("-").partition("=")
+    if not argument.startswith("--"):
         raise UserError(f"{argument}: flags are written --key=value")
+    if not equals and left and not left[0].startswith("--") and not left[0].endswith(".py"):
+        text = left.pop(0)
     if name not in known:
-        raise UserError(f"--{name}: unknown key{did_you_mean(name, known)}")
-    value: Any = parse(text, known[name].type)
-    if name in ("out_dir", "init_from", "dataset", "tokenizer"):
+        raise UserError(f"--{name}: unknown key{did_you_mean(OTHER_NAMES.get(name, name), known)}")
+    kind: Any = known[name].type
+    if not equals and (text or kind is not bool):
+        example = text or repr(known[name].default)
+        raise UserError(f"--{name}: needs = and a value: --{name}={example}")
+    value = parse_value(text, kind) if equals else True
+    if name in PATHS:
         value = os.path.expanduser(value)  # shells do not expand the ~ in --key=~/x
-    return {name: fit(value, known[name], f"--{name}")}
+    return {name: check_value(value, known[name], f"--{name}")}
 
 
 def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> dict[str, Any]:
@@ -259,22 +289,25 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         said = traceback.format_exception_only(error)[-1].strip()
         raise UserError(f"{path}:{getattr(error, 'lineno', line)}: {said}") from None
-    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
-    found, problems = {}, []
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
+    found = {}
+    problems = []
     for name, value in variables.items():
-        plain = isinstance(value, bool | int | float | str)  # no import and no function
+        plain = isinstance(value, bool | int | float | str)  # no module and no function
         if name in known:
             try:
-                found[name] = fit(value, known[name], name)
+                found[name] = check_value(value, known[name], name)
             except UserError as error:
                 problems.append(f"{path}: {error}")
-        elif plain and not (name in defaults or name in read or name.startswith("_")):
-            problems.append(f"{path}: {name}: unknown key{did_you_mean(name, known)}")
+        elif plain and name not in defaults and name not in used and not name.startswith("_"):
+            meant = did_you_mean(OTHER_NAMES.get(name, name), known)
+            hint = "a name of your own starts with _"
+            problems.append(f"{path}: {name}: unknown key{meant or f'; {hint}'}")
     raise_if_any(problems)
     return found
 
 
-def parse(text: str, kind: Any) -> Any:
+def parse_value(text: str, kind: Any) -> Any:
     """A flag's text as a Python value. Text that is not a Python value stays text."""
     if kind is bool and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
@@ -285,28 +318,32 @@ def parse(text: str, kind: Any) -> Any:
     return text
 
 
-def fit(value: Any, f: Field, where: str) -> Any:
+def check_value(value: Any, f: Field, where: str) -> Any:
     """
     The value in the key's type. A whole float may stand for an int, an int for a float, 0 and 1 for
     booleans. Raises UserError if the value does not fit the key.
     """
     kind: Any = f.type
-    problem = ""
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
-            value = kind(value) if kind(value) == value else value
+            if kind(value) == value:
+                value = kind(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        problem = f"needs {KIND_NAMES[kind]}"
-    elif f.name in CHOICES and value not in CHOICES[f.name]:
-        problem = f"is one of {', '.join(CHOICES[f.name])}{did_you_mean(value, CHOICES[f.name])}"
-    elif kind in (int, float) and value < (f.name in AT_LEAST_1):
-        problem = f"must be {int(f.name in AT_LEAST_1)} or more"
-    elif f.name in BELOW_1 and value >= 1:
-        problem = "must be below 1"
-    elif kind is str and not value.strip() and f.name not in MAY_BE_BLANK:
-        problem = "must not be empty"
-    if problem:
-        raise UserError(f"{where}: {problem}, got {value!r:.60}")
+        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
+    if f.name in CHOICES and value not in CHOICES[f.name]:
+        choices = CHOICES[f.name]
+        raise UserError(
+            f"{where}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}"
+        )
+    least = 1 if f.name in AT_LEAST_1 else 0
+    if kind in (int, float) and value < least:
+        raise UserError(f"{where}: must be {least} or more, got {value}")
+    if f.name in BELOW_1 and value >= 1:
+        raise UserError(f"{where}: must be below 1, got {value}")
+    if f.name in AT_MOST_1 and value > 1:
+        raise UserError(f"{where}: must be 1 or less, got {value}")
+    if kind is str and not value.strip() and f.name not in MAY_BE_BLANK:
+        raise UserError(f"{where}: must not be empty")
     return value
 
 
@@ -314,52 +351,60 @@ def fit(value: Any, f: Field, where: str) -> Any:
 # What follows from the keys
 
 
-def resolve(config: Config) -> list[str]:
-    """Fill in what follows from other keys. Returns the combinations that cannot work."""
-    if config.model == "fast" and "tie_weights" not in config.given:
-        config.tie_weights = False
-    if config.optimizer == "muon" and "learning_rate" not in config.given:
-        config.learning_rate = MUON_LEARNING_RATE
-    problems = check_model(config)
-    micro_batch = config.batch_size * config.block_size
-    steps, rest = divmod(config.tokens_per_iter, micro_batch)
+def resolve(c: Config) -> tuple[Config, list[str]]:
+    """The configuration with what follows from its keys, and the combinations that cannot work."""
+    if c.model == "fast" and "tie_weights" not in c.given:
+        c = replace(c, tie_weights=False)
+    if c.optimizer == "muon" and "learning_rate" not in c.given:
+        c = replace(c, learning_rate=MUON_LEARNING_RATE)
+    problems = check_model(c)
+
+    micro_batch = c.batch_size * c.block_size  # tokens
+    steps, rest = divmod(c.tokens_per_iter, micro_batch)
     if rest:
-        problem = f"tokens_per_iter: {config.tokens_per_iter:,} is not a multiple of"
-        problems.append(f"{problem} batch_size * block_size = {micro_batch:,}")
+        below = f"{steps * micro_batch} or " if steps else ""
+        problems.append(
+            f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * block_size "
+            f"= {micro_batch:,}; nearest: {below}{(steps + 1) * micro_batch}"
+        )
     elif steps:
-        config.gradient_accumulation_steps = steps
-    highest = config.learning_rate
-    if config.optimizer == "muon":
-        highest = min(highest, config.head_lr)  # those of embeddings are far above min_lr
-    if highest < config.min_lr and "min_lr" not in config.given:
-        config.min_lr = highest / 10  # a rate must not rise to min_lr
-    if config.until and config.hours:
+        c = replace(c, gradient_accumulation_steps=steps)
+
+    # a rate must not rise to min_lr
+    highest = c.learning_rate
+    if c.optimizer == "muon":
+        highest = min(highest, c.head_lr)  # those of embeddings are far above min_lr
+    if highest < c.min_lr and "min_lr" not in c.given:
+        c = replace(c, min_lr=highest / 10)
+
+    if c.until and c.hours:
         problems.append("until: hours is set too; give one of them")
-    elif config.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", config.until):
-        problems.append(f"until: {config.until!r}; write a clock time, --until=07:00")
-    if config.tokenizer != "gpt2" and not config.stream:
+    elif c.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", c.until):
+        problems.append(f"until: {c.until!r}; write a clock time, --until=07:00")
+    if c.tokenizer != "gpt2" and not c.stream:
         problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
-    return problems
+    return c, problems
 
 
-def check_model(config: Config) -> list[str]:
+def check_model(c: Config) -> list[str]:
     """The sizes and switches of the model that cannot be combined."""
     problems = []
-    head_size, rest = divmod(config.n_embd, config.n_head)
+    head_size, rest = divmod(c.n_embd, c.n_head)
     if rest:
-        problems.append(f"n_head: {config.n_head} must divide n_embd {config.n_embd}")
-    if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", config.loss_chunk):
-        problems.append(f"loss_chunk: {config.loss_chunk!r} is none of auto, off, a number above 0")
-    for name, reader in READ_BY.items():
-        choice, _, value = reader.partition("=")
-        if getattr(config, choice) != value and getattr(config, name) != FIELDS[name].default:
-            problems.append(f"{name}: only {reader} reads it; leave it out")
-    if config.model == "fast":
-        if 2 * config.value_tables > config.n_layer:
-            problems.append(f"value_tables: two layers share one; {config.n_layer // 2} or less")
+        problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
+    if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
+        problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off, 1024")
+    for name, choice in ONLY_WITH.items():
+        key, _, value = choice.partition("=")
+        if getattr(c, key) != value and getattr(c, name) != FIELDS[name].default:
+            problems.append(f"{name}: only {choice} reads it; leave it out")
+    if c.model == "fast":
+        if 2 * c.value_tables > c.n_layer:
+            most = c.n_layer // 2
+            problems.append(f"value_tables: each serves two layers; --value_tables={most} at most")
         if not rest and head_size % 4:
             problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
-        if config.tie_weights:
+        if c.tie_weights:
             problems.append("tie_weights: model=fast has a head of its own; --tie_weights=False")
     return problems
 

@@ -1,26 +1,25 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-The whole run is on this page. `main` at the end is its story: configuration, data, model,
-optimizer, resume, and the loop. One iteration is train_step(): gradient_accumulation_steps
-micro-batches forward and backward, then one update. model.py has the model, model_fast.py the fast
-recipe, configurator.py the keys, training/ the machine around it.
+The whole run is on this page, in the order in which it happens; main() at the end is its story. One
+iteration is train_step(): gradient_accumulation_steps micro-batches forward and backward, then one
+update. model.py has GPT-2, model_fast.py the fast recipe, configurator.py every key, data/ the
+tokens, and training/ the machine around the run, one job a file.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it, and saved.
+Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it, and saved
+unless it came twice or before the loop.
 """
 
 import contextlib
 import gc
-import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -28,154 +27,160 @@ if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch is a part of the run's time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile: no traceback
 
-
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import RunError, UserError, command_line, raise_if_any, run_main, say, warn
-from configurator import Config, config_values, read_config, resolve
-from data.loader import Batch, TrainBatches, eval_batches, to_batch
+from common.console import RunError, UserError, raise_if_any, run_main, say, warn
+from configurator import FIELDS, Config, config_values, read_config, resolve
+from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from data.stream import open_stream
 from data.tokenizer import Tokenizer
-from model import FREE_ON_RESUME, ChunkedLoss, GPTConfig, generate
-from model_fast import FastGPT, Muon, build_model, muon_groups
+from model import GPTConfig, Sampling, generate
+from model_fast import ARCHITECTURE, FastConfig, Muon, build_model, check_groups, muon_groups
 from training import checkpoint, hardware
 from training.clock import Clock
+from training.compiled import compile_or_warn
 from training.hardware import Hardware
 from training.log import Log
 from training.pretrained import load_pretrained
-from training.ranks import Ranks, Signals, check_shares
+from training.ranks import Ranks, Signals, check_shares, lost_rank
 
-# vocab_size is not a key; it follows from the dataset
-ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in FREE_ON_RESUME | {"vocab_size"}]
+# What a resumed run must keep
 FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
-SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses differ by at most 1e-4 (results/speed.md)
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
 RETRY_SECONDS = 60  # between two tries of the last save
-# ends that complete a run, after a last evaluation; after others the same command resumes it
+# Ends that complete a run, after a last evaluation. After others the same command resumes it.
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 
 @dataclass
 class Progress:
-    """What changes from iteration to iteration, other than weights and optimizer."""
+    """How far a run is: what changes from iteration to iteration besides weights and optimizer."""
 
     iter_num: int = 0  # updates made
     tokens: int = 0  # trained on
     sequences: int = 0  # read: the position in the order of the data
     evaluated_at: int = -1  # iteration of the last evaluation
     val_loss: float = math.inf  # of the last evaluation
-    best_val_loss: float = math.inf
-    best_iter: int = -1
+    best_val_loss: float = math.inf  # of the evaluated checkpoints on the disk
+    best_iter: int = -1  # which of them is best.pt
 
 
 # -----------------------------------------------------------------------------
-# Configuration, and where the run starts
+# Where the run starts
 
 
-def prepare(argv: list[str], world_size: int) -> tuple[Config, Path | None]:
+def find_start(c: Config) -> tuple[dict | None, dict | None]:
     """
-    The configuration of a command line, and the checkpoint to resume from, if any. Raises a
-    UserError with all problems, before anything is written.
+    Where the run starts: (the state that it goes on from, the state whose weights it takes), None
+    where there is none. Raises UserError if that cannot be found, or another run is in the way.
     """
-    c = read_config(argv)
-    problems, path = [], None
-    try:
-        path, start = find_checkpoint(c)
-        problems = adopt(c, start or load_start(c, path))
-    except UserError as error:
-        problems = error.problems
-    problems += hardware.check_device(c) + ([] if c.stream else check_dataset(c))
-    raise_if_any(problems + resolve(c) + check_shares(c, world_size))
-    if c.dtype == "auto":  # rank 0 chooses for all
-        dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
-        c.dtype = str(dtype).removeprefix("torch.")
-    return c, path
-
-
-def find_checkpoint(c: Config) -> tuple[Path | None, dict]:
-    """
-    The newest checkpoint of the run to resume, checked, and its state. None and {} for a new run.
-    Raises UserError.
-    """
-    out_dir, newest = Path(c.out_dir), None
-    state: dict = {}
+    out_dir = Path(c.out_dir)
     if c.init_from in ("resume", "auto"):
-        newest, state = checkpoint.find_newest(out_dir)
-    if not newest and c.init_from == "resume":
+        state = checkpoint.load_newest(out_dir)
+        if state:
+            return state, state  # this run's newest checkpoint
+    is_new = c.init_from in ("scratch", "auto")
+    others = sorted(out_dir.glob("*.pt"))
+    if c.init_from == "resume":
         hint = "--init_from=auto starts a new run there"
+        if others:  # best.pt alone, or nanoGPT's ckpt.pt
+            hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
         raise UserError(f"init_from: {out_dir} holds no ckpt-*.pt to resume; {hint}")
-    if not newest and not c.eval_only and (others := sorted(out_dir.glob("*.pt"))):
+    if others and (is_new or not c.eval_only):
         ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
         raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
-    return newest, state
+    if is_new:
+        return None, None  # random weights
+    block_size = c.block_size if "block_size" in c.given else None
+    return None, load_pretrained(c.init_from, block_size)  # weights trained elsewhere
 
 
-def load_start(c: Config, path: Path | None) -> dict:
-    """The state of a checkpoint, or weights trained elsewhere, or {}: random weights."""
-    if path:
-        return checkpoint.load(path)
-    if c.init_from in ("scratch", "auto"):
-        return {}
-    return load_pretrained(c.init_from, c.block_size if "block_size" in c.given else None)
-
-
-def adopt(c: Config, start: dict) -> list[str]:
+def settle(c: Config, resumed: dict | None, weights: dict | None, world_size: int) -> Config:
     """
-    Take over the keys that a checkpoint or other weights decide. Returns those that a file or flag
-    sets to something else.
+    The configuration with what the start and this machine decide. Nothing changes it afterwards.
+    Raises UserError with a line for each problem, before anything is written.
     """
-    if not start:
-        return []
-    resumed = "progress" in start
-    saved = start["config"] if resumed else start["model_config"]
-    fixed, source = (FIXED_ON_RESUME, c.out_dir) if resumed else (ARCHITECTURE, c.init_from)
-    problems = [
-        f"{name}: {getattr(c, name)!r} asked for, but {source} has {saved[name]!r}; leave it out"
-        for name in fixed
-        if name in c.given and getattr(c, name) != saved[name]
+    problems = []
+    if resumed:
+        c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir)
+        kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
+        kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
+        c = replace(c, **{name: resumed["config"][name] for name in kept})
+    elif weights:
+        c, problems = keep_values(c, ARCHITECTURE, weights["model_config"], c.init_from)
+    problems += hardware.check_device(c)
+    problems += [] if c.stream else check_dataset(c)
+    c, impossible = resolve(c)
+    raise_if_any(problems + impossible + check_shares(c, world_size))
+    if c.dtype == "auto":
+        dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
+        c = replace(c, dtype=str(dtype).removeprefix("torch."))
+    return c
+
+
+def keep_values(c: Config, names: list[str], saved: dict, source: str) -> tuple[Config, list[str]]:
+    """
+    The configuration with the saved values of these keys, and a problem if a file or flag sets one
+    of them to something else. A key that is newer than the saved values had its default.
+    """
+    values = {name: saved.get(name, FIELDS[name].default) for name in names}
+    different = [
+        f"{name} {value!r} (asked for: {getattr(c, name)!r})"
+        for name, value in values.items()
+        if name in c.given and getattr(c, name) != value
     ]
-    defaults = [name for name in ("dataset", "tokenizer", "dtype") if name not in c.given]
-    for name in fixed + (defaults if resumed else []):
-        setattr(c, name, saved[name])
-    return problems
+    if not different:
+        return replace(c, **values), []
+    hint = "leave them out, or give another --out_dir or --init_from"
+    return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
 
 
-def open_data(c: Config, start: dict, ranks: Ranks) -> Dataset:
+def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
     """
     The dataset: a folder, or a stream, which rank 0 prepares for all. Raises UserError if it is not
-    the one that the checkpoint or the weights were trained on.
+    the one that the run or the weights were trained on.
     """
     if c.stream:
-        data = open_stream(c, ranks, start.get("shards_read", []))
+        data = open_stream(c, ranks, resumed["shards_read"] if resumed else [])
     else:
-        ranks.from_main(make_quickstart_data, c)
+        ranks.on_main(make_quickstart_data, c)
         data = open_dataset(c.dataset)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
-    theirs = start.get("tokenizer", data.tokenizer)
-    problem = ""
-    if start.get("data_fingerprint", data.fingerprint) != data.fingerprint and "progress" in start:
-        problem = f"is not what {c.out_dir} was trained on ({start['config']['dataset']})"
-    elif theirs != data.tokenizer and "unknown" not in (theirs["kind"], data.tokenizer["kind"]):
-        problem = f"has the tokenizer {data.tokenizer['kind']}, the weights {theirs['kind']}"
-    elif start.get("vocab", data.vocab) < data.vocab:
-        problem = f"has {data.vocab} token ids, the weights {start['vocab']}"
-    if problem and ranks.is_main:
-        raise UserError(f"dataset: {data.source} {problem}; for a new run: another --out_dir")
+    ranks.on_main(check_data, c, data, resumed, weights)
     return data
+
+
+def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
+    """Raises UserError if the data do not belong to the run or the weights."""
+    if not weights:
+        return
+    source = c.out_dir if resumed else c.init_from
+    theirs, ours = weights["tokenizer"], data.tokenizer
+    if theirs != ours and "unknown" not in (theirs["kind"], ours["kind"]):
+        kinds = f"is tokenized with {ours['kind']}, but {source} was trained with {theirs['kind']}"
+        raise UserError(f"dataset: {data.source} {kinds}; give data made with that tokenizer")
+    if resumed and resumed["data_fingerprint"] != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
+        hint = "or has changed since; for a new run give another --out_dir"
+        raise UserError(f"dataset: {data.source} is not {trained}, {hint}")
+    if weights["vocab"] < data.vocab:
+        known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
+        raise UserError(f"dataset: {data.source} has {known}; give data made with its tokenizer")
 
 
 def make_quickstart_data(c: Config) -> None:
     """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
     if not is_made_on_demand(c):
         return
-    folder, script = dataset_folder(c.dataset), Path(__file__).parent / "data" / "prepare_text.py"
+    folder = dataset_folder(c.dataset)
+    script = Path(__file__).parent / "data" / "prepare_text.py"
     say(f"data: preparing {folder} from Python's own source files")
     command = [sys.executable, str(script), f"--out={folder}"]
     # hide its output, which ends with a command to type next
@@ -184,117 +189,104 @@ def make_quickstart_data(c: Config) -> None:
     raise_if_any(check_dataset(c))
 
 
+def say_start(c: Config, resumed: dict | None, weights: dict | None) -> None:
+    """Print where the run begins, and on a resume what has changed since the checkpoint."""
+    if not resumed:
+        if weights:
+            say(f"weights: {weights['source']}; iterations and learning rate start from 0")
+        return
+    it = resumed["progress"]["iter_num"]
+    say(f"resume: {checkpoint.checkpoint_path(c.out_dir, it)}, iteration {it:,}")
+    for name, value in config_values(c).items():
+        before = resumed["config"].get(name, FIELDS[name].default)
+        if value != before and name not in ("init_from", "wandb_run_name"):
+            say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+
+
 # -----------------------------------------------------------------------------
-# Model and optimizer
+# Model, optimizer, schedule
 
 
 def model_config(
-    c: Config, vocab: int, weights: dict | None = None, flash: bool | None = None
+    c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
 ) -> GPTConfig:
     """
-    `vocab` is rounded up; with saved `weights` their size counts instead. `flash`, if given,
-    replaces the configuration's.
+    The model that a configuration describes. `vocab` is rounded up; with saved `weights` their size
+    counts instead. `flash` and `compiled`: whether this machine does what the keys ask for.
     """
-    values = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+    kind = FastConfig if c.model == "fast" else GPTConfig
+    values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
     multiple = c.pad_vocab_multiple
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
     if weights:
         values["vocab_size"] = weights["model_config"]["vocab_size"]
-    if flash is not None:
-        values["flash"] = flash
+    return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
+
+
+def loss_chunk(c: Config, compiled: bool) -> int:
+    """Tokens whose logits are in memory at one time; 0: those of the whole micro-batch."""
     if c.loss_chunk != "auto":
-        values["loss_chunk"] = 0 if c.loss_chunk == "off" else int(c.loss_chunk)
-    elif c.compile:
-        least = c.batch_size * c.block_size // MOST_CHUNKS
-        values["loss_chunk"] = max(COMPILED_LOSS_CHUNK, least)
-    else:
-        values["loss_chunk"] = LOSS_CHUNK
-    return GPTConfig(**values)
+        return 0 if c.loss_chunk == "off" else int(c.loss_chunk)
+    if compiled:
+        return max(COMPILED_LOSS_CHUNK, c.batch_size * c.block_size // MOST_CHUNKS)
+    return LOSS_CHUNK
 
 
 def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
-    Each group has its highest learning rate as initial_lr; that of the first one is logged.
-    `dtype`: of Muon's matmuls. A fused optimizer can skip an update on the device; that of MPS
-    cannot.
+    Each group has its peak learning rate as initial_lr, which get_lr() scales; the log shows that
+    of the first group. `dtype`: of Muon's matmuls.
+
+    For another optimizer: a choice in configurator.py, and here a list of groups as these.
     """
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    device = next(model.parameters()).device.type
+    fused = device in ("cuda", "cpu")  # a fused one can skip an update without waiting
     if c.optimizer == "muon":
-        return Muon(muon_groups(model, c), dtype, fused)
-    keys = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms
+        groups = muon_groups(model, c)
+        check_groups(model, groups)
+        return Muon(groups, dtype, fused)
+    adam: dict = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate, lr=c.learning_rate)
+    weights = dict(model.named_parameters())
+    matrices = [name for name in weights if weights[name].dim() >= 2]  # embeddings too
+    vectors = [name for name in weights if weights[name].dim() < 2]  # biases and norms
     groups = [
-        dict(keys, params=matrices, weight_decay=c.weight_decay),
-        dict(keys, params=vectors, weight_decay=0.0),
+        dict(adam, names=matrices, weight_decay=c.weight_decay),
+        dict(adam, names=vectors, weight_decay=0.0),
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], fused=fused)
+    groups = [group | dict(params=[weights[n] for n in group["names"]]) for group in groups]
+    groups = [group for group in groups if group["params"]]
+    check_groups(model, groups)
+    return torch.optim.AdamW(groups, fused=fused)
 
 
 def get_lr(it: int, c: Config, share: float, highest: float) -> float:
     """
     The learning rate of iteration `it`: linear warmup to `highest`, then decay to min_lr. `share`:
-    of the time of a run with --hours or --until; at a steady pace its decay ends when that is up.
+    how far the schedule of a run with hours or until is, from 0 to 1.
     """
-    end: float = c.lr_decay_iters or c.max_iters
+    end: float = c.lr_decay_iters or c.max_iters  # where the decay ends
     warmup: float = c.warmup_iters
     if c.by_clock:
-        end = min(end, it / share) if share > 0 else end
+        if share > 0:
+            end = min(end, it / share)  # at this pace, the time is up at that iteration
         warmup = min(warmup, end / 10)
+    # 1) linear warmup; the first rate is above 0, as nanoGPT's
     if it < warmup:
-        return highest * (it + 1) / (warmup + 1)  # as nanoGPT: the first rate is above 0
+        return highest * (it + 1) / (warmup + 1)
+    # 2) no decay
     if c.lr_schedule == "constant":
         return highest
+    # 3) decay: from the end of the warmup, or with wsd in the last part
     start = warmup
     if c.lr_schedule == "wsd":
         start = max(start, end - round(c.decay_fraction * end))
-    over = 1.0 if it >= end else max(0, it - start) / max(1, end - start)
-    left = 0.5 * (1 + math.cos(math.pi * over)) if c.lr_schedule == "cosine" else 1 - over
+    done = 1.0 if it >= end else max(0, it - start) / max(1, end - start)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if c.lr_schedule == "cosine" else 1 - done
     return c.min_lr + left * (highest - c.min_lr)
 
 
-def compile_model(model) -> None:
-    """From now on calls of the model run compiled, but not model.forward."""
-    torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
-    if isinstance(model, FastGPT):
-        model.keep_rotary_tables()
-    model.compile()
-
-
-def compile_or_warn(model, c: Config, vocab: int, hw: Hardware) -> None:
-    """
-    Compile the model, for training and evaluation, on random data. If that fails, or gives another
-    loss, warn and leave it uncompiled.
-    """
-    say("compiling: this takes about a minute")
-    x, y = to_batch(torch.randint(vocab, (c.batch_size, c.block_size + 1)), hw.device)
-    compile_model(model)
-    try:
-        with hw.autocast():
-            loss = model(x, y)
-        loss.backward()
-        total, count = evaluate(model, [(x, y)], hw.autocast())
-        losses = [total / count] if c.dropout else [total / count, loss.item()]
-        model.eval()
-        with hw.autocast(), torch.no_grad():  # sequence by sequence, which needs less memory
-            parts = [model.forward(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-        eager = torch.stack(parts).mean().item()
-        if not all(math.isclose(found, eager, rel_tol=SAME_LOSS) for found in losses):
-            raise ArithmeticError(f"losses {losses}, without it {eager:.4f}")
-    except Exception as error:  # no compiler: every backend fails in its own way
-        if hardware.is_out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        warn(f"torch.compile does not work here ({reason}); continuing without it")
-        c.compile = False
-        model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
-        model.config = replace(model.config, loss_chunk=min(model.config.loss_chunk, LOSS_CHUNK))
-    model.train()
-    model.zero_grad()
-
-
 # -----------------------------------------------------------------------------
-# One iteration, and evaluation
+# One iteration
 
 
 def train_step(
@@ -302,10 +294,14 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """
     One iteration: this rank's micro-batches, (B, T) inputs and targets each, forward and backward;
-    then one update, which is skipped if a gradient is not finite. Returns the sum of the losses in
-    nats, and the gradient norm before clipping, on the device; nothing here waits for it.
+    then one update, which is skipped if a gradient is not finite. The gradient is that of the mean
+    over the micro-batches of their mean losses.
+
+    Returns the sum of these losses, in nats, and the gradient norm before clipping. Both stay on
+    the device; with a fused optimizer nothing here waits for it.
     """
-    accum, loss_sum = len(micro_batches), torch.zeros((), device=micro_batches[0][0].device)
+    accum = len(micro_batches)
+    loss_sum = torch.zeros((), device=micro_batches[0][0].device)
     for micro_step, (x, y) in enumerate(micro_batches):
         # several ranks average their gradients once, at the last micro-step
         defers = isinstance(model, DistributedDataParallel) and micro_step < accum - 1
@@ -317,52 +313,80 @@ def train_step(
     scaler.unscale_(optimizer)
     # with grad_clip = 0 the norm is only measured
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    fused = optimizer.defaults["fused"]
-    if fused:  # 1: the update changes nothing. In float16 the scaler replaces it by its own finding
+    if optimizer.defaults.get("fused"):
+        # 1 makes the update change nothing, and nobody waits for the device. In float16 the scaler
+        # puts its own finding there.
         optimizer.found_inf = (~grad_norm.isfinite()).float()
-    if fused or grad_norm.isfinite():  # that of MPS is not fused, and has to wait here
+        scaler.step(optimizer)
+    elif grad_norm.isfinite():  # waits for the device
         scaler.step(optimizer)
     scaler.update()
-    # DDP's gradients are views of its buckets; after None they would take memory of their own
+    # With None, DDP would allocate every gradient a second time: 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return loss_sum, grad_norm
 
 
-@torch.no_grad()
-def evaluate(model, batches: Iterable[Batch], autocast) -> tuple[float, int]:
+def wait_for_data(batches: Batches, accum: int, signals: Signals) -> str | None:
     """
-    Sum of the loss over all targets of `batches` in nats, without dropout, and their number. Leaves
-    the model in training mode.
+    Wait until every rank has the micro-batches of the next iteration on the host. Returns why no
+    iteration can follow: a signal's name, "data" if a rank cannot read on, or None.
+    """
+    while True:
+        ready = batches.ready(accum)
+        failed, waiting = signals.agree(batches.error is not None, not ready)
+        if signals.name:
+            return signals.name
+        if not waiting:
+            return None
+        if failed:  # it would wait for windows that never come
+            return "data"
+
+
+# -----------------------------------------------------------------------------
+# Evaluating and sampling
+
+
+@torch.no_grad()
+def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: Signals) -> tuple:
+    """
+    Sum of the loss over all targets of `micro_batches` in nats, without dropout, and their number;
+    of fewer of them if a signal comes. Leaves the model in training mode.
     """
     losses, counts = [], []
     model.eval()
-    for x, y in batches:
-        with autocast:
-            losses.append(model(x, y))
-        counts.append((y != -1).sum())
+    for x, y in micro_batches:
+        if signals.stop_asked():
+            break
+        with hw.autocast():
+            losses.append(model(x.to(hw.device), y.to(hw.device)))
+        counts.append(int((y != -1).sum()))
     model.train()
-    pairs = [(loss.item(), int(n)) for loss, n in zip(losses, counts, strict=True)]
-    return math.fsum(loss * n for loss, n in pairs), sum(n for _, n in pairs)
+    found = torch.stack(losses).tolist() if losses else []
+    # a micro-batch without targets, at the end of some rank's share, has no mean
+    return math.fsum(loss * n for loss, n in zip(found, counts, strict=True) if n), sum(counts)
 
 
 def estimate_loss(
-    model, data: Dataset, c: Config, hw: Hardware, signals: Signals
-) -> list[float] | None:
+    model, data: Dataset, batches: Batches, c: Config, hw: Hardware, signals: Signals
+) -> tuple[list[float], str | None]:
     """
-    Mean loss on fixed windows of the train and of the val split: the same tokens at any micro-batch
-    and number of ranks. None if a signal came. All ranks take part.
+    Mean losses on fixed windows of the train and of the val split: the same tokens at any micro-
+    batch and number of ranks; and what ended the evaluation before that, a signal's name or "data"
+    if a rank cannot read its windows. All ranks take part.
     """
-    means, ranks = [], signals.ranks
+    means = []
     # both splits are evaluated on the same number of tokens
     tokens = min(c.eval_size, len(data.val))
     for split, spread in ((data.train, True), (data.val, False)):
-        batches = eval_batches(split, tokens, c, hw.device, spread, ranks.rank, ranks.world_size)
-        until_signal = itertools.takewhile(lambda _: not signals.came(), batches)
-        total, count = ranks.sum(*evaluate(model, until_signal, hw.autocast()))
+        windows = batches.read_eval(split, tokens, spread)
+        (failed,) = signals.agree(windows is None)
+        if failed:
+            return means, signals.name or "data"
+        loss_sum, count = signals.ranks.sum(*evaluate(model, windows or [], hw, signals))
         if signals.name:
-            return None
-        means.append(total / count)
-    return means
+            return means, signals.name
+        means.append(loss_sum / count)
+    return means, None
 
 
 def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
@@ -374,84 +398,96 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
     prompt = text.start_ids()
     idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(c.seed)
+    sampling = Sampling(temperature=0.8, top_k=200)
     model.eval()
     with hw.autocast():
-        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator)
+        ids = generate(model, idx, c.sample_tokens, data.vocab, sampling, generator)
     model.train()
     return text.decode(ids[0, len(prompt) :].tolist())
-
-
-def wait_for_data(batches: TrainBatches, accum: int, signals: Signals) -> str:
-    """
-    Wait until every rank has the windows of the next iteration on the host. Returns why no
-    iteration can follow: a signal's name, "data" if a rank cannot read on, or "".
-    """
-    while True:
-        ready = batches.ready(accum)
-        failed, waiting = signals.look(batches.error is not None, not ready)
-        if signals.name or (failed and waiting):  # for windows that will never come
-            return signals.name or "data"
-        if not waiting:
-            return ""
 
 
 # -----------------------------------------------------------------------------
 # Saving and resuming
 
 
-def save(state: dict, log: Log, signals: Signals, last: bool) -> bool:
+def state_to_save(
+    c: Config, data: Dataset, model, optimizer, scaler, p: Progress, clock: Clock, log: Log
+) -> dict:
+    """What a checkpoint holds: all that restore() and Clock need. All ranks take part."""
+    return dict(
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        scaler=scaler.state_dict(),
+        rng=log.ranks.gather(hardware.get_rng_state(log.hw.device)),  # a rank's own each
+        progress=asdict(p),
+        ledger=dict(clock.seconds),
+        clock=clock.state_dict(),
+        model_config=asdict(model.config),
+        vocab=data.vocab,
+        tokenizer=data.tokenizer,
+        data_fingerprint=data.fingerprint,
+        shards_read=data.stream.shards_read(p.sequences) if data.stream else [],
+        config=config_values(c),
+        val_loss=p.val_loss if p.evaluated_at == p.iter_num else None,
+    )
+
+
+def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
+    """All of a checkpoint but the weights. Hyperparameters are those of the configuration."""
+    saved = resumed["optimizer"]
+    ours = optimizer.param_groups
+    names = [group.get("names") for group in saved["param_groups"]]  # None: from b22bbcc
+    try:
+        if None not in names and names != [group["names"] for group in ours]:
+            raise ValueError("other weights in its groups")
+        optimizer.load_state_dict(saved)  # compares the groups' sizes
+    except ValueError as error:
+        problem = f"the optimizer in {c.out_dir} is not this one ({error})"
+        raise UserError(f"init_from: {problem}; a new --out_dir takes its weights alone") from None
+    for group, hyperparameters in zip(optimizer.param_groups, ours, strict=True):
+        group |= hyperparameters
+    if scaler.is_enabled() and resumed["scaler"]:
+        scaler.load_state_dict(resumed["scaler"])
+    if rank < len(resumed["rng"]):
+        hardware.set_rng_state(resumed["rng"][rank], hw.device)
+    p = Progress(**resumed["progress"])
+    before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+    if before.eval_size != c.eval_size:
+        p.best_val_loss = math.inf  # losses on other tokens do not compare: a new best
+    return p
+
+
+def save(state: dict, c: Config, log: Log, signals: Signals, last: bool) -> bool:
     """
     Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk: a full disk does
-    not stop the run. The `last` save is tried every minute until it works; after a signal it fails.
+    not stop the run. The `last` save is tried until there is room; a signal ends that with
+    RunError.
     """
-    it, c = state["progress"]["iter_num"], log.config
-
-    def write() -> str:
-        if not all(tensor.isfinite().all() for tensor in state["model"].values()):
-            # if saved, they would soon replace the good checkpoints
-            raise RunError(
-                f"iter {it}: weights are not finite, and not saved; resume with a lower lr"
-            )
-        try:
-            path = checkpoint.save_in_folder(state, Path(c.out_dir), c.keep_checkpoints)
-        except OSError as error:
-            return f"checkpoint {it} is not saved: {error.strerror or error}"
-        log.checkpoint(it, path)
-        return ""
-
-    while problem := signals.ranks.from_main(write):
-        if last and signals.came():
-            signals.ranks.fail(problem)
-        log.event(it, f"{problem}; trying again {'in a minute' if last else 'with the next save'}")
+    it = state["progress"]["iter_num"]
+    while problem := log.ranks.on_main(try_to_save, state, c, log):
         if not last:
+            log.warn(it, f"{problem}; trying again within a minute")
             return False
-        for _ in range(RETRY_SECONDS):
-            if not signals.came():
-                time.sleep(1)
+        if signals.stop_asked():
+            log.ranks.fail(f"{problem}; make room, and resume from the last checkpoint")
+        log.warn(it, f"{problem}; trying again each minute; Ctrl-C gives up, and frees the device")
+        signals.wait(RETRY_SECONDS)
     return True
 
 
-def restore(start: dict, optimizer, scaler, hw: Hardware, rank: int) -> Progress:
-    """Everything of a checkpoint but the weights; hyperparameters are the configuration's."""
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(dict(state=start["optimizer"]["state"], param_groups=groups))
-    if start["scaler"]:
-        scaler.load_state_dict(start["scaler"])
-    if rank < len(start["rng"]):
-        hardware.set_rng_state(start["rng"][rank], hw.device)
-    return Progress(**start["progress"])
-
-
-def say_start(c: Config, start: dict, p: Progress) -> None:
-    """Print where this run begins, and how it differs from the checkpoint."""
-    if "progress" in start:
-        say(f"resume: {c.out_dir}, iteration {p.iter_num:,}")
-        for name, value in config_values(c).items():
-            before = start["config"].get(name, value)
-            if before != value and name != "init_from":
-                say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
-    elif start:
-        say(f"weights: {start['source']}; iterations start from 0")
+def try_to_save(state: dict, c: Config, log: Log) -> str:
+    """Returns an error line if the disk is full or fails, else ""."""
+    it = state["progress"]["iter_num"]
+    for name, tensor in state["model"].items():
+        if not tensor.isfinite().all():  # if saved, it would soon replace the good checkpoints
+            problem = f"iter {it}: {name} is not finite, so the weights are not saved"
+            raise RunError(f"{problem}; resume with a lower learning_rate")
+    try:
+        path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, log.first_save)
+    except OSError as error:
+        return f"checkpoint {it} is not saved: {error.strerror or error}"
+    log.report_save(it, path)
+    return ""
 
 
 # -----------------------------------------------------------------------------
@@ -461,133 +497,152 @@ def say_start(c: Config, start: dict, p: Progress) -> None:
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
-    c, path = ranks.from_main(prepare, argv, ranks.world_size)
-    start = load_start(c, path)  # the checkpoint to resume, other weights, or empty
+    c = ranks.on_main(read_config, argv)
+    resumed, weights = ranks.main_first(find_start, c)
+    newest = resumed and resumed["progress"]["iter_num"]
+    ranks.check_same(c.out_dir, newest, "several machines need one shared --out_dir")
+    c = ranks.on_main(settle, c, resumed, weights, ranks.world_size)
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
-    data = open_data(c, start, ranks)
+    data = open_data(c, resumed, weights, ranks)
+    compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer; on resume, in their saved state
-    torch.manual_seed(c.seed)  # the same weights on every rank
-    model = build_model(model_config(c, data.vocab, start, hw.flash(c))).to(hw.device)
-    torch.manual_seed(c.seed + ranks.rank)  # but different dropout
+    hardware.set_seed(c.seed)  # the same weights on every rank
+    gpt_config = model_config(
+        c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights
+    )
+    model = build_model(gpt_config).to(hw.device)
+    hardware.set_seed(c.seed + ranks.rank)  # but different dropout
     optimizer = build_optimizer(model, c, hw.dtype)
+    # scales the loss in float16, whose gradients would underflow; otherwise does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     p = Progress()
-    if start:
-        model.load_state_dict(start["model"])
-    if path:
-        p = restore(start, optimizer, scaler, hw, ranks.rank)
-    saved = (p.iter_num, p.evaluated_at) if path else None  # what is on the disk
+    saved = None  # what is on the disk: (iteration, iteration of its last evaluation)
+    if weights:
+        model.load_state_dict(weights["model"])
+    if resumed:
+        p = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
+        saved = (p.iter_num, p.evaluated_at)
+    eval_model = model  # its weights are evaluated, sampled from, saved and exported
 
-    # Clock, log and data. From here on out_dir belongs to this run
-    resumed = start if path else {}
-    clock = Clock(c, began, hw.synchronize, resumed)  # when to evaluate, to save and to end
+    # Clock, log and batches. From here on out_dir belongs to this run
+    clock = Clock(c, began, hw.synchronize, resumed)
     log = Log(c, clock, hw, ranks)
-    ranks.from_main(log.open, resumed)
-    say_start(c, start, p)
-    log.start(data, model, p.iter_num)
-    batches = TrainBatches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
-    del start, resumed  # frees the loaded checkpoint
+    ranks.on_main(log.open, resumed)
+    if not c.eval_only:
+        ranks.check_shared(Path(c.out_dir, "lock"), "several machines need one shared --out_dir")
+    say_start(c, resumed, weights)
+    log.begin(data, model, p.iter_num, p.tokens)
+    batches = Batches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
+    del resumed, weights  # frees the loaded checkpoint
     clock.lap("start-up")
 
-    if c.compile and not c.eval_only:
-        random_states = hardware.get_rng_state(hw.device)
-        compile_or_warn(model, c, data.vocab, hw)
-        hardware.set_rng_state(random_states, hw.device)
+    if compiles:
+        say("compiling: this takes about a minute")
+        if not compile_or_warn(model, c.batch_size, data.vocab, hw):
+            model.loss_chunk = loss_chunk(c, compiled=False)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling left behind
     gc.freeze()  # or each collection would search a million objects of torch
-    clock.lap("compile")
-    accum, autocast = c.gradient_accumulation_steps // ranks.world_size, hw.autocast()
+    seconds = clock.lap("compile")
+    if compiles:
+        say(f"compile: {seconds:.1f}s")
+    accum = c.gradient_accumulation_steps // ranks.world_size
+    autocast = hw.autocast()
     skipped = torch.zeros((), device=hw.device)  # updates in a row
     signals = Signals(ranks)  # from here on a signal asks the loop to save and stop
 
     while True:
-        # Between two iterations: rank 0's clock decides for all. A signal to any rank, or a rank
-        # that cannot read its data, ends the loop for all
-        share, evaluation_due, save_due, over = ranks.from_main(clock.look, p.iter_num)
-        reason = over or wait_for_data(batches, accum, signals)
+        it = p.iter_num
 
-        # every eval_interval, and at the end: all ranks evaluate, unless a signal comes
-        due = reason in COMPLETE or (evaluation_due and not reason)
-        if due and (c.eval_only or p.evaluated_at != p.iter_num):
-            clock.lap("steps")
-            losses = estimate_loss(model, data, c, hw, signals)
-            if losses:
-                p.evaluated_at, p.val_loss = p.iter_num, losses[1]
-                if p.val_loss < p.best_val_loss:
-                    p.best_val_loss, p.best_iter = p.val_loss, p.iter_num
-                improved = p.best_iter == p.iter_num
-                save_due |= p.iter_num > 0 and (improved or c.always_save_checkpoint)
-                log.evaluation(p.iter_num, p.tokens, *losses)
-                if c.sample_tokens and ranks.is_main and p.iter_num > 0:
-                    log.sample(p.iter_num, sample_text(model, data, c, hw))
-            else:
-                reason = signals.name  # the resumed run begins with this evaluation
-            clock.lap("evaluation")
+        # between two iterations: does the run end here? Rank 0's clock counts for all ranks
+        now = ranks.on_main(clock.decide, it)
+        if c.eval_only:
+            stop = "eval_only"
+        elif it >= c.max_iters:
+            stop = "max_iters"
+        elif now.is_over:
+            stop = "until" if c.until else "hours"
+        elif c.max_minutes and now.minutes >= c.max_minutes:
+            stop = "max_minutes"
+        else:
+            stop = wait_for_data(batches, accum, signals)  # a signal's name, "data", or None
 
-        # rank 0 saves: after an evaluation, every checkpoint_interval or ten minutes, at the end
-        if (reason or save_due) and saved != (p.iter_num, p.evaluated_at) and not c.eval_only:
+        # once in a while, and at the end: evaluate, on all ranks
+        evaluation_due = it % c.eval_interval == 0 or now.evaluate
+        save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
+        if stop in COMPLETE or (evaluation_due and now.has_time and not stop):
+            if p.evaluated_at != it or c.eval_only:
+                clock.lap("steps")
+                losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
+                if cut_short:
+                    stop = cut_short  # the resumed run begins with this evaluation
+                else:
+                    train_loss, p.val_loss = losses
+                    p.evaluated_at = it
+                    save_due = c.always_save_checkpoint or p.val_loss < p.best_val_loss
+                    log.report_eval(it, p.tokens, train_loss, p.val_loss)
+                    if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
+                        log.report_sample(it, sample_text(eval_model, data, c, hw))
+                clock.lap("evaluation", done=not cut_short)
+
+        # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
+        save_due = (save_due and it > 0 and now.has_time) or now.retry or stop
+        if save_due and saved != (it, p.evaluated_at) and not c.eval_only:
             clock.lap("steps")
-            state = dict(
-                model=model.state_dict(),
-                optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(),
-                rng=ranks.gather(hardware.get_rng_state(hw.device)),
-                progress=asdict(p),
-                ledger=dict(clock.seconds),
-                clock=clock.state_dict(),
-                model_config=asdict(model.config),
-                vocab=data.vocab,
-                tokenizer=data.tokenizer,
-                data_fingerprint=data.fingerprint,
-                shards_read=data.stream.shards_read(p.sequences) if data.stream else [],
-                config=config_values(c),
-                val_loss=p.val_loss if p.evaluated_at == p.iter_num else None,
-            )
-            if save(state, log, signals, last=bool(reason)):
-                saved = p.iter_num, p.evaluated_at
+            after = replace(p)
+            if p.evaluated_at == it and p.val_loss < p.best_val_loss:
+                after.best_val_loss = p.val_loss
+                after.best_iter = it  # this save makes best.pt
+            state = state_to_save(c, data, eval_model, optimizer, scaler, after, clock, log)
+            is_saved = save(state, c, log, signals, last=bool(stop))
+            if is_saved:
+                saved = (it, p.evaluated_at)
+                p = after
             del state
-            clock.lap("checkpoints")
-        if reason:
+            clock.lap("checkpoints", done=is_saved)
+        if stop:
             break
 
         # one iteration: all ranks, each with its own micro-batches
         for group in optimizer.param_groups:
-            group["lr"] = get_lr(p.iter_num, c, share, group["initial_lr"])
+            group["lr"] = get_lr(it, c, now.share, group["initial_lr"])
+        micro_batches = batches.take(accum)
         loss_sum, grad_norm = train_step(
-            ddp_model, optimizer, scaler, batches.take(accum), c.grad_clip, autocast
+            ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
         )
         skipped = (skipped + 1) * ~grad_norm.isfinite()
-        it, p.iter_num = p.iter_num, p.iter_num + 1
-        p.tokens, p.sequences = p.tokens + c.iter_tokens, batches.consumed
+        tokens = p.tokens
+        p.iter_num += 1
+        p.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
+        p.sequences = batches.consumed
 
-        # every log_interval, and at the end: only here do iterations wait for the device
-        if it % c.log_interval == 0 or p.iter_num == c.max_iters or share >= 1:
+        # every log_interval, and at the end: only here do iterations wait for the device. `time` is
+        # the mean of the iterations since the last line, from laps of "steps" alone; `loss` is the
+        # mean over all of this iteration's micro-batches, on all ranks
+        if it % c.log_interval == 0 or p.iter_num == c.max_iters or now.share >= 1:
             clock.lap("steps")
+            (loss,) = ranks.sum(loss_sum.item() / len(micro_batches) / ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
-            loss = loss_sum.item() / accum
-            log.step(it, p.tokens, loss, lr, grad_norm.item(), batches.waited)
+            log.report_step(it, tokens, p.tokens, loss, lr, grad_norm.item(), batches.waited)
             if skipped >= MAX_SKIPS:  # all ranks have the same gradients
-                ranks.fail(f"{MAX_SKIPS} updates in a row skipped; try a lower learning_rate")
+                problem = f"{MAX_SKIPS} updates in a row skipped: gradients are not finite"
+                ranks.fail(f"{problem}; try a lower learning_rate or dtype=float32")
 
+    clock.lap("evaluation")
     batches.close()
-    log.end(reason, p.iter_num, p.tokens, batches.waited)
-    if reason not in COMPLETE:
-        resume = "" if c.init_from == "auto" else " --init_from=resume"
-        say(f"to continue: python {command_line(*sys.argv)}{resume}")
-    if reason == "data":  # the rank that cannot read raises its error
+    log.finish(stop, stop in COMPLETE, p.iter_num, p.tokens, batches.waited)
+    if stop == "data":  # the rank that cannot read raises its error
         raise batches.error or RunError()
-    return 128 + signal.Signals[reason] if reason == signals.name else 0
+    return 128 + signal.Signals[stop] if stop == signals.name else 0
 
 
 def explain(error: Exception, argv: list[str]) -> str:
-    """The error line for an exhausted memory; empty for other errors."""
+    """The error line for an exhausted memory or a lost rank; empty for other errors."""
     if not hardware.is_out_of_memory(error):
-        return ""
-    c = read_config(argv)
-    resolve(c)
+        return lost_rank(error)
+    c, _ = resolve(read_config(argv))
     return hardware.out_of_memory_line(c, int(os.environ.get("WORLD_SIZE", 1)))
 
 

@@ -1,6 +1,6 @@
 """
-Files that survive a kill and a full disk: all-or-nothing writes, locks, free space. And reading
-JSON, with a one-line error.
+Files that survive a kill and a full disk: all-or-nothing writes, locks, free space. And JSON: files
+read with a one-line error, and the records of metrics.jsonl.
 """
 
 import codecs
@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import json
+import math
 import os
 import shutil
 import sys
@@ -125,6 +126,22 @@ def read_json(path: Path, hint: str) -> dict:
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"not readable as JSON ({error})"
         raise UserError(f"{path}: {reason}; {hint}") from None
+
+
+def read_record(line: bytes) -> dict:
+    """The record on a line of metrics.jsonl; {} if the line is not a record."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def plain(value):
+    """A value for JSON: a float with nine digits, or null if it is not finite."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
 def lack_of_space(folder: Path, needed: int) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.console import RunError
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
@@ -77,10 +78,10 @@ class ShuffledWindows:
         pass
 
 
-class TrainBatches:
+class Batches:
     """
     The micro-batches of training, in order, as many at once as an iteration takes: inputs and
-    targets, each (B, T) int64 on the device. A thread reads them ahead.
+    targets, each (B, T) int64 on the device. A thread reads them ahead. And those of evaluations.
 
     With several processes, process `rank` of `world_size` takes every world_size-th micro-batch.
     `consumed` is the number of sequences that all processes together have taken; a resumed run
@@ -97,12 +98,13 @@ class TrainBatches:
         world_size: int = 1,
     ):
         self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
-        self.device, self.batch_size = device, config.batch_size
+        self.device, self.config, self.batch_size = device, config, config.batch_size
+        self.rank, self.world_size = rank, world_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
         self.consumed = consumed
         self.blocks: deque[Tensor] = deque()  # read, and not taken yet
         self.room = READ_AHEAD  # the most micro-batches that `blocks` may hold
-        self.error: Exception | None = None  # what ended the reading
+        self.error: Exception | None = None  # what ended the reading, or an evaluation's
         self.waited = 0.0  # seconds, in ready()
         self.closed = False
         self.changed = threading.Condition()
@@ -159,6 +161,18 @@ class TrainBatches:
             self.consumed += count * self.stride
             self.changed.notify_all()
         return [to_batch(block, self.device) for block in blocks]
+
+    def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch] | None:
+        """
+        This rank's share of eval_batches(), on the host. None if it cannot be read; `error` says
+        why.
+        """
+        host, ours = torch.device("cpu"), (self.rank, self.world_size)
+        try:
+            return [*eval_batches(split, tokens, self.config, host, spread, *ours)]
+        except RunError as error:
+            self.error = error
+            return None
 
     def close(self) -> None:
         atexit.unregister(self.close)

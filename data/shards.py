@@ -148,9 +148,15 @@ class Dataset:
     vocab: int  # before padding
     tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
     fingerprint: str = ""  # changes when the tokens do
+    val_fingerprint: str = ""  # changes when those of the validation split do
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
     listed: dict[str, dict] = field(default_factory=dict)  # what manifest.json says of the shards
     complete: bool = True  # whether its preparation has ended
+
+    def listed_val(self) -> dict[str, dict]:
+        """What manifest.json says of the validation shards; empty without a manifest."""
+        names = [shard.path.name for shard in self.val.shards]
+        return {name: self.listed[name] for name in names if name in self.listed}
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -183,6 +189,7 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
             files = f"{split}_000001.bin or NAME_{split}_000001.bin"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
     data.fingerprint = check_and_fingerprint(data.listed, [data.train, data.val])
+    data.val_fingerprint = check_and_fingerprint(data.listed_val(), [data.val])
     return data
 
 

@@ -191,25 +191,12 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(POLL_SECONDS)
-    check_shared(stream.folder / "lock", ranks)
+    ranks.check_shared(stream.folder / "lock", "several machines need one shared folder for a stream")
     while not stream.look(held_out):
         time.sleep(POLL_SECONDS)
     if ranks.is_main:
         check_room(config, stream, held_out)
     return describe(config.dataset, stream, held_out)
-
-
-def check_shared(file: Path, ranks) -> None:
-    """Raises UserError on all ranks if some rank sees another file than rank 0 does."""
-    ranks.from_main(file.touch)
-    began = time.monotonic()
-    changed: list[int | None] = []
-    # a network share shows a change a little later
-    while len(set(changed)) != 1 and ranks.max(time.monotonic() - began)[0] < PATIENCE:
-        changed = ranks.gather(file.stat().st_mtime_ns if file.exists() else None)
-        time.sleep(POLL_SECONDS)
-    hint = "several machines need one shared folder for a stream"
-    ranks.check_same(f"{file} was changed at", changed[ranks.rank], hint)
 
 
 def streamed_folder(config: Config) -> Path:
@@ -243,8 +230,8 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
         hint = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
         raise UserError(f"dataset: {source} holds {held}; {hint}")
     # the training text is determined by the source, which the manifest names
-    listed = {s.path.name: data.listed[s.path.name] for s in data.val.shards}
-    data.fingerprint = check_and_fingerprint(listed, [data.val])
+    data.fingerprint = check_and_fingerprint(data.listed_val(), [data.val])
+    data.val_fingerprint = data.fingerprint
     return data
 
 

@@ -4,8 +4,6 @@ The records of a run as columns of numbers, and its learning curve.
 A loss is known where a run was evaluated. Between two evaluations it is interpolated linearly.
 """
 
-import contextlib
-import json
 import math
 from array import array
 from collections.abc import Iterable
@@ -13,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import FIELDS, translate
+from common.files import read_record
+from configurator import FIELDS, from_nanogpt
 
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 # The kinds of records that become columns, and the values that are kept
@@ -74,22 +73,6 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def plain(value):
-    """A value for JSON: a float with nine digits, or null if it is not finite."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def read_record(line: bytes) -> dict:
-    """The record on a line of metrics.jsonl; {} if the line is not a record."""
-    with contextlib.suppress(ValueError):
-        record = json.loads(line)
-        if isinstance(record, dict):
-            return record
-    return {}
-
-
 def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     table = np.array(rows).reshape(-1, len(names))
     return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
@@ -100,7 +83,7 @@ def known_keys(start: dict) -> dict:
     The keys of a start record that exist today, by today's names, if the value has the key's type.
     A key that is newer than a run of this program has its default.
     """
-    values = translate(start.get("config") or {})
+    values = from_nanogpt(start.get("config") or {})
     if values and start.get("program") != "nanoGPT":
         values = {name: f.default for name, f in FIELDS.items()} | values
     known = values.keys() & FIELDS.keys()

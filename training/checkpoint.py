@@ -1,12 +1,14 @@
 """
 Checkpoints that survive a kill, a full disk and a flipped bit, and the folder they live in.
 
-out_dir/ckpt-00000500.pt holds the state after 500 updates. It is written under a temporary name,
-flushed to the disk, and only then renamed, so a file with a checkpoint's name is complete. It is
-torch's own format, a zip with a CRC-32 of every record. torch.load ignores these, so they are
-checked here first.
+out_dir/ckpt-00000500.pt holds the state after 500 updates; train.py says what that is. It is
+written under a temporary name, flushed to the disk, and only then renamed, so a file with a
+checkpoint's name is complete. It is torch's own format, a zip with a CRC-32 of every record.
+torch.load ignores these, so they are checked here first.
 """
 
+import errno
+import itertools
 import os
 import shutil
 import zipfile
@@ -14,24 +16,31 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # noqa: F401  torch.save would import it later
+import torch.utils.serialization  # torch.save imports it lazily; a job's venv may be gone by then
+from torch.utils._pytree import tree_leaves
 
 from common.console import UserError, warn
-from common.files import patiently, replacing, try_lock
+from common.files import (
+    fsync_folder,
+    lack_of_space,
+    patiently,
+    remove_temporaries,
+    replacing,
+    try_lock,
+)
+from model_fast import sort_model_config
 
-
-def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
-    return Path(out_dir) / f"ckpt-{iter_num:08}.pt"
-
-
-def list_checkpoints(out_dir: Path) -> list[Path]:
-    """ckpt-*.pt, oldest first."""
-    return sorted(out_dir.glob("ckpt-" + 8 * "[0-9]" + ".pt"))
+# -----------------------------------------------------------------------------
+# One file
 
 
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path`, all or nothing. Raises OSError, leaving `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
+    if shortage := lack_of_space(path.parent, sum(sizes.values())):
+        raise OSError(errno.ENOSPC, shortage)
     with replacing(path) as file:
         try:
             torch.save(state, file)
@@ -42,7 +51,8 @@ def save(state: dict, path: Path) -> None:
 
 def load(path: Path) -> dict:
     """
-    A checkpoint, its checksums compared. Runs no code from it. Raises UserError if it is damaged.
+    The state in a file, its checksums compared. Runs no code from it. Raises UserError if it is
+    damaged.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -52,68 +62,67 @@ def load(path: Path) -> dict:
     if record:
         raise UserError(f"{path}: bytes of its record {record} have changed")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # another program's, or one that holds code
         problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
         raise UserError(f"{path}: {problem}") from None
+    return upgrade(state, path) if "progress" in state else state
 
 
-def save_in_folder(state: dict, out_dir: Path, keep: int) -> Path:
+def upgrade(state: dict, path: Path) -> dict:
     """
-    Save `state` as the newest checkpoint, and keep that many. Older ones are deleted before the
-    write, to make room; the newest only after it. If it is the best so far, best.pt becomes a link
-    to it. Raises OSError.
+    A run's state as this version writes it. This is the one door for older files: it knows those of
+    release b22bbcc. Raises UserError for still older ones.
     """
-    path = checkpoint_path(out_dir, state["progress"]["iter_num"])
-    prune(out_dir, max(1, keep - 1))
-    save(state, path)
-    prune(out_dir, keep)
-    if state["progress"]["best_iter"] == state["progress"]["iter_num"]:
-        mark_best(path)
-    return path
+    if "shards_read" not in state:
+        hint = "git checkout b22bbcc reads it, and writes one that this version reads"
+        raise UserError(f"{path}: its format is too old for this version; {hint}")
+    return state | dict(model_config=sort_model_config(state["model_config"]))
 
 
-def prune(out_dir: Path, keep: int) -> None:
-    for path in list_checkpoints(out_dir)[:-keep]:
-        patiently(path.unlink)
+# -----------------------------------------------------------------------------
+# The folder
 
 
-def mark_best(path: Path) -> None:
-    """Make best.pt a link to `path`, atomically; or a copy, if the file system has no links."""
-    best, link = path.with_name("best.pt"), path.with_name("best.pt.tmp")
-    try:
-        link.unlink(missing_ok=True)
-        os.link(path, link)
-        patiently(os.replace, link, best)
-    except OSError:
-        with replacing(best) as file, open(path, "rb") as content:
-            shutil.copyfileobj(content, file)
+def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
+    return Path(out_dir) / f"ckpt-{iter_num:08}.pt"
 
 
-def find_newest(out_dir: Path) -> tuple[Path | None, dict]:
+def iteration(path: Path) -> int:
+    """Of ckpt-00000500.pt: 500; -1 for another name."""
+    number = path.stem.removeprefix("ckpt-")
+    return int(number) if number.isdecimal() else -1
+
+
+def list_checkpoints(out_dir: Path) -> list[Path]:
+    """ckpt-*.pt, oldest first."""
+    return sorted((p for p in out_dir.glob("ckpt-*.pt") if iteration(p) >= 0), key=iteration)
+
+
+def load_newest(out_dir: Path) -> dict | None:
     """
-    The newest valid checkpoint, and its state; damaged ones are renamed to ckpt-*.pt.damaged, with
-    a warning. None and {} if out_dir holds no checkpoint. Raises UserError if there are checkpoints
-    and none is valid: a run never starts from scratch silently.
+    The newest valid state, with a warning for each damaged file. None if out_dir holds no
+    checkpoint. Raises UserError if there are checkpoints and none is valid: a run never starts from
+    scratch silently.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            return path, load(path)
+            return load(path)
         except UserError as error:
             warn(f"{error}; trying the one before")
-            path.replace(path.with_name(f"{path.name}.damaged"))
-    if paths or list(out_dir.glob("ckpt-*.pt.damaged")):
-        problem = "none of its checkpoints can be resumed"
+    if paths:
+        problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
-    return None, {}
+    return None
 
 
-def claim_folder(out_dir: Path) -> BinaryIO:
+def claim_folder(out_dir: Path, resumed_iter: int | None) -> BinaryIO:
     """
-    Make out_dir if it does not exist, keep other runs out while the returned file is open, and
-    delete what killed saves left. Raises OSError if it cannot be written, UserError if another run
-    uses it.
+    Make out_dir if it does not exist; keep other runs out while the returned file is open, which
+    the system closes when this process ends; and delete what killed saves left. `resumed_iter`: of
+    the checkpoint that the run goes on from; None for a new run. Raises OSError if the folder
+    cannot be written, UserError if another run uses it.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / "lock", "ab")
@@ -121,7 +130,64 @@ def claim_folder(out_dir: Path) -> BinaryIO:
         hint = "stop that one first, or choose another --out_dir"
         raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
     # temporary files could leave no room for the next checkpoint
-    for pattern in ("ckpt-*.tmp", "best.pt*.tmp", "metrics.jsonl*.tmp", "loss.png*.tmp"):
-        for path in out_dir.glob(pattern):
-            patiently(path.unlink)
+    remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
+    if resumed_iter is None:
+        for name in ("metrics.jsonl", "log.txt", "loss.png"):
+            set_aside(out_dir / name)  # of a run that never saved, or yours
+    for path in list_checkpoints(out_dir):
+        # newer than the one that could be resumed, so damaged; prune() would keep it
+        if resumed_iter is not None and iteration(path) > resumed_iter:
+            set_aside(path)
     return lock
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file, if there is one, to NAME.1, or to NAME.2, ... if that exists too."""
+    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    if path.exists():
+        patiently(path.rename, next(name for name in names if not name.exists()))
+
+
+def save_newest(state: dict, out_dir: Path, keep: int, check: bool) -> Path:
+    """
+    Save `state` as the newest checkpoint, and keep that many; the best one so far becomes best.pt
+    too. Older ones are deleted before the write, to make room; the newest only after it. `check`:
+    read the file back. Raises OSError if the disk is full or fails.
+    """
+    it = state["progress"]["iter_num"]
+    path = checkpoint_path(out_dir, it)
+    prune(out_dir, max(1, keep - 1))
+    if state["progress"]["best_iter"] == it:
+        # best.pt first: if a kill comes between the two, the resumed run makes both again
+        save(state, path.with_name("best.pt"))
+        link(path.with_name("best.pt"), path)
+    else:
+        save(state, path)
+    if check:
+        load(path)
+    prune(out_dir, keep)
+    return path
+
+
+def prune(out_dir: Path, keep: int) -> None:
+    for path in list_checkpoints(out_dir)[:-keep]:
+        try:
+            patiently(path.unlink, True)  # True: it may be missing
+        except PermissionError as error:  # Windows, while it is read; the next save tries again
+            warn(f"{path}: cannot be deleted now: {error.strerror}")
+
+
+def link(path: Path, name: Path) -> None:
+    """
+    Give a file a second name, atomically; or make a copy, if the file system has no links or, on
+    Windows, another program has it open. Raises OSError.
+    """
+    temporary = name.with_name(f"{name.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        os.link(path, temporary)
+        patiently(os.replace, temporary, name)
+        fsync_folder(name.parent)
+    except OSError:
+        with replacing(name) as file, open(path, "rb") as content:
+            shutil.copyfileobj(content, file)

@@ -5,15 +5,20 @@ MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak
 use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
 """
 
+import contextlib
 import ctypes
 import functools
+import math
 import os
 import platform
+import random
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.console import warn
@@ -30,12 +35,15 @@ PLAIN_ATTENTION_TOKENS = 512
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
 # Defaults that torch reads when it first compiles or allocates. The user's own values win.
-# torch's own default is in /tmp, which a restart empties
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
+if os.access(os.path.expanduser("~"), os.W_OK):  # a container's user may have no home
+    # torch's own default is in /tmp, which a restart empties
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
 if sys.platform == "win32":
     os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
+    # or Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
+    os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
 # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash on
-# it (pytorch #192330).
+# it (pytorch #192330). The user may have set it by its earlier name.
 if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -46,15 +54,22 @@ class Hardware:
     dtype: torch.dtype
     name: str  # what the device calls itself
     peak_tflops: float | None  # dense, for `dtype`; None: not known for sure
+    peak_source: str | None  # where the peak comes from
 
     @property
     def dtype_name(self) -> str:
         """Such as bfloat16, without the "torch." before it."""
         return str(self.dtype).removeprefix("torch.")
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> contextlib.AbstractContextManager:
         """The forward pass runs its matmuls in `dtype` inside this."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    @property
+    def can_compile(self) -> bool:
+        return self.device.type != "mps"  # torch's compiler for MPS is an early prototype
 
     def flash(self, config: Config | GPTConfig) -> bool:
         """
@@ -145,7 +160,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     """
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
-    hw = Hardware(device, dtype, platform.processor() or platform.machine(), None)
+    hw = Hardware(device, dtype, platform.processor() or platform.machine(), None, None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         forbid_spilling(device)
@@ -154,17 +169,18 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         hw.name = torch.cuda.get_device_name(device)
         row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(row, hw.dtype_name, config.tf32) if row else None
+        hw.peak_source = "gpus.csv" if hw.peak_tflops else None
+    if config.peak_tflops:
+        hw.peak_tflops = config.peak_tflops
+        hw.peak_source = "peak_tflops"
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    if device.type == "mps":
-        config.compile = False  # torch's compiler for MPS is an early prototype
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matmuls do not
     # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
         torch.use_deterministic_algorithms(True)
-    hw.peak_tflops = config.peak_tflops or hw.peak_tflops
     return hw
 
 
@@ -194,9 +210,27 @@ def keep_freed_memory() -> None:
 # Random states
 
 
+def set_seed(seed: int) -> None:
+    """Of all random numbers that a model, an optimizer or a change of yours may draw."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no more
+
+
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The random states that dropout draws on. Does not wait for the device."""
-    states = {"cpu": torch.get_rng_state()}
+    """
+    Random states of torch (dropout), and of Python and numpy (for code that you add). Does not wait
+    for the device.
+    """
+    # Both draw normal numbers in pairs and keep the second one; inf stands for Python's None
+    _, numbers, half = random.getstate()
+    python = [*numbers, math.inf if half is None else half]
+    _, keys, *rest = np.random.get_state()
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": torch.tensor(python, dtype=torch.float64),
+        "numpy": torch.tensor([*keys, *rest], dtype=torch.float64),
+    }
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state()
     return states
@@ -204,8 +238,24 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
+    *numbers, half = states["python"].tolist()
+    random.setstate((3, tuple(map(int, numbers)), None if half == math.inf else half))
+    *keys, at, has_half, half = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, "u4"), int(at), int(has_half), half))
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
+
+
+@contextlib.contextmanager
+def preserving_state(model, device: torch.device) -> Iterator[None]:
+    """What is computed inside leaves random states, gradients and buffers as they were."""
+    random_states = get_rng_state(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    model.zero_grad()
+    for buffer, before in buffers:
+        buffer.data.copy_(before)
+    set_rng_state(random_states, device)
 
 
 # -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-A run's log: lines on the console, records in out_dir/metrics.jsonl, loss.png, and a tracker.
+A run's log: lines on the console and in log.txt, records in metrics.jsonl, loss.png, and a tracker.
 
 Console lines begin as nanoGPT's do, so its parsers still work. Warnings go to stderr.
 """
@@ -9,237 +9,386 @@ import hashlib
 import json
 import math
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import datetime
-from io import FileIO
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
 from common.child import start_child
-from common.console import UserError, count, duration, keep_transcript, say, warn
-from common.files import replacing
-from configurator import Config, config_values
+from common.console import command_line, count, duration, keep_transcript, say, warn
+from common.files import plain, read_record, replacing
+from configurator import NEVER, Config, config_values
 from data.shards import Dataset
-from model import GPT
-from model_fast import FastGPT
-from reports.records import plain, read_record
 from training.checkpoint import claim_folder
-from training.clock import Clock
+from training.clock import Clock, clock_time
 from training.hardware import Hardware, count_flops
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
+FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
 SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
 PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
 # nanoGPT's names in wandb, so that its dashboards work; all others are KIND/NAME, as step/loss
-NANOGPT_NAMES = {"step/lr": "lr", "step/mfu": "mfu"}
-NANOGPT_NAMES |= {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss"}
+NANOGPT_NAMES = {
+    "step/lr": "lr",
+    "step/mfu": "mfu",
+    "eval/train_loss": "train/loss",
+    "eval/val_loss": "val/loss",
+}
 
 
 class Log:
     """
-    The log of one run, which rank 0 writes for all; in the other processes, and with eval_only, it
-    has no file. On resume, the records that the run will write again are removed, so that the file
-    reads as one run.
+    The log of one run, which rank 0 writes for all. The other ranks, and all of them with
+    eval_only, have no files.
     """
 
     def __init__(self, config: Config, clock: Clock, hw: Hardware, ranks: Ranks):
-        self.config, self.clock, self.hw, self.ranks = config, clock, hw, ranks
+        self.config = config
+        self.clock = clock
+        self.hw = hw
+        self.ranks = ranks
         self.out_dir = Path(config.out_dir)
-        self.file: FileIO | None = None
+        self.file: BinaryIO | None = None
         self.unwritten = b""  # records that did not fit on a full disk
+        self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
-        self.track: Callable[[int, dict], None] = lambda it, numbers: None
-        self.flops_per_token: float | None = None
-        self.train_tokens: int | None = None  # None: a stream's is unknown
-        self.before = (0, 0.0, 0.0)  # at the last line: iterations, seconds of steps and of waiting
+        self.picture_failed = False
 
-    def open(self, resumed: dict) -> None:
-        """Lock the run's folder and open its files. `resumed`: the checkpoint's state, or {}."""
+    def open(self, resumed: dict | None) -> None:
+        """
+        Take the run's folder, and open the files in it. On resume, the records that the run will
+        write again are removed, so that the file reads as one run. Raises UserError and OSError.
+        """
         if self.config.eval_only:
             return
-        path = self.out_dir / "metrics.jsonl"
-        self.lock = claim_folder(self.out_dir)
+        it = resumed["progress"]["iter_num"] if resumed else None
+        self.lock = claim_folder(self.out_dir, it)
         if resumed:
-            drop_records(path, resumed["progress"])
-        elif path.exists():  # of a run that never saved, or yours
-            path.replace(path.with_name("metrics.jsonl.old"))
-        self.file = open(path, "ab", buffering=0)
+            drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
+        self.file = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
-        if self.config.tracker != "none":
-            self.track = open_tracker(self.config, resumed)
+        # the evaluation at the resumed iteration stands; later records are written again
+        self.tracker = Tracker(self.config, purge_from=0 if it is None else it + 1)
 
     # -------------------------------------------------------------------------
-    # Records
+    # The beginning
 
-    def record(self, kind: str, **values) -> None:
-        """One line of metrics.jsonl, flushed; and the numbers to the tracker."""
-        if not self.file:
-            return
-        record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
-        record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.unwritten += json.dumps(record).encode() + b"\n"
-        try:
-            self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
-        except OSError as error:  # a full disk: the run matters more than its records
-            warn(f"metrics.jsonl: {error.strerror}; keeping records in memory until there is room")
-        if kind in ("step", "eval"):
-            numbers = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, int | float)}
-            try:
-                self.track(values["iter"], {NANOGPT_NAMES.get(n, n): v for n, v in numbers.items()})
-            except Exception as error:  # whatever a tracker does, the run is worth more
-                warn(f"tracker: {error}; continuing without it")
-                self.track = lambda it, numbers: None
+    def begin(self, data: Dataset, model, it: int, tokens: int) -> None:
+        """
+        The first lines: the model, the device, the data, and the length of the run, which is at
+        iteration `it` after so many tokens.
+        """
+        c, hw = self.config, self.hw
+        self.first_iter = it
+        self.first_steps = self.clock.seconds["steps"]
+        # at the last line: iterations, tokens, and seconds of steps and of waiting
+        self.reported = (it, tokens, self.first_steps, 0.0)
+        self.train_tokens = None if data.stream else len(data.train)  # a stream's are unknown
+        self.bytes_per_token = data.bytes_per_token
+        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
+        parameters = sum(p.numel() for p in model.parameters())
+        say(f"start: {date()}")
+        flops = "FLOPs not counted, so mfu n/a"
+        if self.flops_per_token:
+            flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (counted)"
+        vocabulary = f"vocabulary {data.vocab} -> {model.config.vocab_size}"
+        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
+        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
+        say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
+        train = count(self.train_tokens) if self.train_tokens else "streamed"
+        say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
+        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
+        if not c.eval_only:
+            say(f"run: {self.length(tokens)}, in {c.out_dir}")
+        if self.ranks.world_size > 1:
+            say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
+        if c.until and self.clock.left_of_run() > FAR_AWAY and self.ranks.is_main:
+            hours = self.clock.left_of_run() / 3600
+            warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
+        self.record(
+            "start",
+            iter=it,
+            config=config_values(c),
+            parameters=parameters,
+            device=hw.name,
+            device_type=hw.device.type,
+            dtype=hw.dtype_name,
+            peak_tflops=hw.peak_tflops,
+            peak_source=hw.peak_source,
+            flops_per_token=self.flops_per_token,
+            tokens_per_iter=c.iter_tokens,
+            world_size=self.ranks.world_size,
+            tokenizer=tokenizer_name(data.tokenizer),
+            data_fingerprint=data.fingerprint,
+            val_fingerprint=data.val_fingerprint,
+            torch=torch.__version__,
+        )
 
-    def event(self, it: int, message: str) -> None:
-        """A warning that belongs to an iteration."""
-        if self.ranks.is_main:
-            warn(f"iter {it}: {message}")
-        self.record("event", iter=it, message=message)
+    def length(self, tokens: int) -> str:
+        """How long the run is that has trained on so many tokens, in words."""
+        c = self.config
+        iterations = f"{c.max_iters:,} iterations"
+        if not c.by_clock:
+            total = tokens + c.iter_tokens * (c.max_iters - self.first_iter)
+            epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
+            return f"{iterations}, {count(total)} tokens{epochs}"
+        bound = "" if c.max_iters == NEVER else f" or {iterations}"
+        stops = f"stops by about {clock_time(self.clock.left())}"
+        return f"hours {self.clock.hours_text()}{bound}; {stops}"
 
-    def sample(self, it: int, text: str) -> None:
-        say(f"sample {it}:", *text.split("\n"), "")
-        self.record("sample", iter=it, text=text)
+    # -------------------------------------------------------------------------
+    # While it runs
 
-    def checkpoint(self, it: int, path: Path) -> None:
-        """After a save, before its lap."""
-        size, seconds = path.stat().st_size, time.perf_counter() - self.clock.lapped_at
-        say(f"checkpoint {it}: {path}, {size / 1e6:.2f}MB, time {seconds:.1f}s, {date()}")
-        self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
+    def report_step(
+        self,
+        it: int,
+        tokens: int,
+        tokens_after: int,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        waited: float,
+    ) -> None:
+        """
+        One line and record. loss, lr and grad_norm are of iteration `it`, `tokens` of training
+        before it and `tokens_after` after it; time, tok/s and mfu are means of the iterations since
+        the previous line. `waited`: seconds that this launch has waited for data. All ranks take
+        part.
+        """
+        c, clock, ranks = self.config, self.clock, self.ranks
+        now = (it + 1, tokens_after, clock.seconds["steps"], waited)
+        iterations, trained, elapsed, waited = (
+            after - before for after, before in zip(now, self.reported, strict=True)
+        )
+        self.reported = now
+        # the maximum over the ranks, of each value
+        elapsed, waited, mem = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
+        pace = elapsed / iterations  # seconds
+        clock.took("iteration", pace)
+        tokens_per_sec = trained / elapsed
+        mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size)
 
-    def evaluation(self, it: int, tokens: int, train_loss: float, val_loss: float) -> None:
-        """After an evaluation, before its lap."""
-        seconds = time.perf_counter() - self.clock.lapped_at
-        perplexity = math.exp(min(val_loss, 709))  # a float holds no more
+        mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
+        epoch = f"{tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
+        mem_text = f"{mem:.1f}GiB" if mem else "n/a"
+        hours = f"hours {clock.hours_text()}, " if c.by_clock else ""
+        say(
+            f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
+            f"tok/s {tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
+            f"tokens {count(tokens)}, epoch {epoch}, mem {mem_text}, "
+            f"{hours}eta {duration(self.eta(it))}"
+        )
+        self.record(
+            "step",
+            iter=it,
+            tokens=tokens,
+            tokens_after=tokens_after,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_ms=1000 * pace,
+            tokens_per_sec=tokens_per_sec,
+            mfu=mfu,
+            mem_gib=mem or None,
+            data_wait_ms=1000 * waited / iterations,
+            hours=clock.training_hours(),
+        )
+
+    def eta(self, it: int) -> float:
+        """
+        Seconds to the end: the iterations left at the mean pace of this launch, and an evaluation
+        and a save per interval left; at most what the clock allows.
+        """
+        c, clock = self.config, self.clock
+        pace = (clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
+        intervals = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
+        pause = sum(clock.seconds_per.get(name, 0.0) for name in ("evaluation", "checkpoints"))
+        left = (c.max_iters - it - 1) * pace + intervals * pause
+        return max(0.0, min(left, clock.left()))
+
+    def report_eval(self, it: int, tokens: int, train_loss: float, val_loss: float) -> None:
+        """After an evaluation, before its lap. Losses are in nats per token."""
+        seconds = self.clock.since_lap()
+        # a float holds no more than exp(709)
+        perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
         bits, end = None, ""
         if self.bytes_per_token:
             bits = val_loss / math.log(2) / self.bytes_per_token
             end = f", {bits:.4f} bits per byte"
         losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
         say(f"step {it}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
-        so_far = dict(iter=it, tokens=tokens, hours=self.clock.training_hours())
-        values = dict(train_loss=train_loss, val_loss=val_loss, seconds=seconds)
-        self.record("eval", **so_far, **values, perplexity=perplexity, bits_per_byte=bits)
+        self.record(
+            "eval",
+            iter=it,
+            tokens=tokens,
+            hours=self.clock.training_hours(),
+            train_loss=train_loss,
+            val_loss=val_loss,
+            seconds=seconds,
+            perplexity=perplexity,
+            bits_per_byte=bits,
+        )
         self.draw()
 
-    def step(
-        self, it: int, tokens: int, loss: float, lr: float, grad_norm: float, waited: float
-    ) -> None:
-        """
-        One line and record for the iterations since the previous line, up to `it`, after which the
-        run has trained on `tokens`. `waited`: seconds that this launch has waited for data. All
-        ranks take part.
-        """
-        c, ranks, clock = self.config, self.ranks, self.clock
-        now = it + 1, clock.seconds["steps"], waited
-        iterations, elapsed, waited = (a - b for a, b in zip(now, self.before, strict=True))
-        self.before = now
-        loss = ranks.sum(loss)[0] / ranks.world_size
-        # the maximum over the ranks, of each value
-        elapsed, waited, memory = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
-        clock.prices["iteration"] = pace = elapsed / iterations
-        rate, trained = c.iter_tokens / pace, tokens - c.iter_tokens
-        mfu = self.hw.mfu(self.flops_per_token, rate, ranks.world_size)
-        # what is left: iterations, and an evaluation and a save per interval; or the clock's time
-        pauses = clock.prices.get("evaluation", 0.0) + clock.prices.get("checkpoints", 0.0)
-        left = (c.max_iters - it - 1) * (pace + pauses / c.eval_interval)
-        eta = duration(max(0.0, min(left, clock.left())))
-        # nanoGPT's grammar first
-        mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
-        memory_text = f"{memory:.1f}GiB" if memory else "n/a"
-        epoch = f"{trained / self.train_tokens:.2f}" if self.train_tokens else "n/a"
-        say(
-            f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {rate:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
-            f"tokens {count(trained)}, epoch {epoch}, mem {memory_text}, eta {eta}"
-        )
-        values = dict(tokens=trained, tokens_after=tokens, loss=loss, lr=lr, grad_norm=grad_norm)
-        speed = dict(step_ms=1000 * pace, tokens_per_sec=rate, mfu=mfu, mem_gib=memory or None)
-        times = dict(data_wait_ms=1000 * waited / iterations, hours=clock.training_hours())
-        self.record("step", iter=it, **values, **speed, **times)
+    def report_save(self, it: int, path: Path) -> None:
+        """After a save, before its lap."""
+        size, seconds = path.stat().st_size, self.clock.since_lap()
+        readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
+        say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
+        self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
 
-    # -------------------------------------------------------------------------
-    # The beginning and the end
+    def report_sample(self, it: int, text: str) -> None:
+        say(f"sample {it}:", *text.split("\n"), "")
+        self.record("sample", iter=it, text=text)
 
-    def start(self, data: Dataset, model: GPT | FastGPT, it: int) -> None:
-        """The first lines: the model, the device, the data, and the length of the run."""
-        c, hw, processes = self.config, self.hw, self.ranks.world_size
-        self.before = it, self.clock.seconds["steps"], 0.0
-        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
-        self.train_tokens = None if data.stream else len(data.train)
-        self.bytes_per_token = data.bytes_per_token
-        parameters = sum(p.numel() for p in model.parameters())
-        flops = count(self.flops_per_token) if self.flops_per_token else "unknown"
-        vocabulary = f"vocabulary {data.vocab} -> {model.config.vocab_size}"
-        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops} FLOPs per token")
-        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
-        say(f"device: {processes} x {hw.name}, {hw.dtype_name}, {peak}")
-        train = count(self.train_tokens) if self.train_tokens else "streamed"
-        say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
-        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
-        length = f"{c.max_iters:,} iterations, {count(c.iter_tokens * c.max_iters)} tokens"
-        if c.by_clock:
-            end = datetime.fromtimestamp(time.time() + max(0.0, self.clock.left()))
-            length = f"until about {end:%Y-%m-%d %H:%M}"
-        say(f"run: {length}, in {c.out_dir}")
-        machine: dict = dict(device=hw.name, device_type=hw.device.type, dtype=hw.dtype_name)
-        machine |= dict(peak_tflops=hw.peak_tflops, world_size=processes, torch=torch.__version__)
-        work: dict = dict(parameters=parameters, flops_per_token=self.flops_per_token)
-        work |= dict(tokens_per_iter=c.iter_tokens, tokenizer=tokenizer_name(data.tokenizer))
-        work |= dict(data_fingerprint=data.fingerprint)
-        self.record("start", iter=it, config=config_values(c), **machine, **work)
+    def warn(self, it: int, message: str) -> None:
+        """A warning that belongs to an iteration."""
+        if self.ranks.is_main:
+            warn(f"iter {it}: {message}")
+        self.record("event", iter=it, message=message)
+
+    def record(self, kind: str, **values) -> None:
+        """One line of metrics.jsonl, flushed, and the tracker's share of it."""
+        if not self.file:
+            return
+        record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
+        record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
+        waiting = bool(self.unwritten)
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+        except OSError as error:  # a full disk: the run matters more than its records
+            if not waiting:
+                rest = "keeping its records in memory until there is room"
+                warn(f"metrics.jsonl: {error.strerror}; {rest}")
+        if self.tracker:
+            self.tracker.log(record)
 
     def draw(self) -> None:
         """Start a process that draws loss.png, one at a time; its failure cannot hurt the run."""
-        idle = self.picture is None or self.picture.poll() is not None
-        if self.file and idle and self.clock.used() >= SHORTEST_RUN:
+        if self.picture and self.picture.poll():
+            self.picture_failed = True
+        busy = self.picture is not None and self.picture.poll() is None
+        if self.file and not busy and self.clock.used() >= SHORTEST_RUN:
             command = ("-m", "reports.picture", self.out_dir.resolve())
             self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
 
-    def end(self, reason: str, it: int, tokens: int, waited: float) -> None:
-        """The last lines: why the run ended, and where the time went."""
+    # -------------------------------------------------------------------------
+    # The end
+
+    def finish(self, reason: str, complete: bool, it: int, tokens: int, waited: float) -> None:
+        """
+        The last lines: why the run ended, where the time went, and if it is not complete, what to
+        type.
+        """
         seconds = self.clock.seconds
         total = sum(seconds.values())
+        launch = duration(time.perf_counter() - self.clock.began)
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items()]
-        say(f"time: {duration(total)} in all launches = {', '.join(shares)}")
+        spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
+        say(f"time: {duration(total)} wall (this launch {launch}) = {spent}")
         say(f"waited for data: {waited:.1f}s of the steps of this launch")
-        say(f"end: {reason} after {it:,} iterations, {count(tokens)} tokens, {date()}")
+        said = "the schedule is complete" if reason in ("hours", "until") else reason
+        say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        if not reason.startswith("SIG"):  # stopping must not wait for a picture
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if self.picture:
-                    self.picture.wait(PATIENCE)
-                self.draw()
-                if self.picture and self.picture.wait(PATIENCE):
-                    warn(f"loss.png is not drawn; python compare.py {self.out_dir} says why")
+        if not complete and not self.config.eval_only:
+            more = "" if self.config.init_from == "auto" else " --init_from=resume"
+            script = "python" if self.ranks.world_size == 1 else "torchrun ..."
+            say(f"to continue: {script} {command_line(*sys.argv)}{more}")
+        if self.tracker:
+            self.tracker.close()
+        if complete:  # stopping must not wait for a picture
+            self.draw_end()
         keep_transcript(None)
+        if self.file:
+            self.file.close()
+            self.lock.close()
+
+    def draw_end(self) -> None:
+        """Draw the whole run, and wait for it, but not for long."""
+        try:
+            if self.picture:
+                self.picture.wait(PATIENCE)
+            self.draw()
+            if self.picture and self.picture.wait(PATIENCE):
+                self.picture_failed = True
+        except subprocess.TimeoutExpired:
+            self.picture_failed = True
+        if self.picture_failed:
+            warn(f"loss.png is not drawn; python compare.py {self.out_dir} draws it, or says why")
 
 
-def open_tracker(config: Config, resumed: dict) -> Callable[[int, dict], None]:
-    """A function that sends numbers of an iteration to wandb or tensorboard."""
-    try:
-        if config.tracker == "wandb":
-            import wandb
+class Tracker:
+    """
+    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker is
+    missing or fails, this warns once and sends nothing more. On resume, tensorboard's curves in
+    out_dir are replaced from iteration `purge_from` on; wandb shows each resume as a separate run.
+    """
 
-            names: dict = dict(project=config.wandb_project, name=config.wandb_run_name)
-            run = wandb.init(**names, dir=config.out_dir, config=config_values(config))
-            return lambda it, numbers: run.log(numbers, step=it)
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(f"tracker: {error}; pip install {config.tracker}") from None
-    # what comes after the resumed iteration is written again
-    first = resumed["progress"]["iter_num"] + 1 if resumed else 0
-    writer = SummaryWriter(config.out_dir, purge_step=first)
+    def __init__(self, config: Config, purge_from: int):
+        self.kind = config.tracker
+        self.writer: Any = None
+        with self.warn_on_failure():
+            if self.kind == "wandb":
+                import wandb
 
-    def write(it: int, numbers: dict) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, it)
+                self.writer = wandb.init(
+                    project=config.wandb_project,
+                    name=config.wandb_run_name,
+                    dir=config.out_dir,
+                    config=config_values(config),
+                )
+            elif self.kind == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter
 
-    return write
+                self.writer = SummaryWriter(config.out_dir, purge_step=purge_from)
+
+    @contextlib.contextmanager
+    def warn_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a tracker does, the run is worth more
+            reason = " ".join(str(error).splitlines()).rstrip(".")
+            if isinstance(error, ImportError):
+                reason += f" (pip install {self.kind})"
+            warn(f"tracker {self.kind}: {reason}; continuing without it")
+            self.kind = "none"
+
+    def log(self, record: dict) -> None:
+        if self.kind == "none" or record["kind"] not in ("step", "eval"):
+            return
+        numbers = {}
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "iter":
+                name = f"{record['kind']}/{name}"
+                numbers[NANOGPT_NAMES.get(name, name)] = value
+        if numbers.get("mfu"):
+            numbers["mfu"] *= 100
+        with self.warn_on_failure():
+            if self.kind == "wandb":
+                self.writer.log(numbers | {"iter": record["iter"]}, step=record["iter"])
+            else:
+                for name, value in numbers.items():
+                    self.writer.add_scalar(name, value, record["iter"])
+
+    def close(self) -> None:
+        with self.warn_on_failure():
+            if self.kind == "wandb":
+                self.writer.finish()
+            elif self.kind == "tensorboard":
+                self.writer.close()
+
+
+# -----------------------------------------------------------------------------
+# Records
 
 
 def drop_records(path: Path, progress: dict) -> None:
@@ -249,14 +398,19 @@ def drop_records(path: Path, progress: dict) -> None:
     """
     # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
     it, evaluated_at = progress["iter_num"], progress["evaluated_at"]
-    last = {"step": it - 1, "event": it - 1, "checkpoint": it, "eval": evaluated_at}
-    last |= {"sample": evaluated_at, "start": it}
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    with replacing(path) as file:
-        for line in lines:
-            record = read_record(line)
-            if record.get("iter", math.inf) <= last.get(record.get("kind", ""), -1):
-                file.write(line + b"\n")
+    last = {"step": it - 1, "event": it - 1, "checkpoint": it, "start": it}
+    last |= {"eval": evaluated_at, "sample": evaluated_at}  # and no end
+    if not path.exists():
+        return
+    try:
+        with replacing(path) as file, open(path, "rb") as lines:
+            for line in lines:
+                record = read_record(line)
+                at, kind = record.get("iter"), record.get("kind", "")
+                if isinstance(at, int) and at <= last.get(kind, -1):
+                    file.write(line.rstrip() + b"\n")
+    except OSError as error:  # a full disk
+        warn(f"{path}: {error.strerror}; repeated records remain")
 
 
 def tokenizer_name(spec: dict) -> str:

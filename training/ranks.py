@@ -4,8 +4,8 @@ same loop. And signals, which stop all of them together.
 
 Rank 0 decides for all: it reads the command line, looks at the clock and writes the files. The
 ranks exchange a few bytes through their hosts (gloo). Gradients are averaged by torch's
-DistributedDataParallel on the devices. With one process nothing is sent, and the same
-calls return its own values.
+DistributedDataParallel on the devices. With one process nothing is sent, and the same calls return
+its own values.
 """
 
 import os
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +26,7 @@ from configurator import Config
 
 # For one collective; longer than any evaluation or save that a rank waits for
 TIMEOUT = timedelta(minutes=10)
-# A second one of these ends the process at once; SIGBREAK exists on Windows only
-STOPS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGBREAK", None)
+SHARE_PATIENCE = 30.0  # seconds until a network share must show a file to all machines
 
 
 class Ranks:
@@ -36,27 +36,35 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), 0
+        self.rank = 0
+        self.local_rank = 0
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if self.world_size > 1:
+            self.join()
         self.is_main = self.rank == 0  # the process that decides, logs and saves
-        if self.world_size == 1:
-            return
-        self.local_rank = int(os.environ["LOCAL_RANK"])
-        if not self.is_main:
+
+    def join(self) -> None:
+        self.rank = int(os.environ.get("RANK", 0))  # torch says what is missing
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
         nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
         # torchrun keeps one store across restarts, with the addresses of dead processes in it. A
-        # prefix per restart hides them.
-        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # prefix per restart hides them; without it, the second start fails now and then.
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        group: dict = dict(store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", **group)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=TIMEOUT,
+        )
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
         The model; with several ranks, its gradients are averaged over all of them. Gradients are
-        then views of the buckets that are averaged, so they take no memory of their own. Zero them
-        in place: setting them to None would cost 4 bytes per parameter.
+        then views of the buckets that are averaged, so they take no memory of their own.
         """
         if self.world_size == 1:
             return model
@@ -66,6 +74,9 @@ class Ranks:
         ddp_model.reducer.prepare_for_backward([])
         torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
         return ddp_model
+
+    # -------------------------------------------------------------------------
+    # What the ranks tell each other. All ranks must make each of these calls.
 
     def sum(self, *values: float, op=dist.ReduceOp.SUM) -> list[float]:
         """Each value's sum (or op) over all ranks, in float64."""
@@ -79,7 +90,14 @@ class Ranks:
         """Each value's maximum over all ranks."""
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
-    def from_main(self, function: Callable[..., Any], *args) -> Any:
+    def gather(self, value: Any) -> list:
+        """Every rank's value, in order, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def on_main(self, function: Callable[..., Any], *args) -> Any:
         """
         Call function(*args) on rank 0; every rank gets its result. If it raises UserError, OSError
         or SystemExit (--help), every rank ends, and only rank 0 prints why.
@@ -98,15 +116,17 @@ class Ranks:
             raise RunError() if isinstance(box[0], RunError) else UserError()
         return box[0]
 
-    def gather(self, value: Any) -> list:
-        """Every rank's value, in order, on every rank."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
+    def main_first(self, function: Callable[..., Any], *args) -> Any:
+        """
+        Call function(*args) on rank 0, and then on the others, which find what it has downloaded or
+        prepared. Each rank gets its own result. Errors of rank 0 end all ranks, as in on_main.
+        """
+        mine = []
+        self.on_main(lambda: mine.append(function(*args)))
+        return mine[0] if self.is_main else function(*args)
 
     def fail(self, line: str) -> NoReturn:
-        """Raises RunError. All ranks call this together; only rank 0 prints why."""
+        """Raises RunError; only rank 0 prints why."""
         raise RunError(line) if self.is_main else RunError()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
@@ -117,52 +137,95 @@ class Ranks:
                 line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {hint}"
                 raise UserError(line) if self.is_main else UserError()
 
+    def check_shared(self, file: Path, hint: str) -> None:
+        """Raises UserError on every rank if some rank's machine sees another file than rank 0's."""
+        if self.world_size == 1:
+            return
+        self.on_main(file.touch)
+        began = time.monotonic()
+        changed: list[int | None] = []
+        # a network share shows a change a little later
+        while len(set(changed)) != 1 and self.max(time.monotonic() - began)[0] < SHARE_PATIENCE:
+            changed = self.gather(file.stat().st_mtime_ns if file.exists() else None)
+            time.sleep(0.1)
+        self.check_same(f"{file} was changed at", changed[self.rank], hint)
+
 
 def check_shares(config: Config, n: int) -> list[str]:
     """The problem, if `n` processes cannot divide an iteration's micro-batches equally."""
     accum = config.gradient_accumulation_steps
+    if accum % n == 0:
+        return []
     shared = f"{accum} micro-batches cannot be divided among {n} processes"
-    return [f"gradient_accumulation_steps: {shared}; a multiple of {n} can"] if accum % n else []
+    return [f"gradient_accumulation_steps: {shared}; a multiple of {n} can"]
+
+
+def lost_rank(error: BaseException) -> str:
+    """The error line for a process whose peer is gone; empty for other errors."""
+    lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    if not (lost and isinstance(error, RuntimeError)):
+        return ""
+    reason = str(error).partition("\n")[0]
+    return f"another rank is gone ({reason}): look at that one's last lines, or at the network"
+
+
+# -----------------------------------------------------------------------------
+# Signals
+
+# Each asks the run to save and stop: the warnings of Slurm, of a CPU limit and of a closing terminal
+# too. Windows has SIGINT and SIGBREAK, Ctrl-C and Ctrl-Break.
+ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP")
+# A second one of these ends the process at once
+STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
+SAME_STOP = 0.5  # seconds in which torchrun, systemd and Slurm may each pass on one stop
 
 
 class Signals:
     """
-    SIGINT, SIGTERM, and the warnings of Slurm, a CPU limit and a closing terminal ask the run to
-    save and stop, all ranks together: the loop looks between two iterations, and at each batch of
-    an evaluation. A second SIGINT or SIGTERM ends the process at once. Windows has SIGINT and
-    SIGBREAK, Ctrl-C and Ctrl-Break.
+    The signals that this process has received. The loop looks at them between two iterations, and
+    at each batch of an evaluation, on all ranks together, so that all of them stop at one place.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.received, self.stopped_at = ranks, 0, 0.0
-        self.name = ""  # of the signal that all ranks have agreed on
-        for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP"):
+        self.ranks = ranks
+        self.received = 0  # the number of the first one
+        self.stopped_at: float | None = None
+        self.name: str | None = None  # of the signal that all ranks have agreed on
+        for name in ASK_TO_STOP:
             number = getattr(signal, name, None)
             # nohup ignores SIGHUP, which a terminal sends when it closes
-            if number and signal.getsignal(number) != signal.SIG_IGN:
+            ignored = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            if number and not ignored:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame) -> None:
         if not self.received and self.ranks.is_main:
-            print_err("stopping after this iteration; a second signal stops at once")
+            print_err("stopping after this iteration; a second signal stops at once, without a save")
         self.received = self.received or number
-        if number in STOPS:
-            # torchrun, systemd and Slurm may each pass on the same stop
-            if self.stopped_at and time.monotonic() - self.stopped_at > 0.5:
+        if signal.Signals(number).name in STOP_AT_ONCE:
+            now = time.monotonic()
+            if self.stopped_at is not None and now - self.stopped_at > SAME_STOP:
                 os._exit(128 + number)
-            self.stopped_at = self.stopped_at or time.monotonic()
+            self.stopped_at = self.stopped_at or now
 
-    def look(self, *values: float) -> list[float]:
+    def agree(self, *values: float) -> list[float]:
         """
-        All ranks look together. Sets `name` if any of them has received a signal. Returns each
+        All ranks look together: `name` is set if any of them has received a signal. Returns each
         value's maximum over all ranks.
         """
         number, *most = self.ranks.max(self.received, *values)
-        if number:
+        if number and not self.name:
             self.name = signal.Signals(int(number)).name
         return most
 
-    def came(self) -> bool:
-        """Whether any rank has received a signal. All ranks take part."""
-        self.look()
-        return bool(self.name)
+    def stop_asked(self) -> bool:
+        """Whether any rank has received a signal. All ranks look together."""
+        self.agree()
+        return self.name is not None
+
+    def wait(self, seconds: int) -> None:
+        """Wait, but not longer than until a signal comes. All ranks wait together."""
+        for _ in range(seconds):
+            if self.stop_asked():
+                return
+            time.sleep(1)
