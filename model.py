@@ -8,7 +8,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +122,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.loss_chunk = config.loss_chunk  # may be changed later, where memory is short
+        wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer: Any = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wte=wte,
                 wpe=nn.Embedding(config.block_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -134,7 +135,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
         if config.tie_weights:
-            self.lm_head.weight = self.transformer.wte.weight
+            self.lm_head.weight = wte.weight
 
     def init_weights(self) -> None:
         """
@@ -174,7 +175,8 @@ class GPT(nn.Module):
             x = x.bfloat16()  # the residual stream too; eager CPU norms would sum in bfloat16
         recompute = self.config.recompute and self.training
         blocks = self.transformer.h
-        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
+        of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
+        for block, cache in zip(blocks, of_blocks, strict=True):
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.transformer.ln_f(x)
 

@@ -8,6 +8,7 @@ it shortens the run to the same loss. Shapes in comments: B sequences of T token
 channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -243,7 +244,7 @@ class FastGPT(nn.Module):
         angles = self.angles(past, idx.size(1), idx.device)
         recompute = self.config.recompute and self.training
         blocks = self.transformer.h
-        of_blocks = caches or [None] * len(blocks)
+        of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
         for block, number, cache in zip(blocks, self.table_of_layer, of_blocks, strict=True):
             of_layer = None if number is None else values[number]
             if recompute:

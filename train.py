@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -41,7 +41,7 @@ from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_deman
 from data.stream import open_stream
 from data.tokenizer import Tokenizer
 from model import FREE_ON_RESUME, ChunkedLoss, GPTConfig, generate
-from model_fast import FastGPT, Muon, build_model, muon_groups
+from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
 from training.clock import Clock
 from training.hardware import Hardware
@@ -50,7 +50,8 @@ from training.pretrained import load_pretrained
 from training.ranks import Ranks, Signals, check_shares
 
 # vocab_size is not a key; it follows from the dataset
-ARCHITECTURE = [f.name for f in fields(GPTConfig) if f.name not in FREE_ON_RESUME | {"vocab_size"}]
+ARCHITECTURE = [f.name for f in fields(FastConfig) if f.name not in FREE_ON_RESUME | {"vocab_size"}]
+ARCHITECTURE += ["model"]
 FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
@@ -139,11 +140,11 @@ def adopt(c: Config, start: dict) -> list[str]:
     problems = [
         f"{name}: {getattr(c, name)!r} asked for, but {source} has {saved[name]!r}; leave it out"
         for name in fixed
-        if name in c.given and getattr(c, name) != saved[name]
+        if name in c.given and getattr(c, name) != saved.get(name, getattr(c, name))
     ]
     defaults = [name for name in ("dataset", "tokenizer", "dtype") if name not in c.given]
     for name in fixed + (defaults if resumed else []):
-        setattr(c, name, saved[name])
+        setattr(c, name, saved.get(name, getattr(c, name)))
     return problems
 
 
@@ -195,7 +196,8 @@ def model_config(
     `vocab` is rounded up; with saved `weights` their size counts instead. `flash`, if given,
     replaces the configuration's.
     """
-    values = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+    kind = FastConfig if c.model == "fast" else GPTConfig
+    values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name != "vocab_size"}
     multiple = c.pad_vocab_multiple
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
     if weights:
@@ -209,7 +211,7 @@ def model_config(
         values["loss_chunk"] = max(COMPILED_LOSS_CHUNK, least)
     else:
         values["loss_chunk"] = LOSS_CHUNK
-    return GPTConfig(**values)
+    return kind(**values)
 
 
 def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -219,16 +221,34 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     cannot.
     """
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    betas = (c.beta1, c.beta2)
+    optimizer: torch.optim.Optimizer
     if c.optimizer == "muon":
-        return Muon(muon_groups(model, c), dtype, fused)
-    keys = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms
-    groups = [
-        dict(keys, params=matrices, weight_decay=c.weight_decay),
-        dict(keys, params=vectors, weight_decay=0.0),
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], fused=fused)
+        groups = muon_groups(
+            model,
+            matrix_lr=c.learning_rate,
+            head_lr=c.head_lr,
+            momentum=c.muon_momentum,
+            betas=betas,
+            weight_decay=c.weight_decay,
+        )
+        optimizer = Muon(groups, dtype, fused)
+    else:
+        matrices = [(name, p) for name, p in model.named_parameters() if p.dim() >= 2]
+        vectors = [(name, p) for name, p in model.named_parameters() if p.dim() < 2]
+        adam = dict(betas=betas, initial_lr=c.learning_rate)
+        groups = [
+            dict(adam, params=matrices, weight_decay=c.weight_decay),
+            dict(adam, params=vectors, weight_decay=0.0),  # biases and norms
+        ]
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, fused=fused)
+    grouped = [name for group in optimizer.param_groups for name in group["param_names"]]
+    if lost := [name for name, _ in model.named_parameters() if name not in grouped]:
+        raise UserError(
+            f"optimizer: {', '.join(lost)}: in no group; name its rate where groups are made"
+        )
+    return optimizer
 
 
 def get_lr(it: int, c: Config, share: float, highest: float) -> float:
@@ -256,8 +276,6 @@ def get_lr(it: int, c: Config, share: float, highest: float) -> float:
 def compile_model(model) -> None:
     """From now on calls of the model run compiled, but not model.forward."""
     torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
-    if isinstance(model, FastGPT):
-        model.keep_rotary_tables()
     model.compile()
 
 
@@ -288,7 +306,7 @@ def compile_or_warn(model, c: Config, vocab: int, hw: Hardware) -> None:
         warn(f"torch.compile does not work here ({reason}); continuing without it")
         c.compile = False
         model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
-        model.config = replace(model.config, loss_chunk=min(model.config.loss_chunk, LOSS_CHUNK))
+        model.loss_chunk = min(model.loss_chunk, LOSS_CHUNK)
     model.train()
     model.zero_grad()
 
@@ -376,7 +394,7 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
     generator = torch.Generator(hw.device).manual_seed(c.seed)
     model.eval()
     with hw.autocast():
-        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator)
+        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
     model.train()
     return text.decode(ids[0, len(prompt) :].tolist())
 
@@ -538,7 +556,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 progress=asdict(p),
                 ledger=dict(clock.seconds),
                 clock=clock.state_dict(),
-                model_config=asdict(model.config),
+                model_config=config_to_dict(model.config),
                 vocab=data.vocab,
                 tokenizer=data.tokenizer,
                 data_fingerprint=data.fingerprint,
