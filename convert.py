@@ -13,7 +13,6 @@ CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a conv
 import common  # before torch  # noqa: F401  isort: skip
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from common.console import Parser, UserError, run_main, say
 from common.files import replacing
 from data.tokenizer import Tokenizer
 from model import GPTConfig
-from model_fast import FastGPT, build_model
+from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training import checkpoint
 from training.pretrained import GPT2_SETTINGS, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
 
@@ -55,8 +54,8 @@ def ckpt_to_hf(source: str, out: str) -> str:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     state = read_weights(source, best=True)
-    config = GPTConfig(**state["model_config"])
-    fast = config.model == "fast"
+    config = config_from_dict(state["model_config"])
+    fast = isinstance(config, FastConfig)
     weights = fast_weights(state) if fast else gpt2_weights(state)
     hf = hf_config(state["tokenizer"], config, state["vocab"])
     check_logits(state, weights, hf)
@@ -82,7 +81,7 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
     The weights with Hugging Face's names and shapes: without padding of the vocabulary, and with
     zeros for biases that the model does not have.
     """
-    config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
+    config, vocab = config_from_dict(state["model_config"]), state["vocab"]
     weights = {}
     for name, tensor in state["model"].items():
         if name == "lm_head.weight" and config.tie_weights:
@@ -114,7 +113,7 @@ def check_logits(state: dict, weights: dict, hf: dict) -> None:
     Raises UserError unless the exported weights, computed as transformers will, give the logits of
     the checkpoint's own model. People change model.py; transformers' GPT-2 stays as it is.
     """
-    config, vocab = GPTConfig(**state["model_config"]), state["vocab"]
+    config, vocab = config_from_dict(state["model_config"]), state["vocab"]
     model = build_model(config).eval()
     # a copy, because `assign` marks the dict, so that later loads of it would assign too
     model.load_state_dict(dict(state["model"]), assign=True)
@@ -182,8 +181,10 @@ def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
     hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
     # without tokenizer files AutoTokenizer must fail, instead of opening an empty GPT-2 tokenizer
     hf |= dict(tokenizer_class="PreTrainedTokenizerFast")
-    if config.model == "fast":
-        hf |= dict(model_type="nightshift_fast", model_config=asdict(config), auto_map=AUTO_MAP)
+    if isinstance(config, FastConfig):
+        hf |= dict(
+            model_type="nightshift_fast", model_config=config_to_dict(config), auto_map=AUTO_MAP
+        )
         return hf | dict(architectures=["FastForCausalLM"])
     hf |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"])
     hf |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)

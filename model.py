@@ -8,6 +8,7 @@ vocabulary.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +31,13 @@ class GPTConfig:
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: plain matmuls
-    model: str = "gpt2"  # or "fast": model_fast.py
     loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
-    recompute: bool = (
-        False  # keep only each block's input, and run the block again in the backward pass
-    )
-    # of model_fast.py: the number of value embeddings, and the rows of the bigram embedding
-    value_tables: int = 0
-    bigram_rows: int = 0
+    # keep only each block's input for the backward pass, which runs the block again
+    recompute: bool = False
 
 
-# Fields that a resumed run may change: how the model is computed. All others are the architecture
+# Fields that a resumed run may change, because they change no weight. All others are the
+# architecture.
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 
@@ -48,30 +45,43 @@ FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 # The layers
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, flash: bool, scale: float, dropout=0.0) -> Tensor:
-    """Causal attention; q, k, v and the result are (B, nh, T, hs)."""
-    if flash:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, flash: bool, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """
+    Causal attention: q (B, nh, T, hs), k and v of as many tokens -> (B, nh, T, hs). Or T is 1, as
+    in generation, and k and v are those of all tokens up to this one.
+    """
+    is_causal = q.size(2) > 1  # a single token may look at all that are there
+    # Without a mask plain attention is faster: cuDNN plans its kernel again at each length.
+    if flash and is_causal:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scale
         )
     # faster on a CPU in bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
-    scores = q * scale @ k.mT  # (B, nh, T, T)
-    future = torch.full_like(scores[0, 0], -math.inf).triu(1)  # faster than masked_fill
-    return F.dropout(F.softmax(scores + future, dim=-1), dropout) @ v
+    scores = q * scale @ k.mT  # (B, nh, T, T), or (B, nh, 1, all tokens)
+    if is_causal:
+        # an addition is faster than masked_fill
+        scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
+    return F.dropout(F.softmax(scores, dim=-1), dropout) @ v
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.n_head, self.dropout, self.flash = config.n_head, config.dropout, config.flash
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.flash = config.flash
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: "KVCache | None" = None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # (B, nh, T, hs) each
+        if cache:
+            k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, self.flash, scale=q.size(-1) ** -0.5, dropout=dropout)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -98,8 +108,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, cache: "KVCache | None" = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -111,9 +121,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.loss_chunk = config.loss_chunk  # may be changed later, where memory is short
+        wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer: Any = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wte=wte,
                 wpe=nn.Embedding(config.block_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -121,9 +133,9 @@ class GPT(nn.Module):
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tie_weights:
-            self.transformer["wte"].weight = self.lm_head.weight
         self.init_weights()
+        if config.tie_weights:
+            self.lm_head.weight = wte.weight
 
     def init_weights(self) -> None:
         """
@@ -132,13 +144,12 @@ class GPT(nn.Module):
         its size (GPT-2 paper, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=residual_std)
-            elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                continue  # other modules initialise themselves
+            nn.init.normal_(module.weight, std=residual_std if name.endswith("c_proj") else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
@@ -147,19 +158,26 @@ class GPT(nn.Module):
         """
         x = self.hidden(idx)
         if targets is None:
-            return self.logits(x)  # (B, T, V)
-        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
+            return self.logits(x)
+        return mean_loss(x, self.lm_head.weight, targets, self.loss_chunk)
 
-    def hidden(self, idx: Tensor) -> Tensor:
-        """idx (B, T) -> the normed residual stream (B, T, C), the input of the head."""
-        positions = torch.arange(idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+    def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
+        """
+        idx (B, T) -> the normed residual stream (B, T, C), the input of the head. With caches, one
+        per block, only the tokens that they do not hold yet are computed and returned: all T at
+        first, then one at a time.
+        """
+        past = caches[0].length if caches else 0
+        positions = torch.arange(past, idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx[:, past:]) + self.transformer.wpe(positions)
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too; eager CPU norms would sum in bfloat16
         recompute = self.config.recompute and self.training
-        for block in self.transformer.h:
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        blocks = self.transformer.h
+        of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
+        for block, cache in zip(blocks, of_blocks, strict=True):
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -180,9 +198,14 @@ def loss_sum(logits: Tensor, targets: Tensor, cap: float | None = None) -> Tenso
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits in at least float32, limited by the cap, if any: cap z / sqrt(z^2 + cap^2)."""
+    """
+    Logits z in at least float32, limited by the cap that model_fast.py has: cap z / sqrt(z^2 +
+    cap^2).
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if cap is None else cap * logits * torch.rsqrt(logits.square() + cap**2)
+    if cap is None:
+        return logits
+    return cap * logits * torch.rsqrt(logits.square() + cap**2)
 
 
 def mean_loss(
@@ -190,9 +213,11 @@ def mean_loss(
 ) -> Tensor:
     """
     The mean loss of the logits that the head, a weight (V, C), gives for x (B, T, C), over targets
-    (B, T) that are not -1. With chunk > 0, the logits of only that many tokens exist at one time.
+    (B, T) that are not -1; 0 if there are none. With chunk > 0, the logits of only that many tokens
+    exist at one time.
     """
-    x, targets = x.flatten(0, 1), targets.flatten()
+    x = x.flatten(0, 1)
+    targets = targets.flatten()
     count = (targets != -1).sum().clamp(min=1)
     if not 0 < chunk < len(x):
         return loss_sum(F.linear(x, head), targets, cap) / count
@@ -214,7 +239,8 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, chunk, cap, dtype) -> Tensor:
         head = weight.detach().to(dtype).requires_grad_()
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
-        dx, losses = [], []
+        dx = []
+        losses = []
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
@@ -246,31 +272,83 @@ def product_dtype(x: Tensor) -> torch.dtype:
 # Generating text
 
 
+class KVCache:
+    """The keys and values of one block for the `length` tokens so far; room for `capacity`."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.length = 0
+        # the first tokens decide shape, dtype and device
+        self.k = torch.empty(0)
+        self.v = torch.empty(0)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v of T further tokens, (B, nh, T, hs) each; returns those of all tokens."""
+        start = self.length
+        end = start + k.size(2)
+        if end > self.capacity:
+            raise ValueError("KVCache is full: a block that runs twice needs two caches")
+        if start == 0:
+            B, nh, _, hs = k.shape
+            self.k = k.new_empty(B, nh, self.capacity, hs)
+            self.v = v.new_empty(B, nh, self.capacity, hs)
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
 @torch.no_grad()
-def generate(
+def generate_tokens(
     model,
     idx: Tensor,
     max_new_tokens: int,
     vocab: int,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
     generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """
+    Continue idx (B, T), T > 0, with a GPT or FastGPT: yields the next ids (B, 1), max_new_tokens
+    times. Only ids below `vocab`, the vocabulary before padding, are drawn, as `sample_next` says.
+    """
+    window = model.config.block_size
+    room = min(idx.size(1) + max_new_tokens, window)
+    caches = [KVCache(room) for _ in model.transformer.h]
+    for _ in range(max_new_tokens):
+        if idx.size(1) > window:
+            caches = []  # cached values depend on tokens that have left the window
+        x = model.hidden(idx[:, -window:], caches)[:, -1]  # (B, C)
+        logits = model.logits(x)[:, :vocab].float()
+        new = sample_next(logits, temperature, top_k, top_p, generator)
+        idx = torch.cat((idx[:, -window:], new), dim=1)
+        yield new
+
+
+def generate(model, idx: Tensor, *args, **kwargs) -> Tensor:
+    """idx (B, T), continued by `generate_tokens` -> (B, T + max_new_tokens)."""
+    return torch.cat((idx, *generate_tokens(model, idx, *args, **kwargs)), dim=1)
+
+
+def sample_next(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """
-    idx (B, T), T > 0 -> (B, T + max_new_tokens). Each id is drawn from the model's prediction after
-    the last block_size tokens, among the top_k likeliest ids (0: all) below `vocab`, the vocabulary
-    before padding. temperature 0: the likeliest one; 1: as the model predicts.
+    One id per row of logits (B, vocab), as (B, 1). temperature 0: the likeliest one; 1: as the
+    model predicts. top_k: only from the k likeliest; 0: from all. top_p: only from the fewest that
+    have this probability together; 1: from all.
     """
-    for _ in range(max_new_tokens):
-        x = model.hidden(idx[:, -model.config.block_size :])[:, -1]  # (B, C)
-        logits = model.logits(x)[:, :vocab].float()
-        if temperature < 1e-5:
-            new = logits.argmax(dim=-1, keepdim=True)
-        else:
-            logits = logits / temperature
-            if 0 < top_k < vocab:
-                least = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < least, -math.inf)
-            new = torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)
-        idx = torch.cat((idx, new), dim=1)
-    return idx
+    if temperature < 1e-5:  # a division would overflow just above 0
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    probs = F.softmax(logits, dim=-1)
+    if top_p < 1:
+        descending, order = probs.sort(dim=-1, descending=True)
+        before = descending.cumsum(dim=-1) - descending  # of the likelier ids together
+        before[:, 0] = -1  # the likeliest one stays, however small top_p is
+        probs = torch.zeros_like(probs).scatter(1, order, descending * (before < top_p))
+    return torch.multinomial(probs, 1, generator=generator)

@@ -8,6 +8,8 @@ it shortens the run to the same loss. Shapes in comments: B sequences of T token
 channels, nh heads of hs = C / nh channels, V = vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, attend, cap_logits, mean_loss, product_dtype
+from model import GPT, GPTConfig, KVCache, attend, cap_logits, mean_loss, product_dtype
 
 # tokens per radian of the slowest pair; RoFormer's 10,000 is for longer contexts (records)
 ROTARY_BASE = 1024
@@ -28,6 +30,17 @@ ATTENTION_SCALE = 1.36
 GOLDEN_RATIO = 0.6180339887498949
 # the channels that decide how much of a value embedding each head adds (records)
 GATE_CHANNELS = 12
+
+
+@dataclass(frozen=True)
+class FastConfig(GPTConfig):
+    tie_weights: bool = False  # always; see lm_head
+    value_tables: int = 0  # value embeddings; each serves two layers
+    bigram_rows: int = 0  # rows of the bigram embedding; 0: none
+
+
+# -----------------------------------------------------------------------------
+# The layers
 
 
 def norm(x: Tensor) -> Tensor:
@@ -73,9 +86,10 @@ def offset_keys(k: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig, has_table: bool):
+    def __init__(self, config: FastConfig, has_table: bool):
         super().__init__()
-        self.n_head, self.flash = config.n_head, config.flash
+        self.n_head = config.n_head
+        self.flash = config.flash
         self.offsets_keys = config.bigram_rows > 0
         self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one matmul
@@ -85,7 +99,14 @@ class CausalSelfAttention(nn.Module):
             gate_channels = min(GATE_CHANNELS, config.n_embd)
             self.value_gate = nn.Linear(gate_channels, config.n_head, bias=False)
 
-    def forward(self, x: Tensor, values: Tensor | None, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        values: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """x (B, T, C), value embeddings (B, T, C), `rotary_tables` of its positions -> (B, T, C)"""
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
@@ -95,7 +116,10 @@ class CausalSelfAttention(nn.Module):
             v = v + gate[..., None] * values.view_as(v)
         # QK-norm limits the attention scores (arXiv:2010.04245); the angles are in float32
         qk = rotate(norm(qk), *angles).type_as(v)
-        (q, k), v = qk.transpose(1, 2).chunk(2, dim=1), v.transpose(1, 2)
+        q, k = qk.transpose(1, 2).chunk(2, dim=1)  # (B, nh, T, hs) each
+        v = v.transpose(1, 2)
+        if cache:
+            k, v = cache.extend(k, v)
         if self.offsets_keys:
             k = offset_keys(k)
         # as in model.py, but without dropout, which Block applies to the result
@@ -104,7 +128,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: FastConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
@@ -116,42 +140,56 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, has_table: bool):
+    def __init__(self, config: FastConfig, has_table: bool):
         super().__init__()
         self.attn = CausalSelfAttention(config, has_table)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, values: Tensor | None, angles: tuple) -> Tensor:
-        x = x + self.dropout(self.attn(norm(x), values, angles))
+    def forward(
+        self,
+        x: Tensor,
+        values: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(norm(x), values, angles, cache))
         return x + self.dropout(self.mlp(norm(x)))
 
 
+# -----------------------------------------------------------------------------
+# The model
+
+
 class FastGPT(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: FastConfig):
         super().__init__()
         self.config = config
-        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer
-        # the first layers have a value embedding each, and the last layers share them (records)
-        tables = list(range(config.value_tables))
-        self.table_of_layer = [*tables, *[None] * (n_layer - 2 * len(tables)), *tables]
-        blocks = [Block(config, number is not None) for number in self.table_of_layer]
-        value_tables = [nn.Embedding(vocab_size, n_embd) for _ in tables]
+        self.loss_chunk = config.loss_chunk  # may be changed later, where memory is short
+        # The first layers have a value embedding each, and the last layers use them again
+        # (records): with 2 tables and 5 layers the numbers of the layers' tables are 0 1 - 0 1.
+        numbers = list(range(config.value_tables))
+        without = [None] * (config.n_layer - 2 * config.value_tables)
+        self.table_of_layer = [*numbers, *without, *numbers]
         self.transformer: Any = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(vocab_size, n_embd),
-                value_tables=nn.ModuleList(value_tables),
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                value_tables=nn.ModuleList(
+                    nn.Embedding(config.vocab_size, config.n_embd) for _ in numbers
+                ),
                 drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList(blocks),
+                h=nn.ModuleList(
+                    Block(config, has_table=number is not None) for number in self.table_of_layer
+                ),
             )
         )
         if config.bigram_rows:
             # the hashed bigram embedding, added to the token embedding (modded-nanogpt, pull
             # request 201)
-            self.transformer.bigrams = nn.Embedding(config.bigram_rows, n_embd)
-        self.rotary: tuple[Tensor, Tensor] | None = None  # see keep_rotary_tables()
+            self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
         # not tied to the embedding, which would raise the loss (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.rotary: tuple[Tensor, Tensor] | None = None  # see compile()
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -161,17 +199,20 @@ class FastGPT(nn.Module):
         begins as the identity and the first loss is ln V (muP, arXiv:2203.03466). Bigram embedding
         zero (records). Value embeddings N(0, 1 / C) (nanochat).
         """
-        for name, p in self.named_parameters():
-            if name.endswith(
-                ("c_proj.weight", "lm_head.weight", "value_gate.weight", "bias", "bigrams.weight")
-            ):
-                nn.init.zeros_(p)
-            elif name == "transformer.wte.weight":
-                nn.init.normal_(p)
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                continue  # other modules initialise themselves
+            weight = module.weight
+            if name.endswith(("c_proj", "lm_head", "value_gate", "bigrams")):
+                nn.init.zeros_(weight)
+            elif name == "transformer.wte":
+                nn.init.normal_(weight)
             elif name.startswith("transformer.value_tables"):
-                nn.init.normal_(p, std=p.size(1) ** -0.5)
+                nn.init.normal_(weight, std=weight.size(1) ** -0.5)
             else:
-                nn.init.normal_(p, std=(0.33 / p.size(1)) ** 0.5)
+                nn.init.normal_(weight, std=(0.33 / weight.size(1)) ** 0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
@@ -182,93 +223,132 @@ class FastGPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk, LOGIT_CAP)
+        return mean_loss(x, self.lm_head.weight, targets, self.loss_chunk, LOGIT_CAP)
 
-    def hidden(self, idx: Tensor) -> Tensor:
-        """idx (B, T) -> the normed residual stream (B, T, C), the input of the head."""
-        x = norm(self.transformer.wte(idx))
+    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """
+        idx (B, T) -> the normed residual stream (B, T, C), the input of the head. With caches, one
+        per block, only the tokens that they do not hold yet are computed and returned: all T at
+        first, then one at a time.
+        """
+        past = caches[0].length if caches else 0
+        new = idx[:, past:]
+        x = norm(self.transformer.wte(new))
         if self.config.bigram_rows:
-            x = x + self.transformer.bigrams(self.pair_rows(idx))
+            x = x + self.transformer.bigrams(self.bigram_row(idx)[:, past:])
         if product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too (records); weights stay in float32
-        x = self.transformer.drop(x)
-        angles = self.angles(idx.size(1), idx.device)
+        drop = self.transformer.drop
+        x = drop(x)
+        values = [drop(table(new).type_as(x)) for table in self.transformer.value_tables]
+        angles = self.angles(past, idx.size(1), idx.device)
         recompute = self.config.recompute and self.training
-        tables, drop = self.transformer.value_tables, self.transformer.drop
-        values = [drop(table(idx).type_as(x)) for table in tables]
-        for block, number in zip(self.transformer.h, self.table_of_layer, strict=True):
-            embedded = None if number is None else values[number]
+        blocks = self.transformer.h
+        of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
+        for block, number, cache in zip(blocks, self.table_of_layer, of_blocks, strict=True):
+            of_layer = None if number is None else values[number]
             if recompute:
-                x = checkpoint(block, x, embedded, angles, use_reentrant=False)
+                x = checkpoint(block, x, of_layer, angles, use_reentrant=False)
             else:
-                x = block(x, embedded, angles)
+                x = block(x, of_layer, angles, cache)
         return norm(x)
-
-    def angles(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`rotary_tables` of the first T positions."""
-        if self.rotary and T <= self.config.block_size:
-            return self.rotary[0][:T], self.rotary[1][:T]
-        positions = torch.arange(T, device=device)
-        return rotary_tables(positions, self.config.n_embd // self.config.n_head)
-
-    def keep_rotary_tables(self) -> None:
-        """
-        For compiled code, which would otherwise compute the sines again in each layer and pass. Not
-        buffers: these would be cast with the weights, and DDP would broadcast them.
-        """
-        self.rotary = self.angles(self.config.block_size, self.lm_head.weight.device)
-
-    def pair_rows(self, idx: Tensor) -> Tensor:
-        """
-        idx (B, T) int64 -> the row (B, T) of the bigram embedding for each token and the previous
-        one. The first token follows token 0. Bigrams share rows if there are fewer rows than
-        bigrams.
-        """
-        before = F.pad(idx, (1, 0))[:, :-1]
-        V, rows = self.config.vocab_size, self.config.bigram_rows
-        spread = V if V * V <= rows else int(GOLDEN_RATIO * rows)
-        return (before * spread + idx) % rows
 
     def logits(self, x: Tensor) -> Tensor:
         """The head: x (..., C), from `hidden` -> logits (..., V)."""
         return cap_logits(self.lm_head(x), LOGIT_CAP)
 
+    def bigram_row(self, idx: Tensor) -> Tensor:
+        """
+        idx (B, T) int64 -> the row (B, T) of the bigram embedding for each token and the one before
+        it. The first token follows token 0.
+        """
+        before = F.pad(idx, (1, 0))[:, :-1]
+        V = self.config.vocab_size
+        rows = self.config.bigram_rows
+        # If all V * V bigrams fit, each has a row of its own; else they are hashed and share rows.
+        factor = V if V * V <= rows else int(GOLDEN_RATIO * rows)
+        return (before * factor + idx) % rows
+
+    def angles(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rotary_tables` of the positions from start up to end."""
+        if self.rotary and end <= self.config.block_size:
+            cos, sin = self.rotary
+            return cos[start:end], sin[start:end]
+        positions = torch.arange(start, end, device=device)
+        return rotary_tables(positions, self.config.n_embd // self.config.n_head)
+
+    def compile(self, *args, **kwargs) -> None:
+        """
+        nn.Module's. Before, it computes the rotary tables once, on the device where the model is:
+        compiled code would compute the sines again in each layer and pass. They are no buffers,
+        because `to` would round buffers with the weights, and DDP would send them each time.
+        """
+        self.rotary = self.angles(0, self.config.block_size, self.lm_head.weight.device)
+        super().compile(*args, **kwargs)
+
+
+# -----------------------------------------------------------------------------
+# Either model, from its config
+
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:
-    return FastGPT(config) if config.model == "fast" else GPT(config)
+    return FastGPT(config) if isinstance(config, FastConfig) else GPT(config)
+
+
+def config_to_dict(config: GPTConfig) -> dict[str, Any]:
+    """What a checkpoint's model_config holds."""
+    model = "fast" if isinstance(config, FastConfig) else "gpt2"
+    return dict(asdict(config), model=model)
+
+
+def config_from_dict(values: dict[str, Any]) -> GPTConfig:
+    """
+    The config of a checkpoint's model_config. A field that it lacks has its default. Raises
+    TypeError for one that is unknown.
+    """
+    fields = dict(values)
+    kind = FastConfig if fields.pop("model", "gpt2") == "fast" else GPTConfig
+    return kind(**fields)
 
 
 # -----------------------------------------------------------------------------
 # The optimizer: Muon for the matrices of the blocks, AdamW for everything else
 
 
-def muon_groups(model: GPT | FastGPT, c) -> list[dict]:
+def muon_groups(
+    model: GPT | FastGPT,
+    matrix_lr: float,
+    head_lr: float,
+    momentum: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> list[dict[str, Any]]:
     """
-    The parameter groups, each with its highest learning rate as initial_lr. `c` is the Config. The
-    first group's rate is logged.
+    The parameter groups for Muon. Their params are (name, parameter), and initial_lr is their
+    highest learning rate. The momentum is Muon's; betas and weight_decay are AdamW's.
     """
-    t, named = model.transformer, dict(model.transformer.h.named_parameters())
-    qkv = [p for name, p in named.items() if name.endswith("c_attn.weight")]
-    matrices = [
-        p for name, p in named.items() if p.dim() == 2 and not name.endswith("c_attn.weight")
-    ]
-    head, tied = [model.lm_head.weight], model.lm_head.weight is t.wte.weight
-    values = [*t.value_tables.parameters()] if "value_tables" in t else []
-    bigrams = [t.bigrams.weight] if "bigrams" in t else []
-    embeddings = [] if tied else [t.wte.weight]
-    embeddings += [t.wpe.weight] if "wpe" in t else []
-    vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms
-    # the fast model's token embedding is initialised at size 1, GPT-2's at 0.02
+    every = [*model.named_parameters()]
+    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # also if it is tied
+    vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and norms
+
+    def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
+        found = [(name, p) for name, p in every if name.startswith(beginnings) and p.dim() == 2]
+        return [(name, p) for name, p in found if p is not model.lm_head.weight]
+
+    blocks = matrices("transformer.h.")
+    # The fast model's token embedding is initialised at size 1, GPT-2's at 0.02.
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
-    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, weight_decay=0.05)
-    adam = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
-    groups = [
-        dict(muon, params=matrices, parts=1),
-        dict(muon, params=qkv, parts=3),  # q, k and v are stacked in one weight
-        dict(adam, params=embeddings, initial_lr=embedding_lr),
-        dict(adam, params=values, initial_lr=0.5 * embedding_lr),  # (nanochat)
-        dict(adam, params=bigrams, initial_lr=0.1 * embedding_lr),  # 0.03 and 0.3 were worse
-        dict(adam, params=head, initial_lr=c.head_lr),
+    muon = dict(initial_lr=matrix_lr, momentum=momentum, weight_decay=0.05)
+    adam = dict(betas=betas, weight_decay=weight_decay)
+    groups: list[dict[str, Any]] = [
+        dict(muon, parts=1, params=[named for named in blocks if "c_attn" not in named[0]]),
+        # q, k and v are three matrices in one weight
+        dict(muon, parts=3, params=[named for named in blocks if "c_attn" in named[0]]),
+        dict(adam, params=matrices("transformer.wte", "transformer.wpe"), initial_lr=embedding_lr),
+        dict(adam, params=matrices("transformer.value_tables"), initial_lr=0.5 * embedding_lr),
+        # rates of 0.03 and 0.3 were worse
+        dict(adam, params=matrices("transformer.bigrams"), initial_lr=0.1 * embedding_lr),
+        dict(adam, params=head, initial_lr=head_lr),
         dict(adam, params=vectors, initial_lr=0.015, weight_decay=0.0),
     ]
     return [group for group in groups if group["params"]]
@@ -302,6 +382,10 @@ class Muon(torch.optim.AdamW):
     here waits for the device.
     """
 
+    # Set by the training step or a GradScaler, which deletes it again. Only if `fused`: torch's
+    # other AdamW refuses it.
+    found_inf: Tensor | None = None
+
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
         """`dtype`: of Newton-Schulz's matmuls."""
         super().__init__(groups, eps=1e-10, fused=fused)  # rare tokens have tiny gradients
@@ -309,38 +393,47 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        groups = self.param_groups
-        for group in groups:
+        all_groups = self.param_groups
+        for group in all_groups:
             if "momentum" in group:
                 self.step_matrices(group)
-        self.param_groups = [group for group in groups if "momentum" not in group]
-        super().step()  # AdamW's, which reads found_inf too
-        self.param_groups = groups
+        # AdamW's step updates every group in param_groups, so it must not see the matrices
+        self.param_groups = [group for group in all_groups if "momentum" not in group]
+        super().step()
+        self.param_groups = all_groups
 
     def step_matrices(self, group: dict) -> None:
-        by_shape: dict[torch.Size, list] = {}  # all matrices of a shape move together
+        """Update all matrices of a shape together, in a few kernels instead of hundreds."""
+        parts = group["parts"]
+        by_shape: dict[torch.Size, list] = {}
         for p in group["params"]:
-            state, parts = self.state[p], group["parts"]
+            if p.grad is None:  # frozen
+                continue
+            state = self.state[p]
             if not state:
+                longer_side = max(len(p) // parts, p.size(1))  # of each matrix in the weight
                 state["momentum"] = torch.zeros_like(p)
-                state["mean_squares"] = p.new_zeros(parts * max(len(p) // parts, p.size(1)))
+                state["mean_squares"] = p.new_zeros(parts * longer_side)
             tensors = p, p.grad, state["momentum"], state["mean_squares"]
             for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
                 by_shape.setdefault(matrix[0].shape, []).append(matrix)
-        for shape, same in by_shape.items():
-            self.move(group, shape, *zip(*same, strict=True))
+        for same in by_shape.values():
+            self.move(group, *zip(*same, strict=True))
 
-    def move(self, group: dict, shape: torch.Size, matrices, gradients, momenta, squares) -> None:
+    def move(self, group: dict, matrices, gradients, momenta, squares) -> None:
         """
         Update n matrices of one shape. With mu the group's momentum and g a gradient: m <- m +
         (1 - mu) (g - m); the matrix is multiplied by 1 - lr * weight_decay, and moves by -lr *
         sqrt(max(1, rows / cols)) times the orthogonal matrix nearest to g + mu (m - g), Nesterov's
         lookahead.
         """
-        rows, cols = shape
-        applied = 1 - getattr(self, "found_inf", torch.zeros((), device=matrices[0].device))
-        mu, lr = group["momentum"], group["lr"] * applied  # a skipped update has a rate of 0
-        m, g = torch.stack(momenta), torch.stack(gradients)  # (n, rows, cols)
+        rows, cols = matrices[0].shape
+        skips = matrices[0].new_zeros(()) if self.found_inf is None else self.found_inf
+        applied = 1 - skips  # 0: all rates below are 0, so the update changes nothing
+        lr = group["lr"] * applied
+        mu = group["momentum"]
+        m = torch.stack(momenta)  # (n, rows, cols)
+        g = torch.stack(gradients)
         g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
@@ -354,7 +447,8 @@ class Muon(torch.optim.AdamW):
         torch._foreach_copy_(squares, mean.flatten(1).unbind())
         even = update * mean.clamp(min=1e-10).rsqrt()
         size = update.norm(dim=(1, 2), keepdim=True)
-        even = even * (size / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
+        even_size = even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
+        even = even * (size / even_size)
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(matrices, (even * (lr * max(1, rows / cols) ** 0.5)).unbind())
 

@@ -7,21 +7,29 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
     python sample.py --help                                every key
 
+On a terminal and without --start it asks for prompts, and answers each with one sample. Elsewhere
+it samples without a prompt.
+
 Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
-ignored. All samples are one batch. A sample ends at an end-of-text token.
+ignored. All samples are one batch: the first is printed while it grows, the others after it. A
+sample ends at an end-of-text token.
 """
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.console import print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
 from configurator import Config, read_config
 from data.tokenizer import Tokenizer
-from model import GPTConfig, generate
-from model_fast import build_model
+from model import generate_tokens
+from model_fast import build_model, config_from_dict
 from training import hardware
 from training.pretrained import read_weights
 
@@ -34,15 +42,27 @@ class SampleConfig:
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, or FILE:name; may hold <|endoftext|>
-    num_samples: int = 10  # samples
+    num_samples: int = 10  # samples per prompt; 1 for a typed prompt
     max_new_tokens: int = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: the likeliest token; 1: as the model predicts
     top_k: int = 200  # draw from the k likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest tokens that have this probability together; 1: all
     seed: int = 1337  # of the random numbers
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
     dtype: str = "auto"  # of the weights
     compile: bool = False  # torch.compile the model: slower at first
     given: frozenset[str] = field(default=frozenset(), compare=False)  # keys that are set; no key
+
+
+def ask_prompts() -> Iterator[str]:
+    """Typed lines, until an empty one or the end of input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  gives input() arrow keys and a history
+    print_err("type a prompt; an empty line ends, Ctrl-C ends a sample")
+    with contextlib.suppress(EOFError):
+        while prompt := input("> "):
+            yield prompt
+    print()  # after Ctrl-D the cursor is behind the >
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:
@@ -58,34 +78,72 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     return ids[1:] or text.start_ids()
 
 
-def main(argv: list[str]) -> None:
+def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[Tensor]) -> None:
+    """
+    Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints the
+    first sample while it grows.
+    """
+    growing = set(range(len(samples)))
+    printed = ""
+    for new in new_ids:
+        for row, token in enumerate(new[:, 0].tolist()):
+            if token == text.eot:
+                growing.discard(row)
+            elif row in growing:
+                samples[row].append(token)
+        # without a character whose other bytes may still follow
+        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+        print(printable(whole[len(printed) :]), end="", flush=True)
+        printed = max(printed, whole, key=len)
+        if not growing:
+            break
+    print(printable(text.decode(samples[0])[len(printed) :]))
+
+
+def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
     raise_if_any(hardware.check_device(c))
-    # a training config may have auto or scratch
+    is_typed = "start" not in c.given and sys.stdin.isatty() and sys.stdout.isatty()
+    num_samples = 1 if is_typed and "num_samples" not in c.given else c.num_samples
+    start = c.start
+    if start.startswith("FILE:"):
+        start = read_text(Path(start.removeprefix("FILE:")).expanduser())
+
+    # Model and tokenizer. A training config may have init_from auto or scratch
     from_run = c.init_from in ("resume", "auto", "scratch")
     state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
     print_err(f"model: {state['source']}")
     text = Tokenizer(state["tokenizer"])
-    prompt = c.start
-    if prompt.startswith("FILE:"):
-        prompt = read_text(Path(prompt.removeprefix("FILE:")).expanduser())
-
+    vocab = state["vocab"]  # before padding
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
-    saved = GPTConfig(**state["model_config"])
-    model = build_model(replace(saved, flash=hw.flash(saved)))
+    config = config_from_dict(state["model_config"])
+    model = build_model(replace(config, flash=hw.flash(config)))
     model.load_state_dict(state["model"])
+    del state  # it maps its file, which on Windows a run could then not replace
     model.to(hw.device, hw.dtype).eval()
     if c.compile:
         model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]
-
-    ids = encode(prompt, text)
-    idx = torch.tensor([ids] * c.num_samples, device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(c.seed)
-    chosen = (c.temperature, c.top_k, generator)
-    for sample in generate(model, idx, c.max_new_tokens, state["vocab"], *chosen).tolist():
-        new = sample[len(ids) :]
-        end = new.index(text.eot) if text.eot in new else len(new)
-        print(f"{printable(text.decode(ids + new[:end]))}\n{RULER}")
+
+    for prompt in ask_prompts() if is_typed else [start]:
+        ids = encode(prompt, text)
+        if len(ids) > config.block_size:
+            sees = f"the model sees only the last {config.block_size:,}"
+            print_err(f"start: {len(ids):,} tokens, but {sees}")
+        samples = [ids.copy() for _ in range(num_samples)]
+        idx = torch.tensor(samples, device=hw.device)
+        chosen = (c.temperature, c.top_k, c.top_p, generator)
+        new_ids = generate_tokens(model, idx, c.max_new_tokens, vocab, *chosen)
+        try:
+            print_growing(text, samples, new_ids)
+            for sample in samples[1:]:
+                print(f"{RULER}\n{printable(text.decode(sample))}")
+            print(RULER)
+        except KeyboardInterrupt:
+            print()
+            if not is_typed:
+                return 130
+    return 0
 
 
 def explain(error: Exception, argv: list[str]) -> str:

@@ -32,14 +32,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import RunError, UserError, raise_if_any, run_main, say, warn
+from common.console import RunError, UserError, raise_if_any, run_main, say
 from configurator import FIELDS, Config, config_values, read_config, resolve
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
 from data.stream import open_stream
 from data.tokenizer import Tokenizer
-from model import GPTConfig, Sampling, generate
-from model_fast import ARCHITECTURE, FastConfig, Muon, build_model, check_groups, muon_groups
+from model import FREE_ON_RESUME, GPTConfig, generate
+from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
 from training.clock import Clock
 from training.compiled import compile_or_warn
@@ -48,6 +48,9 @@ from training.log import Log
 from training.pretrained import load_pretrained
 from training.ranks import Ranks, Signals, check_shares, lost_rank
 
+# What decides the weights' shapes and names. vocab_size is no key: it follows from the dataset.
+NOT_A_SHAPE = FREE_ON_RESUME | {"vocab_size"}
+ARCHITECTURE = ["model", *(f.name for f in fields(FastConfig) if f.name not in NOT_A_SHAPE)]
 # What a resumed run must keep
 FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
@@ -194,6 +197,8 @@ def say_start(c: Config, resumed: dict | None, weights: dict | None) -> None:
     if not resumed:
         if weights:
             say(f"weights: {weights['source']}; iterations and learning rate start from 0")
+        elif c.eval_only:
+            say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
         return
     it = resumed["progress"]["iter_num"]
     say(f"resume: {checkpoint.checkpoint_path(c.out_dir, it)}, iteration {it:,}")
@@ -237,26 +242,39 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     Each group has its peak learning rate as initial_lr, which get_lr() scales; the log shows that
     of the first group. `dtype`: of Muon's matmuls.
 
-    For another optimizer: a choice in configurator.py, and here a list of groups as these.
+    For another optimizer: a choice in configurator.py, and a line here. Each weight is in one
+    group, as (name, weight); a resume compares the names.
     """
-    device = next(model.parameters()).device.type
-    fused = device in ("cuda", "cpu")  # a fused one can skip an update without waiting
+    # a fused one can skip an update without waiting for the device
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    betas = (c.beta1, c.beta2)
+    weights = [*model.named_parameters()]
+    optimizer: torch.optim.Optimizer
     if c.optimizer == "muon":
-        groups = muon_groups(model, c)
-        check_groups(model, groups)
-        return Muon(groups, dtype, fused)
-    adam: dict = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate, lr=c.learning_rate)
-    weights = dict(model.named_parameters())
-    matrices = [name for name in weights if weights[name].dim() >= 2]  # embeddings too
-    vectors = [name for name in weights if weights[name].dim() < 2]  # biases and norms
-    groups = [
-        dict(adam, names=matrices, weight_decay=c.weight_decay),
-        dict(adam, names=vectors, weight_decay=0.0),
-    ]
-    groups = [group | dict(params=[weights[n] for n in group["names"]]) for group in groups]
-    groups = [group for group in groups if group["params"]]
-    check_groups(model, groups)
-    return torch.optim.AdamW(groups, fused=fused)
+        groups = muon_groups(
+            model,
+            matrix_lr=c.learning_rate,
+            head_lr=c.head_lr,
+            momentum=c.muon_momentum,
+            betas=betas,
+            weight_decay=c.weight_decay,
+        )
+        optimizer = Muon(groups, dtype, fused)
+    else:
+        matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
+        vectors = [(name, p) for name, p in weights if p.dim() < 2]  # biases and norms
+        adam = dict(betas=betas, initial_lr=c.learning_rate)
+        groups = [
+            dict(adam, params=matrices, weight_decay=c.weight_decay),
+            dict(adam, params=vectors, weight_decay=0.0),
+        ]
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, fused=fused)
+    grouped = {name for group in groups for name, _ in group["params"]}
+    if lost := [name for name, _ in weights if name not in grouped]:
+        names = ", ".join(lost)
+        raise UserError(f"optimizer: {names}: in no group, so it would never change; add it to one")
+    return optimizer
 
 
 def get_lr(it: int, c: Config, share: float, highest: float) -> float:
@@ -398,10 +416,9 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
     prompt = text.start_ids()
     idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(c.seed)
-    sampling = Sampling(temperature=0.8, top_k=200)
     model.eval()
     with hw.autocast():
-        ids = generate(model, idx, c.sample_tokens, data.vocab, sampling, generator)
+        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
     model.train()
     return text.decode(ids[0, len(prompt) :].tolist())
 
@@ -422,7 +439,7 @@ def state_to_save(
         progress=asdict(p),
         ledger=dict(clock.seconds),
         clock=clock.state_dict(),
-        model_config=asdict(model.config),
+        model_config=config_to_dict(model.config),
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
@@ -436,10 +453,10 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     """All of a checkpoint but the weights. Hyperparameters are those of the configuration."""
     saved = resumed["optimizer"]
     ours = optimizer.param_groups
-    names = [group.get("names") for group in saved["param_groups"]]  # None: from b22bbcc
+    names = [group.get("param_names") for group in saved["param_groups"]]  # None: of b22bbcc
     try:
-        if None not in names and names != [group["names"] for group in ours]:
-            raise ValueError("other weights in its groups")
+        if None not in names and names != [group["param_names"] for group in ours]:
+            raise ValueError("its groups hold other weights")
         optimizer.load_state_dict(saved)  # compares the groups' sizes
     except ValueError as error:
         problem = f"the optimizer in {c.out_dir} is not this one ({error})"
@@ -483,7 +500,7 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
             raise RunError(f"{problem}; resume with a lower learning_rate")
     try:
-        path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, log.first_save)
+        path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, not log.has_saved)
     except OSError as error:
         return f"checkpoint {it} is not saved: {error.strerror or error}"
     log.report_save(it, path)
@@ -509,9 +526,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Model and optimizer; on resume, in their saved state
     hardware.set_seed(c.seed)  # the same weights on every rank
-    gpt_config = model_config(
-        c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights
-    )
+    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
     model = build_model(gpt_config).to(hw.device)
     hardware.set_seed(c.seed + ranks.rank)  # but different dropout
     optimizer = build_optimizer(model, c, hw.dtype)
@@ -581,7 +596,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 else:
                     train_loss, p.val_loss = losses
                     p.evaluated_at = it
-                    save_due = c.always_save_checkpoint or p.val_loss < p.best_val_loss
+                    improved = p.val_loss < p.best_val_loss
+                    save_due = save_due or improved or c.always_save_checkpoint
                     log.report_eval(it, p.tokens, train_loss, p.val_loss)
                     if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
                         log.report_sample(it, sample_text(eval_model, data, c, hw))
@@ -623,7 +639,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # mean over all of this iteration's micro-batches, on all ranks
         if it % c.log_interval == 0 or p.iter_num == c.max_iters or now.share >= 1:
             clock.lap("steps")
-            (loss,) = ranks.sum(loss_sum.item() / len(micro_batches) / ranks.world_size)
+            (total,) = ranks.sum(loss_sum.item())
+            loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens, p.tokens, loss, lr, grad_norm.item(), batches.waited)
             if skipped >= MAX_SKIPS:  # all ranks have the same gradients

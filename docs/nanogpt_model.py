@@ -5,6 +5,7 @@ import torch.nn as nn
 import model
 from configurator import Config
 from model import GPTConfig
+from model_fast import config_from_dict
 from train import build_optimizer
 from training.hardware import count_flops
 from training.pretrained import load_pretrained
@@ -26,7 +27,8 @@ class GPT(model.GPT):
     @classmethod
     def from_pretrained(cls, name, override_args=None):
         state = load_pretrained(str(name))
-        gpt = cls(GPTConfig(**state["model_config"] | (override_args or {})))
+        config = config_from_dict(state["model_config"] | (override_args or {}))
+        gpt = cls(config)
         gpt.load_state_dict(state["model"])
         gpt.vocab = state["vocab"]  # before padding: no other id is drawn
         return gpt

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from common.console import warn
 from configurator import Config, config_values, divisors
 from model import GPT, GPTConfig
-from model_fast import FastGPT, build_model
+from model_fast import FastConfig, FastGPT, build_model
 from train import MOST_CHUNKS, build_optimizer
 
 # CUDA's context and its libraries' workspaces: an estimate; torch does not allocate them
@@ -48,7 +48,7 @@ def element_bytes(dtype: str) -> int:
 
 def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """Bytes of the residual stream per channel: all that recompute keeps of a block."""
-    return 2 if dtype == "bfloat16" and (compiled or model.model == "fast") else 4
+    return 2 if dtype == "bfloat16" and (compiled or isinstance(model, FastConfig)) else 4
 
 
 @functools.cache
@@ -116,8 +116,8 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
     # the stream at the last norm, and the head's input
     beside_logits = kept + tokens * (stream + element * C)
     # a token's row of each value embedding, and the values it is added to in two layers
-    beside_logits += tokens * model.value_tables * 3 * element * C
-    if model.bigram_rows and compiled:
+    beside_logits += tokens * getattr(model, "value_tables", 0) * 3 * element * C
+    if getattr(model, "bigram_rows", 0) and compiled:
         beside_logits += tokens * element * C  # the stream with the bigram embedding
     if not model.recompute:
         return beside_logits
@@ -125,7 +125,10 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
         beside_logits += copies_of_other_blocks(model, dtype)  # the forward pass is still running
     # The peak may come later: the logits are freed, but one block is computed again, and there are
     # gradients.
-    again = tokens * (block + (KEPT[model.model].recomputed * element + 2) * C)
+    again = tokens * (
+        block
+        + (KEPT["fast" if isinstance(model, FastConfig) else "gpt2"].recomputed * element + 2) * C
+    )
     again += 4 * count_parameters(model) if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
 
@@ -134,10 +137,12 @@ def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """Bytes that one block keeps per token until its backward pass."""
     element = element_bytes(dtype)
     # each of the two norms keeps the residual stream
-    per_channel = KEPT[model.model].block * element + 2 * stream_bytes(model, dtype, compiled)
+    per_channel = KEPT[
+        "fast" if isinstance(model, FastConfig) else "gpt2"
+    ].block * element + 2 * stream_bytes(model, dtype, compiled)
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
-    if model.bigram_rows:
+    if getattr(model, "bigram_rows", 0):
         per_channel += element  # keys before and after the key offset
     # two float32 values per norm, one per head
     size = per_channel * model.n_embd + 16 + 4 * model.n_head
@@ -155,7 +160,9 @@ def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> in
     element, head = element_bytes(dtype), model.n_embd * model.vocab_size
     logits, chunked = logits_at_once(model, tokens), 0 < model.loss_chunk < tokens
     if not compiled:
-        return KEPT[model.model].logit * logits + (4 * head if chunked else 0)
+        return KEPT["fast" if isinstance(model, FastConfig) else "gpt2"].logit * logits + (
+            4 * head if chunked else 0
+        )
     if not chunked:
         return element * (logits + head)
     # the head's gradient of each chunk; the logits of one chunk, and their gradient

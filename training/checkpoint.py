@@ -28,7 +28,6 @@ from common.files import (
     replacing,
     try_lock,
 )
-from model_fast import sort_model_config
 
 # -----------------------------------------------------------------------------
 # One file
@@ -66,18 +65,23 @@ def load(path: Path) -> dict:
     except Exception as error:  # another program's, or one that holds code
         problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
         raise UserError(f"{path}: {problem}") from None
-    return upgrade(state, path) if "progress" in state else state
+    return upgrade(state, path)
 
 
 def upgrade(state: dict, path: Path) -> dict:
     """
-    A run's state as this version writes it. This is the one door for older files: it knows those of
+    A checkpoint as this version writes it. This is the one door for older files: it knows those of
     release b22bbcc. Raises UserError for still older ones.
     """
-    if "shards_read" not in state:
+    if "progress" in state and "shards_read" not in state:
         hint = "git checkout b22bbcc reads it, and writes one that this version reads"
         raise UserError(f"{path}: its format is too old for this version; {hint}")
-    return state | dict(model_config=sort_model_config(state["model_config"]))
+    if state.get("model_config", {}).get("model") != "gpt2":
+        return state
+    # b22bbcc gave GPT-2's config the fast model's fields too, as 0
+    only_fast = ("value_tables", "bigram_rows")
+    kept = {name: v for name, v in state["model_config"].items() if name not in only_fast}
+    return state | dict(model_config=kept)
 
 
 # -----------------------------------------------------------------------------

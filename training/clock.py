@@ -22,11 +22,15 @@ RESERVE = 0.01  # share of the time kept for an evaluation or a save that has no
 class Now:
     """What the clock says between two iterations; train.py's loop decides what to do about it."""
 
-    share: float  # of the schedule of a run with hours or until: 0 at the first update, 1 at the last
+    share: (
+        float  # of the schedule of a run with hours or until: 0 at the first update, 1 at the last
+    )
     is_over: bool  # hours or until: the time is used up
     minutes: float  # since the start of this launch
     has_time: bool  # for an evaluation or a save, besides those at the end
-    evaluate: bool  # hours or until without eval_interval: another twentieth of the schedule is done
+    evaluate: (
+        bool  # hours or until without eval_interval: another twentieth of the schedule is done
+    )
     save: bool  # the last save is ten minutes ago
     retry: bool  # the last save has failed, and it is time to try again
 

@@ -10,7 +10,6 @@ import torch
 from common.console import warn
 from data.loader import to_batch
 from model import ChunkedLoss
-from model_fast import FastGPT
 from training.hardware import Hardware, is_out_of_memory, preserving_state
 
 SAME_LOSS = 5e-3  # relative; in bfloat16 compiled losses differ by at most 1e-4 (results/speed.md)
@@ -22,8 +21,6 @@ def compile_model(model, **options) -> None:
     torch.compile.
     """
     torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
-    if isinstance(model, FastGPT):
-        model.keep_rotary_tables()
     model.compile(**options)
 
 

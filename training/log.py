@@ -58,6 +58,7 @@ class Log:
         self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
+        self.has_saved = False  # in this launch
 
     def open(self, resumed: dict | None) -> None:
         """
@@ -242,6 +243,7 @@ class Log:
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
+        self.has_saved = True
 
     def report_sample(self, it: int, text: str) -> None:
         say(f"sample {it}:", *text.split("\n"), "")

@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from model import GPTConfig
-from model_fast import FastGPT
+from model_fast import build_model, config_from_dict
 
 
 class FastConfig(PreTrainedConfig):
     """
-    config.json. Its key model_config holds GPTConfig's fields, with the padded vocabulary;
+    config.json. Its key model_config is that of a checkpoint, with the padded vocabulary;
     vocab_size is the size before padding.
     """
 
@@ -30,7 +29,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: FastConfig):
         super().__init__(config)
-        self.model = FastGPT(GPTConfig(**config.model_config))
+        self.model = build_model(config_from_dict(config.model_config))
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -65,7 +64,8 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.model.hidden(input_ids.long())
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
-        logits, loss = self.model.logits(x)[..., : self.config.vocab_size], None
+        logits = self.model.logits(x)[..., : self.config.vocab_size]
+        loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutput(loss, logits)

@@ -5,7 +5,7 @@ No code in these files is ever executed.
 """
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from common.console import UserError, did_you_mean
@@ -13,6 +13,7 @@ from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, read_meta
 from model import GPTConfig
+from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -41,14 +42,15 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     part in every softmax. Raises UserError.
     """
     state = read_weights(name_or_path)
-    config, weights = GPTConfig(**state["model_config"]), state["model"]
+    config = config_from_dict(state["model_config"])
+    weights = state["model"]
     if block_size is not None and block_size < config.block_size:
-        if config.model == "gpt2":  # the fast model has no position embeddings
+        if not isinstance(config, FastConfig):  # which has no position embeddings
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
         config = replace(config, block_size=block_size)
     known = {name: state[name] for name in ("vocab", "tokenizer", "source")}
-    return dict(known, model=weights, model_config=asdict(config))
+    return dict(known, model=weights, model_config=config_to_dict(config))
 
 
 # -----------------------------------------------------------------------------
@@ -113,13 +115,18 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
 
 
 def describe_source(state: dict, path: Path) -> str:
-    """out/x/ckpt-00001500.pt, iteration 1500, val loss 1.4851 (as far as known)"""
+    """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
     if "source" in state:  # written by convert.py
         return f"{path}, from {state['source']}"
-    words, iter_num = str(path), state.get("progress", state).get("iter_num")
+    words = str(path)
+    iter_num = state.get("progress", state).get("iter_num")
     if iter_num is not None:
-        words += f"{'' if 'progress' in state else NANOGPTS}, iteration {iter_num}"
-    return words + (f", val loss {state['val_loss']:.4f}" if state.get("val_loss") else "")
+        whose = "" if "progress" in state else NANOGPTS
+        words += f"{whose}, iteration {iter_num:,}"
+    val_loss = state.get("val_loss")
+    if val_loss is not None:
+        words += f", val loss {val_loss:.4f}"
+    return words
 
 
 def find_characters(state: dict, path: Path) -> dict:
@@ -162,7 +169,9 @@ def read_hf(folder: Path) -> dict:
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
     if "tokenizer_spec" in hf:  # an export of this program
         vocab, tokenizer = config.vocab_size, hf["tokenizer_spec"]
-    return dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+    return dict(
+        model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
+    )
 
 
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
@@ -174,7 +183,8 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
         if value not in allowed:
             raise UserError(f"{folder}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
     sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
-    block_size, tie_weights = sizes.pop("n_positions"), hf.get("tie_word_embeddings", True)
+    block_size = sizes.pop("n_positions")
+    tie_weights = hf.get("tie_word_embeddings", True)
     return GPTConfig(block_size=block_size, tie_weights=tie_weights, **sizes)
 
 
@@ -193,7 +203,9 @@ def read_checkpoint(path: Path) -> dict:
         if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
             weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    known = dict(model=weights, model_config=asdict(config), vocab=vocab, tokenizer=tokenizer)
+    known = dict(
+        model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
+    )
     # nanoGPT saves right after its best evaluation
     known |= dict(iter_num=state.get("iter_num"), val_loss=state.get("best_val_loss"))
     return dict(known, config=state.get("config", {}))

@@ -200,7 +200,9 @@ class Signals:
 
     def receive(self, number: int, frame) -> None:
         if not self.received and self.ranks.is_main:
-            print_err("stopping after this iteration; a second signal stops at once, without a save")
+            print_err(
+                "stopping after this iteration; a second signal stops at once, without a save"
+            )
         self.received = self.received or number
         if signal.Signals(number).name in STOP_AT_ONCE:
             now = time.monotonic()
