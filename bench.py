@@ -58,13 +58,14 @@ from common.console import (
     say,
 )
 from configurator import Config, divisors, load_config, print_config
-from data.loader import Batch, TrainBatches, to_batch
+from data.loader import Batch, Batches, to_batch
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model_fast import build_model
 from reports.plan import plan
-from train import build_optimizer, compile_model, model_config, train_step
+from train import build_optimizer, model_config, train_step
 from training import hardware
+from training.compiled import compile_model
 
 # a timed window holds as many whole iterations as fill this time
 WINDOW_SECONDS = 1.0
@@ -93,7 +94,9 @@ class Trainee:
         self.memory_before = hw.peak_memory_gib() or 0.0
         torch.manual_seed(config.seed)
         data = real_or_random_data(config)
-        self.gpt_config = model_config(config, data.vocab, flash=hw.flash(config))
+        self.gpt_config = model_config(
+            config, data.vocab, flash=hw.flash(config), compiled=config.compile
+        )
         self.model: torch.nn.Module = build_model(self.gpt_config).to(hw.device)
         if host_sync:
             self.model.register_forward_pre_hook(lambda *_: hw.synchronize())
@@ -101,7 +104,7 @@ class Trainee:
             compile_model(self.model)
         self.optimizer = build_optimizer(self.model, config, hw.dtype)
         self.scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-        self.batches = TrainBatches(data, config, hw.device)
+        self.batches = Batches(data, config, hw.device)
         self.loaded = 0  # sequences, without read_ahead
         if not read_ahead:
             self.batches.close()  # ends the thread that reads

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-from configurator import FIELDS, NEVER, Config, fit, translate
+from configurator import FIELDS, NEVER, Config, check_value, from_nanogpt
 from reports.cards import resolve_gpu
 from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, millions, save_picture
@@ -186,8 +186,8 @@ def saved_config(values: dict) -> Config:
     The configuration that a checkpoint or metrics.jsonl holds. Raises UserError for a value that
     does not fit.
     """
-    keys = translate(values)
-    return Config(**{n: fit(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
+    keys = from_nanogpt(values)
+    return Config(**{n: check_value(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:

@@ -263,7 +263,7 @@ def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[s
     if not equals and (text or kind is not bool):
         example = text or repr(known[name].default)
         raise UserError(f"--{name}: needs = and a value: --{name}={example}")
-    value = parse_value(text, kind) if equals else True
+    value: Any = parse_value(text, kind) if equals else True
     if name in PATHS:
         value = os.path.expanduser(value)  # shells do not expand the ~ in --key=~/x
     return {name: check_value(value, known[name], f"--{name}")}

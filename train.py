@@ -110,7 +110,7 @@ def settle(c: Config, resumed: dict | None, weights: dict | None, world_size: in
     The configuration with what the start and this machine decide. Nothing changes it afterwards.
     Raises UserError with a line for each problem, before anything is written.
     """
-    problems = []
+    problems: list[str] = []
     if resumed:
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir)
         kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
@@ -270,7 +270,7 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
         ]
         groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, fused=fused)
-    grouped = {name for group in groups for name, _ in group["params"]}
+    grouped = {name for group in optimizer.param_groups for name in group["param_names"]}
     if lost := [name for name, _ in weights if name not in grouped]:
         names = ", ".join(lost)
         raise UserError(f"optimizer: {names}: in no group, so it would never change; add it to one")
@@ -392,7 +392,7 @@ def estimate_loss(
     batch and number of ranks; and what ended the evaluation before that, a signal's name or "data"
     if a rank cannot read its windows. All ranks take part.
     """
-    means = []
+    means: list[float] = []
     # both splits are evaluated on the same number of tokens
     tokens = min(c.eval_size, len(data.val))
     for split, spread in ((data.train, True), (data.val, False)):
@@ -573,6 +573,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
         # between two iterations: does the run end here? Rank 0's clock counts for all ranks
         now = ranks.on_main(clock.decide, it)
+        stop: str | None
         if c.eval_only:
             stop = "eval_only"
         elif it >= c.max_iters:

@@ -191,7 +191,8 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(POLL_SECONDS)
-    ranks.check_shared(stream.folder / "lock", "several machines need one shared folder for a stream")
+    hint = "several machines need one shared folder for a stream"
+    ranks.check_shared(stream.folder / "lock", hint)
     while not stream.look(held_out):
         time.sleep(POLL_SECONDS)
     if ranks.is_main:

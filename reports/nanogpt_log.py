@@ -9,9 +9,9 @@ import statistics
 from pathlib import Path
 
 from common.console import UserError
-from common.files import read_text
-from configurator import FIELDS, NANOGPT_FIELDS, Field, fit, translate
-from reports.records import Run, number, percentile, plain
+from common.files import plain, read_text
+from configurator import FIELDS, NANOGPT_FIELDS, Field, check_value, from_nanogpt
+from reports.records import Run, number, percentile
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
 # nanoGPT's defaults that differ from ours; it pads GPT-2's vocabulary only
@@ -90,7 +90,7 @@ def read_settings(text: str) -> tuple[dict, dict[str, str]]:
     if not printed and not unknown:
         return {}, {}
     config: dict = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
-    config |= translate(printed) | dict.fromkeys(translate(unknown))
+    config |= from_nanogpt(printed) | dict.fromkeys(from_nanogpt(unknown))
     if "found vocab_size" in text:
         config["pad_vocab_multiple"] = 1
     if "dtype" not in printed | unknown and config["device"]:  # autocast on CUDA only
@@ -107,7 +107,7 @@ def read_value(text: str, field: Field, is_flag: bool):
         return text
     if product := PRODUCT.fullmatch(text):
         return int(product[1]) * int(product[2])
-    return fit(ast.literal_eval(text), field, field.name)
+    return check_value(ast.literal_eval(text), field, field.name)
 
 
 def read_records(text: str, tokens_per_iter: float) -> list[dict]:

@@ -8,6 +8,7 @@ follows from it. A plan is a flat dict of figures, None if unknown: memory in Gi
 """
 
 import math
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ from reports.memory import (
 from reports.records import percentile, read_run
 from train import model_config
 from training import hardware
-from training.clock import SAVE_EVERY, next_time, wall
+from training.clock import SAVE_EVERY, next_time
 from training.gpus import GIB, read_gpu_table, row_peak
 from training.hardware import count_flops
 from training.ranks import check_shares
@@ -444,7 +445,7 @@ def plan(config: Config, options: Namespace) -> dict:
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
-    model = model_config(config, vocab)
+    model = model_config(config, vocab, flash=config.flash, compiled=config.compile)
     if options.gpu == "all":
         return plan_all(config, model, options)
     card, pace = card_and_pace(config, model, options)
@@ -463,7 +464,7 @@ def hours_by_clock(config: Config) -> float:
     """The hours of a run with --hours or --until from now on; 0 for other runs."""
     if not config.until:
         return config.hours
-    hours = (next_time(config.until, wall()) - wall()) / 3600
+    hours = (next_time(config.until, time.time()) - time.time()) / 3600
     say(f"until    {config.until}, {hours_text(hours)} from now")
     return hours
 

@@ -22,17 +22,14 @@ RESERVE = 0.01  # share of the time kept for an evaluation or a save that has no
 class Now:
     """What the clock says between two iterations; train.py's loop decides what to do about it."""
 
-    share: (
-        float  # of the schedule of a run with hours or until: 0 at the first update, 1 at the last
-    )
-    is_over: bool  # hours or until: the time is used up
     minutes: float  # since the start of this launch
-    has_time: bool  # for an evaluation or a save, besides those at the end
-    evaluate: (
-        bool  # hours or until without eval_interval: another twentieth of the schedule is done
-    )
-    save: bool  # the last save is ten minutes ago
+    save: bool  # the last save was ten minutes ago
     retry: bool  # the last save has failed, and it is time to try again
+    # of a run with hours or until; another one has time, and is never over
+    share: float  # of its schedule: 0 at the first update, 1 at the last
+    evaluate: bool  # without eval_interval: another twentieth of the schedule is done
+    has_time: bool  # for an evaluation or a save besides those at the end
+    is_over: bool  # the time is used up
 
 
 class Clock:
@@ -164,15 +161,14 @@ class Clock:
             is_over = self.last_share >= 1 and room < 0
         # with hours or until, and without eval_interval: at each twentieth of the schedule
         another = int(20 * self.share) > int(20 * self.evaluated_share)
-        failed = self.failed_at is not None
         return Now(
-            share=self.share,
-            is_over=is_over,
             minutes=(time.perf_counter() - self.began) / 60,
-            has_time=has_time,
-            evaluate=c.eval_interval == NEVER and another,
-            save=not c.checkpoint_interval and not failed and used - self.saved_at >= SAVE_EVERY,
+            save=not c.checkpoint_interval and used - self.saved_at >= SAVE_EVERY,
             retry=self.failed_at is not None and used - self.failed_at >= RETRY_AFTER,
+            share=self.share,
+            evaluate=c.eval_interval == NEVER and another,
+            has_time=has_time,
+            is_over=is_over,
         )
 
     def closing_seconds(self) -> float:

@@ -172,8 +172,8 @@ def lost_rank(error: BaseException) -> str:
 # -----------------------------------------------------------------------------
 # Signals
 
-# Each asks the run to save and stop: the warnings of Slurm, of a CPU limit and of a closing terminal
-# too. Windows has SIGINT and SIGBREAK, Ctrl-C and Ctrl-Break.
+# Each asks the run to save and stop. The last three are warnings: of Slurm, a CPU limit, a closing
+# terminal. Windows has SIGINT and SIGBREAK, Ctrl-C and Ctrl-Break.
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP")
 # A second one of these ends the process at once
 STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
@@ -201,7 +201,7 @@ class Signals:
     def receive(self, number: int, frame) -> None:
         if not self.received and self.ranks.is_main:
             print_err(
-                "stopping after this iteration; a second signal stops at once, without a save"
+                "stopping after this iteration; a second signal stops at once and saves nothing"
             )
         self.received = self.received or number
         if signal.Signals(number).name in STOP_AT_ONCE:
