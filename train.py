@@ -17,7 +17,6 @@ import gc
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -35,7 +34,7 @@ from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say
 from configurator import FIELDS, Config, config_values, read_config, resolve
 from data.loader import Batch, Batches
-from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
+from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
 from data.tokenizer import Tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
@@ -153,7 +152,7 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
     if c.stream:
         data = open_stream(c, ranks, resumed["shards_read"] if resumed else [])
     else:
-        ranks.on_main(make_quickstart_data, c)
+        ranks.on_main(make_on_demand, c)  # the quickstart's, if it is missing
         data = open_dataset(c.dataset)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     ranks.on_main(check_data, c, data, resumed, weights)
@@ -176,20 +175,6 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
     if weights["vocab"] < data.vocab:
         known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
         raise UserError(f"dataset: {data.source} has {known}; give data made with its tokenizer")
-
-
-def make_quickstart_data(c: Config) -> None:
-    """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
-    if not is_made_on_demand(c):
-        return
-    folder = dataset_folder(c.dataset)
-    script = Path(__file__).parent / "data" / "prepare_text.py"
-    say(f"data: preparing {folder} from Python's own source files")
-    command = [sys.executable, str(script), f"--out={folder}"]
-    # hide its output, which ends with a command to type next
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError(f"dataset: {script} failed; see its message above")
-    raise_if_any(check_dataset(c))
 
 
 def say_start(c: Config, resumed: dict | None, weights: dict | None) -> None:
@@ -373,7 +358,7 @@ def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: Signals) 
     losses, counts = [], []
     model.eval()
     for x, y in micro_batches:
-        if signals.stop_asked():
+        if signals.stop_asked():  # on all ranks together; each has as many micro-batches
             break
         with hw.autocast():
             losses.append(model(x.to(hw.device), y.to(hw.device)))
@@ -483,10 +468,11 @@ def save(state: dict, c: Config, log: Log, signals: Signals, last: bool) -> bool
     it = state["progress"]["iter_num"]
     while problem := log.ranks.on_main(try_to_save, state, c, log):
         if not last:
-            log.warn(it, f"{problem}; trying again within a minute")
+            if log.clock.failed_at is None:  # said once, until one is saved
+                log.warn(it, f"{problem}; trying again within a minute")
             return False
         if signals.stop_asked():
-            log.ranks.fail(f"{problem}; make room, and resume from the last checkpoint")
+            log.ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
         log.warn(it, f"{problem}; trying again each minute; Ctrl-C gives up, and frees the device")
         signals.wait(RETRY_SECONDS)
     return True
@@ -498,7 +484,8 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
     for name, tensor in state["model"].items():
         if not tensor.isfinite().all():  # if saved, it would soon replace the good checkpoints
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
-            raise RunError(f"{problem}; resume with a lower learning_rate")
+            hint = checkpoint.resume_hint(c.out_dir)
+            raise RunError(f"{problem}; with a lower learning_rate, {hint}")
     try:
         path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, not log.has_saved)
     except OSError as error:

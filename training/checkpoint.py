@@ -121,6 +121,14 @@ def load_newest(out_dir: Path) -> dict | None:
     return None
 
 
+def resume_hint(out_dir: str | Path) -> str:
+    """For messages: from where a run that ends now can be resumed."""
+    paths = list_checkpoints(Path(out_dir))
+    if not paths:
+        return "there is no checkpoint to resume from"
+    return f"--init_from=resume goes on from {paths[-1]}"
+
+
 def claim_folder(out_dir: Path, resumed_iter: int | None) -> BinaryIO:
     """
     Make out_dir if it does not exist; keep other runs out while the returned file is open, which

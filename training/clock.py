@@ -14,7 +14,7 @@ from configurator import NEVER, Config
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
 SAVE_EVERY = 600.0  # seconds, unless checkpoint_interval is set
-RETRY_AFTER = 10.0  # seconds from a save that failed to the next try
+RETRY_AFTER = 30.0  # seconds from a save that failed to the next try
 RESERVE = 0.01  # share of the time kept for an evaluation or a save that has not been timed yet
 
 

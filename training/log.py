@@ -20,7 +20,7 @@ import torch
 
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
-from common.files import plain, read_record, replacing
+from common.files import lack_of_space, plain, read_record, replacing
 from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from training.checkpoint import claim_folder
@@ -109,6 +109,7 @@ class Log:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
+        self.warn_of_space(parameters)
         if c.until and self.clock.left_of_run() > FAR_AWAY and self.ranks.is_main:
             hours = self.clock.left_of_run() / 3600
             warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
@@ -130,6 +131,17 @@ class Log:
             val_fingerprint=data.val_fingerprint,
             torch=torch.__version__,
         )
+
+    def warn_of_space(self, parameters: int) -> None:
+        """Warn if the disk cannot hold all checkpoints of the run."""
+        if not self.file:
+            return
+        files = self.config.keep_checkpoints + 1  # and best.pt
+        size = 12 * parameters  # weights and two moments in float32
+        # best.pt is usually a link to one of them
+        there = {path.stat().st_ino: path.stat().st_size for path in self.out_dir.glob("*.pt")}
+        if shortage := lack_of_space(self.out_dir, files * size - sum(there.values())):
+            warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
     def length(self, tokens: int) -> str:
         """How long the run is that has trained on so many tokens, in words."""
