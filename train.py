@@ -17,7 +17,6 @@ import gc
 import math
 import os
 import signal
-import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
