@@ -6,18 +6,17 @@ its own.
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import warm
+from program import start as start_process
 
 import train
 from data.writer import write_shard
-from training.checkpoint import find_newest
+from training import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_WINDOWS = sys.platform == "win32"
@@ -101,32 +100,6 @@ def run_here(dataset: Path, out_dir: Path, **changes) -> int:
     return train.main(flags(dataset, out_dir, **changes))
 
 
-def start_process(
-    *arguments: str,
-    cwd: Path = ROOT,
-    cold: bool = False,
-    only_torch: bool = False,
-    **environment: str,
-) -> subprocess.Popen | warm.WarmProcess:
-    """
-    `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
-    imported this project, or `only_torch`, unless `cold` asks for a fresh Python or one of Python's
-    options does.
-    """
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
-    python_option = arguments[0].startswith("-") and arguments[0] != "-c"
-    if cold or python_option or sys.platform != "linux":
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    return warm.WarmProcess(list(arguments), cwd, environment, only_torch)
-
-
 def run_process(
     *arguments: str,
     cwd: Path = ROOT,
@@ -150,7 +123,7 @@ def load(out_dir: Path, iter_num: int) -> dict:
 
 
 def load_newest(out_dir: Path) -> dict:
-    return find_newest(out_dir)[1]
+    return checkpoint.load_newest(out_dir)
 
 
 def assert_same_state(a: dict, b: dict) -> None:
