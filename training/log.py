@@ -332,17 +332,20 @@ class Log:
 
     def draw_end(self) -> None:
         """Draw the whole run, and wait for it, but not for long."""
+        self.wait_for_picture()
+        self.draw()
+        self.wait_for_picture()
+        if self.picture_failed:
+            warn(f"loss.png is not drawn; python compare.py {self.out_dir} draws it, or says why")
+
+    def wait_for_picture(self) -> None:
+        if self.picture is None:
+            return
         try:
-            if self.picture:
-                self.picture.wait(PATIENCE)
-            self.draw()
-            if self.picture and self.picture.wait(PATIENCE):
-                self.picture_failed = True
+            self.picture_failed = self.picture.wait(PATIENCE) != 0
         except subprocess.TimeoutExpired:
             self.picture_failed = True
             self.picture.kill()
-        if self.picture_failed:
-            warn(f"loss.png is not drawn; python compare.py {self.out_dir} draws it, or says why")
 
 
 class Tracker:
