@@ -77,23 +77,30 @@ class Progress:
 # Where the run starts
 
 
-def find_start(c: Config) -> tuple[dict | None, dict | None]:
+def newest_checkpoint(c: Config) -> Path | None:
+    """The checkpoint that the run goes on from, checked. None for a new run. Raises UserError."""
+    if c.init_from not in ("resume", "auto"):
+        return None
+    out_dir = Path(c.out_dir)
+    path = checkpoint.find_newest(out_dir)
+    if path or c.init_from == "auto":
+        return path
+    hint = "--init_from=auto starts a new run there"
+    if others := sorted(out_dir.glob("*.pt")):  # best.pt alone, or nanoGPT's ckpt.pt
+        hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
+    raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+
+
+def find_start(c: Config, newest: Path | None) -> tuple[dict | None, dict | None]:
     """
     Where the run starts: (the state that it goes on from, the state whose weights it takes), None
-    where there is none. Raises UserError if that cannot be found, or another run is in the way.
+    where there is none. Raises UserError if another run is in the way.
     """
-    out_dir = Path(c.out_dir)
-    if c.init_from in ("resume", "auto"):
-        state = checkpoint.load_newest(out_dir)
-        if state:
-            return state, state  # this run's newest checkpoint
+    if newest:
+        state = checkpoint.load(newest)
+        return state, state  # this run's own
     is_new = c.init_from in ("scratch", "auto")
-    others = sorted(out_dir.glob("*.pt"))
-    if c.init_from == "resume":
-        hint = "--init_from=auto starts a new run there"
-        if others:  # best.pt alone, or nanoGPT's ckpt.pt
-            hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
-        raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+    others = sorted(Path(c.out_dir).glob("*.pt"))
     if others and (is_new or not c.eval_only):
         ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
         raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
@@ -494,6 +501,8 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
             hint = checkpoint.resume_hint(c.out_dir)
             raise RunError(f"{problem}; with a lower learning_rate, {hint}")
+    if not Path(c.out_dir, "lock").exists():
+        log.warn(it, f"{c.out_dir} was deleted, with the log in it; making it again")
     try:
         path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, not log.has_saved)
     except OSError as error:
@@ -510,18 +519,19 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
     c = ranks.on_main(read_config, argv)
-    resumed, weights = ranks.main_first(find_start, c)
-    newest = resumed and resumed["progress"]["iter_num"]
-    ranks.check_same(c.out_dir, newest, "several machines need one shared --out_dir")
+    newest = ranks.on_main(newest_checkpoint, c)
+    if newest:
+        ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
+    resumed, weights = ranks.main_first(find_start, c, newest)
     c = ranks.on_main(settle, c, resumed, weights, ranks.world_size)
+    keep_awake()  # Windows would sleep
+    hw = hardware.set_up(c, ranks.local_rank)
+    data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         key = "until" if c.until else "hours" if c.hours else "max_iters"
         done = f"all {resumed['progress']['iter_num']:,} iterations are done"
         say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
         return 0
-    keep_awake()  # Windows would sleep
-    hw = hardware.set_up(c, ranks.local_rank)
-    data = open_data(c, resumed, weights, ranks)
     compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer; on resume, in their saved state
@@ -598,6 +608,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 p.evaluated_at = it
                 improved = p.val_loss < p.best_val_loss
                 save_due = save_due or improved or c.always_save_checkpoint
+                if it == 0:  # what becomes best.pt must be better than the start
+                    p.best_val_loss = p.val_loss
+                    p.best_iter = 0
                 log.report_eval(it, p.tokens, train_loss, p.val_loss)
                 if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
                     log.report_sample(it, sample_text(eval_model, data, c, hw))
