@@ -66,7 +66,7 @@ BASE = dict(
 )
 TOKENS = 12 * T  # of an iteration
 # A run rounds to float32, plain.py does not. That moves a loss by up to 1e-6, as measured over all
-# kinds below; the exact GELU would move it by 3e-4.
+# kinds below; the exact GELU would move it by 1e-4.
 CLOSE = dict(abs=5e-6)
 
 
@@ -108,6 +108,8 @@ KINDS = dict(
     untied=dict(tie_weights=False),
     one_micro_batch=dict(gradient_accumulation_steps=1),
     not_clipped=dict(grad_clip=1e9),
+    # more than there is: both splits are evaluated on as many tokens as val has
+    all_of_val=dict(eval_tokens=10**6),
     # clipped to 1e-5, most gradients are near Adam's eps of 1e-8, which then decides on the step
     tiny_gradients=dict(grad_clip=1e-5),
 )
@@ -142,7 +144,7 @@ def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_
     assert last.keys() == w.keys()
     for name in w:
         ours, theirs = (without_keys_bias(name, found[name]) for found in (last, w))
-        # some ten times what rounding makes of 12 updates; decay on norms alone is 1e-3
+        # ten times what rounding makes of 12 updates; decay on norms would make 3e-2
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0, msg=name)
 
 
@@ -288,18 +290,16 @@ def test_half_precision_follows_float32_and_is_used_in_training_and_evaluation(t
     for dtype in ("float32", "bfloat16", "float16"):
         train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
     whole = tmp_path / "float32"
-    # bits of mantissa: 8 of bfloat16 make 0.004 of a number, 11 of float16 0.0005; a loss is a mean
-    # over 192 tokens, but the updates between add up
-    for dtype, near in (("bfloat16", 0.02), ("float16", 0.003)):
+    # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many, but what
+    # training makes of them adds up: to a third of this in a loss, more in a norm.
+    for dtype, near in (("bfloat16", 2**-9), ("float16", 2**-12)):
         half = tmp_path / dtype
         for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
             ours, theirs = column(half, kind, name), column(whole, kind, name)
             assert ours == pytest.approx(theirs, rel=near), (dtype, name)
             assert ours[0] != theirs[0], (dtype, name)  # of the same weights
         ours, theirs = column(half, "step", "grad_norm"), column(whole, "step", "grad_norm")
-        assert ours == pytest.approx(theirs, rel=10 * near), dtype
-        # clipping leaves 0.5 of norms above 1, so it decides on the momenta
-        assert max(theirs) > 2 * BASE["grad_clip"]
+        assert ours == pytest.approx(theirs, rel=50 * near), dtype
 
 
 @contextmanager
