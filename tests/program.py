@@ -33,6 +33,7 @@ from unittest import mock
 import numpy as np
 import torch
 import warm
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,12 +220,13 @@ class Night:
 
     def launch(self, **keys) -> Result:
         """`python train.py --KEY=VALUE ...`"""
-        attention, save = torch.nn.functional.scaled_dot_product_attention, torch.save
+        save = torch.save
 
-        def watched_attention(query, *arguments, **options):
-            if not query.is_meta:  # there FLOPs are counted
+        def before_forward(module, arguments):
+            tokens = arguments[0] if arguments else None
+            is_batch = isinstance(tokens, torch.Tensor) and tokens.dtype == torch.int64
+            if is_batch and not tokens.is_meta:  # on meta its FLOPs are counted
                 self.batch(is_evaluated=not torch.is_grad_enabled())
-            return attention(query, *arguments, **options)
 
         def watched_save(*arguments, **options):
             self.happens("save")
@@ -232,7 +234,7 @@ class Night:
 
         self.doing = ""
         patches = [
-            mock.patch("torch.nn.functional.scaled_dot_product_attention", watched_attention),
+            register_module_forward_pre_hook(before_forward),
             mock.patch("torch.save", watched_save),
             register_optimizer_step_post_hook(lambda *_: self.update()),
         ]
