@@ -195,6 +195,7 @@ class Night:
         self.now = 0.0
         self.turned = turned
         self.doing = ""  # what the model's last batch was for
+        self.model: torch.nn.Module
 
     def happens(self, what: str) -> None:
         self.now += self.seconds[what]
@@ -226,6 +227,7 @@ class Night:
             tokens = arguments[0] if arguments else None
             is_batch = isinstance(tokens, torch.Tensor) and tokens.dtype == torch.int64
             if is_batch and not tokens.is_meta:  # on meta its FLOPs are counted
+                self.model = module
                 self.batch(is_evaluated=not torch.is_grad_enabled())
 
         def watched_save(*arguments, **options):
