@@ -337,4 +337,4 @@ def test_an_until_that_is_far_away_is_said(until, night, tiny):
     """Launched a minute late, the run would take a day."""
     result = night.launch(**tiny, until=until, max_iters=2)
     assert result.code == 0
-    assert ("24.0 h away" in result.err) == AWAY[until]
+    assert (" h away" in result.err) == AWAY[until]
