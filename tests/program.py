@@ -200,6 +200,7 @@ class Night:
     def happens(self, what: str) -> None:
         self.now += self.seconds[what]
         self.count[what] += 1
+        assert self.count[what] < 1000, "the run has no end"
         self.at.get((what, self.count[what]), lambda: None)()
 
     def batch(self, is_evaluated: bool) -> None:
