@@ -60,6 +60,7 @@ def run(script: str, *arguments) -> Result:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
+        mock.patch.object(sys, "path", [str((ROOT / script).parent), *sys.path]),
     ):
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
