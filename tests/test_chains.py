@@ -292,7 +292,7 @@ def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
         return start(*arguments, cwd=home, cold=True, PYTHONPATH=str(tmp_path / "site"))
 
     def end(process: subprocess.Popen) -> str:
-        result = finish(process)
+        result = finish(process, timeout=300)
         assert result.code == 0, result.err
         assert "Traceback" not in result.err
         return result.out
