@@ -43,7 +43,7 @@ import train
 from common.console import RunError, UserError
 from configurator import Config
 from data import stream
-from data.loader import TrainBatches
+from data.loader import Batches
 from data.tokenizer import Tokenizer
 from data.writer import Plan, prepare
 from training.ranks import Ranks
@@ -106,7 +106,7 @@ def config_for(dataset, **changes) -> Config:
 
 def take(data, config: Config, count: int, consumed=0, rank=0, world_size=1) -> list[list[int]]:
     """`count` micro-batches as rows of T + 1 tokens."""
-    batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
+    batches = Batches(data, config, CPU, consumed, rank, world_size)
     rows = []
     for x, y in batches.take(count):
         rows += torch.cat([x, y[:, -1:]], dim=1).tolist()
@@ -359,14 +359,14 @@ def test_the_hub_and_local_files_give_the_same_stream(tmp_path):
 import sys, hashlib, torch
 from configurator import Config
 from data import stream
-from data.loader import TrainBatches
+from data.loader import Batches
 from data.shards import read_manifest
 from training.ranks import Ranks
 for name in sys.argv[1:]:
     config = Config(stream=True, tokenizer="byte", dataset=name)
     config.block_size, config.batch_size, config.eval_tokens, config.max_iters = 64, 64, 9000, 9
     data = stream.open_stream(config, Ranks())
-    batches = TrainBatches(data, config, torch.device("cpu"))
+    batches = Batches(data, config, torch.device("cpu"))
     sha256 = hashlib.sha256(data.val.read_windows([0], len(data.val)))
     for _ in range(50):
         sha256.update(batches.take(1)[0][1].numpy())

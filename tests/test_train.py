@@ -36,7 +36,7 @@ from torch._inductor.exc import TritonMissing
 import model
 import train
 from common.console import RunError, UserError, run_main
-from configurator import CHOICES, Config, load_config
+from configurator import Config, load_config
 from data.loader import Batches, ShuffledWindows
 from data.shards import ShardTokens
 from model_fast import build_model
@@ -514,10 +514,10 @@ def test_a_shard_that_an_evaluation_cannot_read_costs_no_iteration(
     def damaged(split, positions, length):
         import traceback
 
-        open("/tmp/o1/reads", "a").write(
             repr([f.name for f in traceback.extract_stack()[-5:]]) + str(len(split)) + "\n"
         )
-        if len(split) == 700 and next(reads) == BATCHES // 2 + 2:
+        # val's, of which a start reads samples four times: the second evaluation
+        if len(split) == 700 and next(reads) == BATCHES // 2 + 4:
             raise RunError("val_000000.bin: cut short")
         return windows(split, positions, length)
 
@@ -638,7 +638,7 @@ def rate(it: int, config: Config, horizon: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "schedule", [name for name in CHOICES["lr_schedule"] if name != "constant"]
+    "schedule", ["cosine", "linear", "wsd"]
 )
 @pytest.mark.parametrize(
     "warmup, horizon", [(0, 0), (0, 1), (1, 1), (10, 10), (10, 5), (0, 100), (10, 100), (200, 100)]
