@@ -512,10 +512,6 @@ def test_a_shard_that_an_evaluation_cannot_read_costs_no_iteration(
     windows, reads = ShardTokens.read_windows, iter(range(10**6))
 
     def damaged(split, positions, length):
-        import traceback
-
-            repr([f.name for f in traceback.extract_stack()[-5:]]) + str(len(split)) + "\n"
-        )
         # val's, of which a start reads samples four times: the second evaluation
         if len(split) == 700 and next(reads) == BATCHES // 2 + 4:
             raise RunError("val_000000.bin: cut short")
@@ -637,9 +633,7 @@ def rate(it: int, config: Config, horizon: int) -> float:
     return train.get_lr(it, replace(config, max_iters=horizon), 0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["cosine", "linear", "wsd"]
-)
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize(
     "warmup, horizon", [(0, 0), (0, 1), (1, 1), (10, 10), (10, 5), (0, 100), (10, 100), (200, 100)]
 )
