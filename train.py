@@ -17,8 +17,6 @@ import gc
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -35,7 +33,7 @@ from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say
 from configurator import FIELDS, Config, config_values, read_config, resolve
 from data.loader import Batch, Batches
-from data.shards import Dataset, check_dataset, dataset_folder, is_made_on_demand, open_dataset
+from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
 from data.tokenizer import Tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
@@ -145,6 +143,15 @@ def keep_values(c: Config, names: list[str], saved: dict, source: str) -> tuple[
     return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
 
 
+def is_done(c: Config, resumed: dict) -> bool:
+    """Whether the run that is resumed was complete, and is not given more time or iterations."""
+    it = resumed["progress"]["iter_num"]
+    before = resumed["config"]
+    same_end = (c.hours, c.until) == (before["hours"], before["until"])
+    time_is_up = c.by_clock and same_end and resumed["clock"]["share"] >= 1
+    return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
+
+
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
     """
     The dataset: a folder, or a stream, which rank 0 prepares for all. Raises UserError if it is not
@@ -153,7 +160,7 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
     if c.stream:
         data = open_stream(c, ranks, resumed["shards_read"] if resumed else [])
     else:
-        ranks.on_main(make_quickstart_data, c)
+        ranks.on_main(make_on_demand, c)  # the quickstart's, if it is missing
         data = open_dataset(c.dataset)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     ranks.on_main(check_data, c, data, resumed, weights)
@@ -176,20 +183,6 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
     if weights["vocab"] < data.vocab:
         known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
         raise UserError(f"dataset: {data.source} has {known}; give data made with its tokenizer")
-
-
-def make_quickstart_data(c: Config) -> None:
-    """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
-    if not is_made_on_demand(c):
-        return
-    folder = dataset_folder(c.dataset)
-    script = Path(__file__).parent / "data" / "prepare_text.py"
-    say(f"data: preparing {folder} from Python's own source files")
-    command = [sys.executable, str(script), f"--out={folder}"]
-    # hide its output, which ends with a command to type next
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError(f"dataset: {script} failed; see its message above")
-    raise_if_any(check_dataset(c))
 
 
 def say_start(c: Config, resumed: dict | None, weights: dict | None) -> None:
@@ -373,7 +366,7 @@ def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: Signals) 
     losses, counts = [], []
     model.eval()
     for x, y in micro_batches:
-        if signals.stop_asked():
+        if signals.stop_asked():  # on all ranks together; each has as many micro-batches
             break
         with hw.autocast():
             losses.append(model(x.to(hw.device), y.to(hw.device)))
@@ -483,10 +476,11 @@ def save(state: dict, c: Config, log: Log, signals: Signals, last: bool) -> bool
     it = state["progress"]["iter_num"]
     while problem := log.ranks.on_main(try_to_save, state, c, log):
         if not last:
-            log.warn(it, f"{problem}; trying again within a minute")
+            if log.clock.failed_at is None:  # said once, until one is saved
+                log.warn(it, f"{problem}; trying again within a minute")
             return False
         if signals.stop_asked():
-            log.ranks.fail(f"{problem}; make room, and resume from the last checkpoint")
+            log.ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
         log.warn(it, f"{problem}; trying again each minute; Ctrl-C gives up, and frees the device")
         signals.wait(RETRY_SECONDS)
     return True
@@ -498,7 +492,8 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
     for name, tensor in state["model"].items():
         if not tensor.isfinite().all():  # if saved, it would soon replace the good checkpoints
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
-            raise RunError(f"{problem}; resume with a lower learning_rate")
+            hint = checkpoint.resume_hint(c.out_dir)
+            raise RunError(f"{problem}; with a lower learning_rate, {hint}")
     try:
         path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, not log.has_saved)
     except OSError as error:
@@ -519,6 +514,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     newest = resumed and resumed["progress"]["iter_num"]
     ranks.check_same(c.out_dir, newest, "several machines need one shared --out_dir")
     c = ranks.on_main(settle, c, resumed, weights, ranks.world_size)
+    if resumed and is_done(c, resumed) and not c.eval_only:
+        key = "until" if c.until else "hours" if c.hours else "max_iters"
+        done = f"all {resumed['progress']['iter_num']:,} iterations are done"
+        say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
+        return 0
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
     data = open_data(c, resumed, weights, ranks)
@@ -586,23 +586,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = wait_for_data(batches, accum, signals)  # a signal's name, "data", or None
 
         # once in a while, and at the end: evaluate, on all ranks
-        evaluation_due = it % c.eval_interval == 0 or now.evaluate
         save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
-        if stop in COMPLETE or (evaluation_due and now.has_time and not stop):
-            if p.evaluated_at != it or c.eval_only:
-                clock.lap("steps")
-                losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
-                if cut_short:
-                    stop = cut_short  # the resumed run begins with this evaluation
-                else:
-                    train_loss, p.val_loss = losses
-                    p.evaluated_at = it
-                    improved = p.val_loss < p.best_val_loss
-                    save_due = save_due or improved or c.always_save_checkpoint
-                    log.report_eval(it, p.tokens, train_loss, p.val_loss)
-                    if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
-                        log.report_sample(it, sample_text(eval_model, data, c, hw))
-                clock.lap("evaluation", done=not cut_short)
+        eval_due = (it % c.eval_interval == 0 or now.evaluate) and now.has_time and not stop
+        if (eval_due or stop in COMPLETE) and (p.evaluated_at != it or c.eval_only):
+            clock.lap("steps")
+            losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
+            if cut_short:
+                stop = cut_short  # the resumed run begins with this evaluation
+            else:
+                train_loss, p.val_loss = losses
+                p.evaluated_at = it
+                improved = p.val_loss < p.best_val_loss
+                save_due = save_due or improved or c.always_save_checkpoint
+                log.report_eval(it, p.tokens, train_loss, p.val_loss)
+                if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
+                    log.report_sample(it, sample_text(eval_model, data, c, hw))
+            clock.lap("evaluation", done=not cut_short)
 
         # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
         save_due = (save_due and it > 0 and now.has_time) or now.retry or stop
@@ -644,9 +643,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens, p.tokens, loss, lr, grad_norm.item(), batches.waited)
-            if skipped >= MAX_SKIPS:  # all ranks have the same gradients
-                problem = f"{MAX_SKIPS} updates in a row skipped: gradients are not finite"
-                ranks.fail(f"{problem}; try a lower learning_rate or dtype=float32")
+            if skipped:  # all ranks have the same gradients
+                log.warn(it, f"{int(skipped)} updates skipped: a gradient was not finite")
+            if skipped >= MAX_SKIPS:
+                hint = "try a lower learning_rate or dtype=float32"
+                ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     clock.lap("evaluation")
     batches.close()

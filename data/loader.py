@@ -98,8 +98,11 @@ class Batches:
         world_size: int = 1,
     ):
         self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
-        self.device, self.config, self.batch_size = device, config, config.batch_size
-        self.rank, self.world_size = rank, world_size
+        self.device = device
+        self.config = config
+        self.batch_size = config.batch_size
+        self.rank = rank
+        self.world_size = world_size
         self.stride = world_size * config.batch_size  # from one of our batches to the next
         self.consumed = consumed
         self.blocks: deque[Tensor] = deque()  # read, and not taken yet
@@ -167,7 +170,8 @@ class Batches:
         This rank's share of eval_batches(), on the host. None if it cannot be read; `error` says
         why.
         """
-        host, ours = torch.device("cpu"), (self.rank, self.world_size)
+        host = torch.device("cpu")
+        ours = (self.rank, self.world_size)
         try:
             return [*eval_batches(split, tokens, self.config, host, spread, *ours)]
         except RunError as error:

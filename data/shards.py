@@ -11,13 +11,15 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, count, did_you_mean
+from common.console import RunError, UserError, count, did_you_mean, raise_if_any, say
 from common.files import read_json, replacing
 from configurator import Config
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, pick_tokenizer, read_bpe, read_meta
@@ -267,6 +269,20 @@ def is_made_on_demand(config: Config) -> bool:
     folder = dataset_folder(config.dataset)
     made = (folder / "manifest.json").exists()
     return not made or read_manifest(folder).get("complete") is False
+
+
+def make_on_demand(config: Config) -> None:
+    """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
+    if not is_made_on_demand(config):
+        return
+    folder = dataset_folder(config.dataset)
+    script = Path(__file__).with_name("prepare_text.py")
+    say(f"data: preparing {folder} from Python's own source files")
+    command = [sys.executable, str(script), f"--out={folder}"]
+    # hide its output, which ends with a command to type next
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise UserError(f"dataset: {script} failed; see its message above")
+    raise_if_any(check_dataset(config))
 
 
 def vocab_where_missing(config: Config) -> int | None:

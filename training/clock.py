@@ -14,7 +14,7 @@ from configurator import NEVER, Config
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
 SAVE_EVERY = 600.0  # seconds, unless checkpoint_interval is set
-RETRY_AFTER = 10.0  # seconds from a save that failed to the next try
+RETRY_AFTER = 30.0  # seconds from a save that failed to the next try
 RESERVE = 0.01  # share of the time kept for an evaluation or a save that has not been timed yet
 
 
@@ -106,7 +106,8 @@ class Clock:
         Keep what an evaluation, the checkpoints or an iteration took, as the estimate for the next
         one. It at most doubles, or one hang would end a run with hours that much too early.
         """
-        self.seconds_per[name] = min(seconds, 2 * self.seconds_per.get(name, seconds))
+        before = self.seconds_per.get(name) or seconds
+        self.seconds_per[name] = min(seconds, 2 * before)
 
     def since_lap(self) -> float:
         """Seconds that no category has yet."""

@@ -20,7 +20,7 @@ import torch
 
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
-from common.files import plain, read_record, replacing
+from common.files import lack_of_space, plain, read_record, replacing
 from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from training.checkpoint import claim_folder
@@ -67,14 +67,14 @@ class Log:
         """
         if self.config.eval_only:
             return
-        it = resumed["progress"]["iter_num"] if resumed else None
-        self.lock = claim_folder(self.out_dir, it)
-        if resumed:
-            drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
+        progress = resumed["progress"] if resumed else None
+        self.lock = claim_folder(self.out_dir, progress)
+        if progress:
+            drop_records(self.out_dir / "metrics.jsonl", progress)
         self.file = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; later records are written again
-        self.tracker = Tracker(self.config, purge_from=0 if it is None else it + 1)
+        self.tracker = Tracker(self.config, purge_from=progress["iter_num"] + 1 if progress else 0)
 
     # -------------------------------------------------------------------------
     # The beginning
@@ -109,6 +109,7 @@ class Log:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
+        self.warn_of_space(parameters)
         if c.until and self.clock.left_of_run() > FAR_AWAY and self.ranks.is_main:
             hours = self.clock.left_of_run() / 3600
             warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
@@ -130,6 +131,17 @@ class Log:
             val_fingerprint=data.val_fingerprint,
             torch=torch.__version__,
         )
+
+    def warn_of_space(self, parameters: int) -> None:
+        """Warn if the disk cannot hold all checkpoints of the run."""
+        if not self.file:
+            return
+        files = self.config.keep_checkpoints + 1  # and best.pt
+        size = 12 * parameters  # weights and two moments in float32
+        # best.pt is usually a link to one of them
+        there = {path.stat().st_ino: path.stat().st_size for path in self.out_dir.glob("*.pt")}
+        if shortage := lack_of_space(self.out_dir, files * size - sum(there.values())):
+            warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
     def length(self, tokens: int) -> str:
         """How long the run is that has trained on so many tokens, in words."""
@@ -275,12 +287,16 @@ class Log:
 
     def draw(self) -> None:
         """Start a process that draws loss.png, one at a time; its failure cannot hurt the run."""
-        if self.picture and self.picture.poll():
-            self.picture_failed = True
-        busy = self.picture is not None and self.picture.poll() is None
-        if self.file and not busy and self.clock.used() >= SHORTEST_RUN:
-            command = ("-m", "reports.picture", self.out_dir.resolve())
+        if not self.file or self.clock.used() < SHORTEST_RUN:
+            return
+        if self.picture and self.picture.poll() is None:  # still drawing
+            return
+        command = ("-m", "reports.picture", self.out_dir.resolve())
+        try:
             self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
+        except OSError:  # no memory for a process, say
+            self.picture = None
+            self.picture_failed = True
 
     # -------------------------------------------------------------------------
     # The end
@@ -316,16 +332,20 @@ class Log:
 
     def draw_end(self) -> None:
         """Draw the whole run, and wait for it, but not for long."""
-        try:
-            if self.picture:
-                self.picture.wait(PATIENCE)
-            self.draw()
-            if self.picture and self.picture.wait(PATIENCE):
-                self.picture_failed = True
-        except subprocess.TimeoutExpired:
-            self.picture_failed = True
+        self.wait_for_picture()
+        self.draw()
+        self.wait_for_picture()
         if self.picture_failed:
             warn(f"loss.png is not drawn; python compare.py {self.out_dir} draws it, or says why")
+
+    def wait_for_picture(self) -> None:
+        if self.picture is None:
+            return
+        try:
+            self.picture_failed = self.picture.wait(PATIENCE) != 0
+        except subprocess.TimeoutExpired:
+            self.picture_failed = True
+            self.picture.kill()
 
 
 class Tracker:
