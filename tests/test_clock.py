@@ -15,6 +15,7 @@ from test_ranks import patched, run_ranks
 import bench
 from common.console import UserError
 from configurator import NEVER, Config, load_config
+from training import clock
 from training.clock import Clock, clock_time, next_time
 
 HOUR = 3600.0
