@@ -79,11 +79,11 @@ from training import log
 log.SHORTEST_RUN = 0.0
 with open("out/my run/loss.png", "wb") as viewer:  # which lets nobody replace what it shows
     codes = [run("train", config, *small, "--init_from=resume")]
-original = sample.print_samples
-def print_samples(*arguments):
+original = sample.print_growing
+def print_growing(*arguments):
     print("held:", notwindows.holders("out/my run/best.pt"))
     original(*arguments)
-sample.print_samples = print_samples
+sample.print_growing = print_growing
 run_dir, prompt = "--out_dir=out/my run", "--start=caf\u00e9 \u2603"
 codes.append(run("sample", run_dir, prompt, "--num_samples=1", "--max_new_tokens=5"))
 codes.append(run("compare", "out/my run"))
