@@ -154,7 +154,7 @@ def test_two_runs_in_one_folder_do_not_touch_each_other(dataset, tmp_path):
 
 
 @pytest.mark.skipif(ON_WINDOWS, reason="Windows deletes no file that is open")
-def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch):
+def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeypatch, capsys):
     original = train.train_step
     calls = iter(range(100))
 
@@ -165,6 +165,7 @@ def test_a_folder_deleted_under_the_run_is_made_again(dataset, tmp_path, monkeyp
 
     monkeypatch.setattr(train, "train_step", deleting)
     assert run_here(dataset, tmp_path / "run") == 0
+    assert "was deleted" in capsys.readouterr().err
     monkeypatch.undo()
     run_here(dataset, tmp_path / "straight")
     assert_same_state(load(tmp_path / "run", 8), load(tmp_path / "straight", 8))
