@@ -180,7 +180,7 @@ STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
 SAME_STOP = 0.5  # seconds in which torchrun, systemd and Slurm may each pass on one stop
 
 
-class Signals:
+class StopSignals:
     """
     The signals that this process has received. The loop looks at them between two iterations, and
     at each batch of an evaluation, on all ranks together, so that all of them stop at one place.
