@@ -12,6 +12,7 @@ too: signals, damaged bytes, a real full disk, or the standard library and torch
     changed(folder, {...})           a copy of the program with some lines replaced
 """
 
+import collections
 import contextlib
 import hashlib
 import io
@@ -19,9 +20,12 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -29,6 +33,8 @@ from unittest import mock
 import numpy as np
 import torch
 import warm
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs; the tests, the pages and the results stay behind
@@ -160,6 +166,93 @@ def changed(folder: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
             text = text.replace(old, new)
         (folder / name).write_text(text)
     return folder
+
+
+# -----------------------------------------------------------------------------
+# What happens while a run in this process goes on
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+class Night:
+    """
+    Launches of train.py in this process, with things that happen on the way: at["iteration", 7] is
+    called after the seventh update, at["evaluation", 2] at the first batch of the second
+    evaluation, at["save", 1] at the beginning of the first save, counted over all launches.
+
+    If `turned`, time passes only here: an iteration, an evaluation and a save take `seconds` each,
+    and everything else takes none. The clock on the wall shows 23:00 at first.
+    """
+
+    EVENING = datetime(2026, 3, 4, 23, 0).timestamp()
+
+    def __init__(self, turned: bool = False) -> None:
+        self.at: dict[tuple[str, int], Callable[[], None]] = {}
+        self.count: collections.Counter[str] = collections.Counter()
+        self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
+        self.now = 0.0
+        self.turned = turned
+        self.doing = ""  # what the model's last batch was for
+        self.model: torch.nn.Module
+
+    def happens(self, what: str) -> None:
+        self.now += self.seconds[what]
+        self.count[what] += 1
+        self.at.get((what, self.count[what]), lambda: None)()
+
+    def batch(self, is_evaluated: bool) -> None:
+        """The model gets a micro-batch."""
+        if is_evaluated and self.doing != "evaluation":
+            self.doing = "evaluation"
+            self.happens("evaluation")
+        if not is_evaluated:
+            self.doing = "iteration"
+
+    def update(self) -> None:
+        # an optimizer that calls another one's step makes one update
+        if self.doing == "iteration":
+            self.doing = ""
+            self.happens("iteration")
+
+    def time(self) -> float:
+        return self.EVENING + self.now
+
+    def launch(self, **keys) -> Result:
+        """`python train.py --KEY=VALUE ...`"""
+        save = torch.save
+
+        def before_forward(module, arguments):
+            tokens = arguments[0] if arguments else None
+            is_batch = isinstance(tokens, torch.Tensor) and tokens.dtype == torch.int64
+            if is_batch and not tokens.is_meta:  # on meta its FLOPs are counted
+                self.model = module
+                self.batch(is_evaluated=not torch.is_grad_enabled())
+
+        def watched_save(*arguments, **options):
+            self.happens("save")
+            return save(*arguments, **options)
+
+        self.doing = ""
+        patches = [
+            register_module_forward_pre_hook(before_forward),
+            mock.patch("torch.save", watched_save),
+            register_optimizer_step_post_hook(lambda *_: self.update()),
+        ]
+        if self.turned:
+            patches += [
+                mock.patch("time.perf_counter", lambda: self.now),
+                mock.patch("time.time", self.time),
+                # a name that was bound to time.time before
+                mock.patch("training.clock.wall", self.time, create=True),
+                # drawing loss.png would take longer than all the rest
+                mock.patch("subprocess.Popen", side_effect=OSError),
+            ]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            return run("train.py", *flags(**keys))
 
 
 # -----------------------------------------------------------------------------
