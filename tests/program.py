@@ -125,15 +125,15 @@ def wait_for_line(process, beginning: str) -> None:
     raise AssertionError(f"ended without {beginning!r}: {finish(process)}")
 
 
-def start_ranks(n: int, *arguments: str, **environment: str) -> list:
-    """train.py in n processes that find one another, as torchrun starts them."""
+def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
+    """train.py, or `script`, in n processes that find one another, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     shared |= dict(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)) | environment
     return [
-        start("train.py", *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        start(*script, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(n)
     ]
 
