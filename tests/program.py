@@ -58,14 +58,28 @@ def flags(**keys) -> list[str]:
     return [f"--{name}={value}" for name, value in keys.items()]
 
 
-def run(script: str, *arguments) -> Result:
-    """`python SCRIPT ARGUMENTS` in this process. Signal handlers are restored by conftest.py."""
+class Terminal(io.StringIO):
+    """What is typed on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run(script: str, *arguments, typed: str | None = None) -> Result:
+    """
+    `python SCRIPT ARGUMENTS` in this process, on a terminal if something is `typed` there. Signal
+    handlers are restored by conftest.py.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    out.isatty = lambda: typed is not None
+    keyboard = sys.stdin if typed is None else Terminal(typed)
     code = 0
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
+        mock.patch.object(sys, "stdin", keyboard),
+        mock.patch.object(sys, "path", [str((ROOT / script).parent), *sys.path]),
     ):
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
