@@ -572,23 +572,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = wait_for_data(batches, accum, signals)  # a signal's name, "data", or None
 
         # once in a while, and at the end: evaluate, on all ranks
-        evaluation_due = it % c.eval_interval == 0 or now.evaluate
         save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
-        if stop in COMPLETE or (evaluation_due and now.has_time and not stop):
-            if p.evaluated_at != it or c.eval_only:
-                clock.lap("steps")
-                losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
-                if cut_short:
-                    stop = cut_short  # the resumed run begins with this evaluation
-                else:
-                    train_loss, p.val_loss = losses
-                    p.evaluated_at = it
-                    improved = p.val_loss < p.best_val_loss
-                    save_due = save_due or improved or c.always_save_checkpoint
-                    log.report_eval(it, p.tokens, train_loss, p.val_loss)
-                    if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
-                        log.report_sample(it, sample_text(eval_model, data, c, hw))
-                clock.lap("evaluation", done=not cut_short)
+        eval_due = (it % c.eval_interval == 0 or now.evaluate) and now.has_time and not stop
+        if (eval_due or stop in COMPLETE) and (p.evaluated_at != it or c.eval_only):
+            clock.lap("steps")
+            losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
+            if cut_short:
+                stop = cut_short  # the resumed run begins with this evaluation
+            else:
+                train_loss, p.val_loss = losses
+                p.evaluated_at = it
+                improved = p.val_loss < p.best_val_loss
+                save_due = save_due or improved or c.always_save_checkpoint
+                log.report_eval(it, p.tokens, train_loss, p.val_loss)
+                if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
+                    log.report_sample(it, sample_text(eval_model, data, c, hw))
+            clock.lap("evaluation", done=not cut_short)
 
         # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
         save_due = (save_due and it > 0 and now.has_time) or now.retry or stop

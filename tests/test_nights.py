@@ -6,6 +6,7 @@ its exit code and its folder say what happened.
 import os
 import random
 import signal
+import textwrap
 import time
 from unittest import mock
 
@@ -72,8 +73,12 @@ KINDS = {
     "AdamW with dropout": dict(dropout=0.2),
     "float16 with its scale": dict(dropout=0.2, dtype="float16"),
     "fast with Muon": dict(
-        **dict(model="fast", optimizer="muon", dropout=0.2, learning_rate=0.02),
-        **dict(value_tables=1, bigram_rows=64),
+        model="fast",
+        optimizer="muon",
+        learning_rate=0.02,
+        value_tables=1,
+        bigram_rows=64,
+        dropout=0.2,
     ),
     "bfloat16, recomputed": dict(dropout=0.2, dtype="bfloat16", recompute=True),
     "untied, wsd": dict(tie_weights=False, lr_schedule="wsd", decay_fraction=0.6),
@@ -212,11 +217,40 @@ def test_a_resume_does_not_repeat_the_evaluation_that_its_checkpoint_has(tiny, t
     assert column(tmp_path, "eval", "iter") == [0, 4, 8, 12]
 
 
+WATCHED = """
+import os, runpy, signal, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+n = 0
+
+def updated(optimizer, *_):
+    global n
+    if optimizer.param_groups[0]["params"][0].is_meta:
+        return  # its memory is only counted
+    n += 1
+ACTION
+
+register_optimizer_step_post_hook(updated)
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def start_watched(action: str, **keys):
+    """train.py in a process of its own, which runs some lines of Python after its n-th update."""
+    lines = textwrap.indent(textwrap.dedent(action), "    ")
+    return start("-c", WATCHED.replace("ACTION", lines), *flags(**keys))
+
+
 @needs_signals
 def test_after_kill_9_the_log_holds_each_record_once(tiny, unbroken, tmp_path):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     # after the evaluation and the save at 8, and two more iterations
-    killed = start_watched("if n == 10: os.kill(os.getpid(), signal.SIGKILL)", **keys)
+    at_10 = """
+        if n == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = start_watched(at_10, **keys)
     assert finish(killed).code == -signal.SIGKILL
     assert column(tmp_path, "step", "iter") == [*range(9)]
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -225,25 +259,6 @@ def test_after_kill_9_the_log_holds_each_record_once(tiny, unbroken, tmp_path):
     assert_same_run(unbroken, tmp_path, 12)
     assert column(tmp_path, "checkpoint", "iter") == [4, 8, 12]
     assert len(records(tmp_path, "end")) == 1
-
-
-def start_watched(action: str, cwd=None, **keys):
-    """train.py in a process of its own, with a line of Python after its n-th update."""
-    code = f"""
-import os, runpy, signal, sys, time
-from torch.optim.optimizer import register_optimizer_step_post_hook
-n = 0
-def updated(optimizer, *_):
-    global n
-    if optimizer.param_groups[0]["params"][0].is_meta:
-        return
-    n += 1
-    {action}
-register_optimizer_step_post_hook(updated)
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
-"""
-    return start("-c", code, *flags(**keys))
 
 
 # -----------------------------------------------------------------------------
@@ -410,14 +425,18 @@ def test_a_signal_saves_and_ends_with_128_and_its_number(name, tiny, tmp_path):
 def test_a_second_sigint_ends_at_once(tiny, tmp_path):
     train(**tiny | dict(max_iters=4), out_dir=tmp_path)
     keys = tiny | dict(init_from="resume", out_dir=tmp_path)
-    process = start_watched("print('updated'); time.sleep(100)", **keys)
+    long_iteration = """
+        print("updated")
+        time.sleep(100)
+    """
+    process = start_watched(long_iteration, **keys)
     wait_for_line(process, "updated")
     process.send_signal(signal.SIGINT)
     # the answer to the first one
     assert "stopping" in process.stderr.readline()
     time.sleep(0.6)  # two within half a second are one, which torchrun or Slurm passes on twice
     process.send_signal(signal.SIGINT)
-    result = finish(process, timeout=20)
+    result = finish(process, timeout=60)
     assert result.code == 130
     assert checkpoints(tmp_path) == [4]
     train(**tiny, out_dir=tmp_path, init_from="resume")
@@ -434,9 +453,15 @@ ONE_STOP = {
 @pytest.mark.parametrize("sender", ONE_STOP)
 def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
     first, seconds, second, code = ONE_STOP[sender]
-    send = "if n == 3: [(os.kill(os.getpid(), s), time.sleep({})) for s in (signal.{}, signal.{})]"
+    at_3 = f"""
+        if n == 3:
+            signal.raise_signal(signal.{first})
+            time.sleep({seconds})
+            signal.raise_signal(signal.{second})
+            time.sleep({seconds})
+    """
     keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
-    result = finish(start_watched(send.format(seconds, first, second), **keys))
+    result = finish(start_watched(at_3, **keys))
     assert result.code == code
     (end,) = records(tmp_path, "end")
     assert (end["reason"], end["iters"]) == (first, 3)
@@ -447,20 +472,20 @@ def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
 def test_a_cpu_limit_stops_once_though_the_kernel_repeats_it(tiny, tmp_path):
     """SIGXCPU comes each second from then on, here while a slow save computes."""
     limited = """
-    if n == 1:
-        import resource, torch
-        save = torch.save
-        def slow(*arguments):
-            end = time.process_time() + 1.2
-            while time.process_time() < end:
-                pass
-            save(*arguments)
-        torch.save = slow
-        limit = int(time.process_time()) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-"""
+        if n == 1:
+            import resource, torch
+            save = torch.save
+            def slow(*arguments):
+                end = time.process_time() + 1.2
+                while time.process_time() < end:
+                    pass
+                save(*arguments)
+            torch.save = slow
+            limit = int(time.process_time()) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    """
     keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
-    result = finish(start_watched(limited.strip(), **keys))
+    result = finish(start_watched(limited, **keys))
     assert result.code == 152
     (end,) = records(tmp_path, "end")
     assert end["reason"] == "SIGXCPU"
