@@ -143,6 +143,15 @@ def keep_values(c: Config, names: list[str], saved: dict, source: str) -> tuple[
     return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
 
 
+def is_done(c: Config, resumed: dict) -> bool:
+    """Whether the run that is resumed was complete, and is not given more time or iterations."""
+    it = resumed["progress"]["iter_num"]
+    before = resumed["config"]
+    same_end = (c.hours, c.until) == (before["hours"], before["until"])
+    time_is_up = c.by_clock and same_end and resumed["clock"]["share"] >= 1
+    return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
+
+
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
     """
     The dataset: a folder, or a stream, which rank 0 prepares for all. Raises UserError if it is not
@@ -505,6 +514,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     newest = resumed and resumed["progress"]["iter_num"]
     ranks.check_same(c.out_dir, newest, "several machines need one shared --out_dir")
     c = ranks.on_main(settle, c, resumed, weights, ranks.world_size)
+    if resumed and is_done(c, resumed) and not c.eval_only:
+        key = "until" if c.until else "hours" if c.hours else "max_iters"
+        done = f"all {resumed['progress']['iter_num']:,} iterations are done"
+        say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
+        return 0
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
     data = open_data(c, resumed, weights, ranks)
@@ -629,9 +643,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens, p.tokens, loss, lr, grad_norm.item(), batches.waited)
-            if skipped >= MAX_SKIPS:  # all ranks have the same gradients
-                problem = f"{MAX_SKIPS} updates in a row skipped: gradients are not finite"
-                ranks.fail(f"{problem}; try a lower learning_rate or dtype=float32")
+            if skipped:  # all ranks have the same gradients
+                log.warn(it, f"{int(skipped)} updates skipped: a gradient was not finite")
+            if skipped >= MAX_SKIPS:
+                hint = "try a lower learning_rate or dtype=float32"
+                ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     clock.lap("evaluation")
     batches.close()
