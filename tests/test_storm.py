@@ -49,9 +49,9 @@ OPTIONS = dict(
     compile=False,
     init_from="auto",
 )
-LAUNCHES = 5
-# how often each happens in an uninterrupted launch
-MOMENTS = dict(update=END, lookup=60, disk=700, save=18)
+LAUNCHES = 4
+# how often each happens in the first 14 iterations of a launch, about
+MOMENTS = dict(update=14, lookup=24, disk=250, save=6)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def straight(tokens, tmp_path_factory) -> Path:
     """The run that nothing happens to."""
     out_dir = tmp_path_factory.mktemp("straight")
     train(**OPTIONS, dataset=tokens, out_dir=out_dir)
-    # Its last evaluation is the best, so a failed save of an earlier one leaves no trace at the end.
+    # The last evaluation is the best, so a failed save of an earlier one leaves no trace.
     losses = column(out_dir, "eval", "val_loss")
     assert losses[-1] == min(losses)
     return out_dir
@@ -92,9 +92,13 @@ def draw_steps(chance: random.Random) -> list[tuple]:
         steps.append(("update", begin, "fill"))
         steps.append(("update", begin + chance.randrange(1, 15), "free"))
     moment = chance.choice([*MOMENTS])
-    # early ones are more probable, or there would be nothing left to do for the next launch
-    number = 1 + int(MOMENTS[moment] * chance.random() ** 2)
-    steps.append((moment, number, chance.choice(["SIGKILL", "SIGTERM", "SIGINT"])))
+    steps.append(
+        (
+            moment,
+            chance.randint(1, MOMENTS[moment]),
+            chance.choice(["SIGKILL", "SIGTERM", "SIGINT"]),
+        )
+    )
     return steps
 
 
@@ -130,13 +134,12 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
         if len(checkpoints(out_dir)) > 1 and chance.random() < 0.5:
             newest = out_dir / f"ckpt-{checkpoints(out_dir)[-1]:08}.pt"
             print(damage(newest, chance))
-    result = finish(start("train.py", *arguments))
-    print(result.err)
-    assert result.code == 0
+    train(**OPTIONS, dataset=tokens, out_dir=out_dir)
     assert_same_run(straight, out_dir, END)
     assert best(out_dir)["progress"]["iter_num"] == END
     saved = column(out_dir, "checkpoint", "iter")
-    assert saved == sorted(set(saved))
+    # twice if a signal ended the evaluation there: without the evaluation, and with it
+    assert saved == sorted(saved)
     assert [record["reason"] for record in records(out_dir, "end")][-1] == "max_iters"
 
 
