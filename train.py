@@ -93,7 +93,7 @@ def find_start(c: Config) -> tuple[dict | None, dict | None]:
         hint = "--init_from=auto starts a new run there"
         if others:  # best.pt alone, or nanoGPT's ckpt.pt
             hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
-        raise UserError(f"init_from: {out_dir} holds no ckpt-*.pt to resume; {hint}")
+        raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
     if others and (is_new or not c.eval_only):
         ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
         raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
