@@ -22,6 +22,7 @@ import pytest
 import torch
 from program import (
     ROOT,
+    assert_same_run,
     changed,
     checkpoint,
     checkpoints,
@@ -176,6 +177,16 @@ def test_of_a_run_the_best_model_is_sampled_and_else_the_newest(gpt2, tmp_path):
     assert sample(f"--init_from={file}", *arguments) == newest
 
 
+def test_of_a_run_the_best_model_is_exported(gpt2, tmp_path):
+    shutil.copytree(gpt2, tmp_path / "run")
+    (tmp_path / "run" / "best.pt").unlink()
+    write_parrot(gpt2, tmp_path / "run" / "best.pt", token=LETTERS.index("x"))
+    result = run("convert.py", "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
+    assert result.code == 0, result.err
+    arguments = ("--start=a", "--max_new_tokens=5", "--num_samples=1", "--temperature=0")
+    assert sample(f"--init_from={tmp_path / 'hf'}", *arguments) == ["axxxxx"]
+
+
 @pytest.mark.parametrize("name, model", [("gpt2", GPT), ("fast", FastGPT)])
 @pytest.mark.parametrize("prompt", ["a", "abc", LETTERS[1 : T + 1], LETTERS[1 : 2 * T]])
 def test_the_cached_text_is_the_text_without_the_cache(name, model, prompt, request):
@@ -281,7 +292,7 @@ def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
         return start(*arguments, cwd=home, cold=True, PYTHONPATH=str(tmp_path / "site"))
 
     def end(process: subprocess.Popen) -> str:
-        result = finish(process)
+        result = finish(process, timeout=300)
         assert result.code == 0, result.err
         assert "Traceback" not in result.err
         return result.out
@@ -510,6 +521,7 @@ def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_contin
     result = finish(process)
     assert result.code == 128 + getattr(signal, name), result.err
     assert column(tmp_path / "run", "end", "reason") == [name]
+    assert "second signal" in result.out + result.err  # and what it would cost
     (saved,) = column(tmp_path / "run", "end", "iters")
     assert checkpoints(tmp_path / "run")[-1] == saved
     (line,) = re.findall(r"^to continue: python (.*)$", result.out, re.MULTILINE)
@@ -543,6 +555,69 @@ def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weig
     for number in checkpoints(tmp_path / "run"):
         for tensor in checkpoint(tmp_path / "run", number)["model"].values():
             assert tensor.isfinite().all()
+
+
+# -----------------------------------------------------------------------------
+# A run's folder
+
+
+@pytest.fixture(scope="module")
+def eight(tokens, tmp_path_factory) -> Path:
+    """A run of eight iterations, with checkpoints after 4 and 8."""
+    out_dir = tmp_path_factory.mktemp("runs") / "eight"
+    train(**TINY, dataset=tokens, out_dir=out_dir)
+    assert checkpoints(out_dir) == [4, 8]
+    return out_dir
+
+
+def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, tokens, tmp_path):
+    shutil.copytree(eight, tmp_path / "moved")
+    shutil.copytree(tokens, tmp_path / "tokens_moved")
+    where = dict(out_dir=tmp_path / "moved", dataset=tmp_path / "tokens_moved")
+    train(**TINY | dict(max_iters=10), **where, init_from="resume")
+    assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
+
+
+def test_without_its_newer_checkpoints_a_run_goes_back(eight, tokens, tmp_path):
+    shutil.copytree(eight, tmp_path / "run")
+    (tmp_path / "run" / "ckpt-00000008.pt").unlink()
+    result = train(**TINY, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    assert "iter 4:" in result.out
+    assert "iter 3:" not in result.out
+    assert_same_run(tmp_path / "run", eight, 8)
+
+
+def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
+    arguments = flags(**TINY | dict(max_iters=10**6), dataset=letters, out_dir=tmp_path)
+    process = start("train.py", *arguments)
+    try:
+        wait_for_line(process, "checkpoint 4:")
+        (text,) = sample(f"--out_dir={tmp_path}", "--start=abc", "--num_samples=1")
+        assert text.startswith("abc")
+        assert run("compare.py", tmp_path, f"--png={tmp_path / 'so_far.png'}").code == 0
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_eval_iters_are_the_micro_batches_of_an_evaluation(tokens, tmp_path):
+    for name, size in (("iters", dict(eval_iters=3)), ("tokens", dict(eval_tokens=3 * 4 * T))):
+        given = TINY | dict(eval_tokens=0, max_iters=0) | size
+        train(**given, dataset=tokens, out_dir=tmp_path / name)
+    losses = [
+        column(tmp_path / name, "eval", "train_loss", "val_loss") for name in ("iters", "tokens")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_first_words_of_text_in_another_encoding_are_shown(tmp_path):
+    text = "Über die Straße ging ein Bär.\n" * 300
+    (tmp_path / "book.txt").write_bytes(text.encode("cp1252"))
+    arguments = (tmp_path / "book.txt", "--encoding=cp1252", f"--out={tmp_path / 'data'}")
+    result = run("data/prepare_text.py", *arguments)
+    assert result.code == 0, result.err
+    assert "Straße" in result.out + result.err
 
 
 # -----------------------------------------------------------------------------
