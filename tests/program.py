@@ -214,6 +214,7 @@ class Night:
     def happens(self, what: str) -> None:
         self.now += self.seconds[what]
         self.count[what] += 1
+        assert self.count[what] < 1000, "the run has no end"
         self.at.get((what, self.count[what]), lambda: None)()
 
     def batch(self, is_evaluated: bool) -> None:
@@ -239,8 +240,9 @@ class Night:
 
         def before_forward(module, arguments):
             tokens = arguments[0] if arguments else None
-            is_batch = isinstance(tokens, torch.Tensor) and tokens.dtype == torch.int64
-            if is_batch and not tokens.is_meta:  # on meta its FLOPs are counted
+            # where FLOPs are counted, tokens are on meta or of another type
+            is_real = type(tokens) is torch.Tensor and not tokens.is_meta
+            if is_real and tokens.dtype == torch.int64:
                 self.model = module
                 self.batch(is_evaluated=not torch.is_grad_enabled())
 
