@@ -141,22 +141,25 @@ def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_
         assert record["tokens"] == record["iter"] * size
 
     last = plain.weights(checkpoint(tmp_path, 12)["model"])
-    assert last.keys() == w.keys()
-    for name in w:
-        ours, theirs = (without_keys_bias(name, found[name]) for found in (last, w))
-        # ten times what rounding makes of 12 updates; decay on norms would make 3e-2
-        torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0, msg=name)
+    before = plain.weights(torch.load(weights)["model"])
+    # Adam turns the gradient of a weight that is nothing but rounding into a whole step, so a few
+    # weights may differ. Decay on norms would be 6 % of the way.
+    assert distance(last, w) < 0.004 * distance(before, w)
 
 
-def without_keys_bias(name: str, p: torch.Tensor) -> torch.Tensor:
+def distance(a: plain.Weights, b: plain.Weights) -> float:
     """
-    A bias of attention's keys changes nothing, as it moves all scores of a query alike. So its
-    gradient is rounding, which Adam makes large.
+    Between two models' weights, without the biases of attention's keys: they move all scores of a
+    query alike, which changes nothing, so their gradients are rounding.
     """
-    if not name.endswith("c_attn.bias"):
-        return p
-    q, _, v = p.chunk(3)
-    return torch.cat([q, v])
+    total = 0.0
+    for name in a.keys() | b.keys():
+        difference = (a[name] - b[name]).detach()
+        if name.endswith("c_attn.bias"):
+            q, _, v = difference.chunk(3)
+            difference = torch.cat([q, v])
+        total += difference.square().sum().item()
+    return math.sqrt(total)
 
 
 def test_a_run_from_scratch_starts_with_gpt2s_weights_and_a_loss_of_ln_v(tokens, tmp_path):
@@ -342,26 +345,27 @@ def test_tf32_is_set_as_asked(tf32, precision, tokens, tmp_path):
 
 
 def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
-    train(**BASE, dataset=tokens, out_dir=tmp_path / "run")
-    w = plain.weights(checkpoint(tmp_path / "run", 12)["model"])
-    [*_, (_, train_loss, val_loss, _)] = column(tmp_path / "run", "eval", *EVAL)
+    out_dir = tmp_path / "run"
+    train(**BASE, dataset=tokens, out_dir=out_dir)
+    last = out_dir / "ckpt-00000012.pt"
+    w = plain.weights(torch.load(last)["model"])
+    losses = plain.evaluate(w, tokens, BASE)
 
     def contents() -> dict:
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
     before = contents()
-    for init_from in ("resume", tmp_path / "run" / "best.pt"):
-        result = train(
-            **BASE | dict(eval_only=True, init_from=init_from),
-            dataset=tokens,
-            out_dir=tmp_path / ("run" if init_from == "resume" else "new"),
-        )
-        [line] = re.findall("^step .*", result.out, re.MULTILINE)
-        assert f"train loss {train_loss:.4f}, val loss {val_loss:.4f}" in line
+    for start_from in (
+        dict(init_from="resume", out_dir=out_dir),
+        dict(init_from=last, out_dir=tmp_path / "new"),
+    ):
+        result = train(**BASE, **start_from, eval_only=True, dataset=tokens)
+        [found] = re.findall(r"^step .* loss (\S+), val loss (\S+),", result.out, re.MULTILINE)
+        assert tuple(map(float, found)) == pytest.approx(losses, abs=6e-5)  # four digits
         assert "\niter " not in result.out
     assert contents() == before
-    assert (train_loss, val_loss) == pytest.approx(plain.evaluate(w, tokens, BASE), **CLOSE)
+    assert not (tmp_path / "new").exists()
 
 
 # -----------------------------------------------------------------------------
