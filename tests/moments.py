@@ -138,6 +138,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.sleeps += 1
+        assert self.sleeps < 10_000, "waits for ever"
         self.on_sleep()
         self.ahead += seconds
 

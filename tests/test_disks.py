@@ -193,16 +193,17 @@ def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
 
     def act(n, optimizer):
         clock.ahead += 20
-        if n == 4:
+        if n == 10:
             fill(disk)
-        if n == 6:
+        if n == 12:
             free(disk)
 
+    options = dict(max_iters=21, eval_interval=100, checkpoint_interval=10)
     with before_updates(act), clock.turned():
-        train_tiny(tokens, disk / "run", max_iters=20, eval_interval=100, checkpoint_interval=4)
-    first, second, *_ = column(disk / "run", "checkpoint", "iter")
-    assert 5 < first <= 6 + 3
-    assert first < second
+        train_tiny(tokens, disk / "run", **options)
+    first, *others = column(disk / "run", "checkpoint", "iter")
+    assert 11 <= first <= 12 + 3
+    assert others == [20, 21]
 
 
 @pytest.mark.parametrize("begins, best_there", [("full", 8), ("with room", 4)])
@@ -295,8 +296,10 @@ def test_a_disk_with_the_room_that_the_page_names_is_enough(
     disk = make_disk((3 if links else 4) * size + (48 << 10))
     options = dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
     refusal = OSError(errno.EPERM, "Operation not permitted")
+    waits_for_ever = Clock(lambda: pytest.fail("there is too little room")).turned()
     with mock.patch("os.link", os.link if links else mock.Mock(side_effect=refusal)):
-        train_tiny(tokens, disk / "run", **options)
+        with waits_for_ever:
+            train_tiny(tokens, disk / "run", **options)
     assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert checkpoints(disk / "run") == [8, 10]
     assert best_iter(disk / "run") == best_logged(disk / "run")
