@@ -278,7 +278,10 @@ class Night:
 def write_tokens(
     folder: Path, train: list[int], val: list[int], vocab: int = 61, bytes_per_token: int = 3
 ) -> Path:
-    """A dataset of tokens with a little structure to learn, in shards of the given sizes."""
+    """
+    A dataset of tokens with a little structure to learn, in shards of the given sizes. Its bytes
+    must stay as they are: test_old_checkpoints.py resumes on them.
+    """
     folder.mkdir(parents=True)
     rng, shards = np.random.RandomState(1), []
     for i, size in enumerate([*val, *train]):

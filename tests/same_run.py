@@ -101,8 +101,7 @@ def check_out(commit: str, folder: Path) -> Path:
 def write_dataset(folder: Path, vocab: int = VOCAB) -> Path:
     """
     Shards and manifest.json as a preparation leaves them, written without the code that is
-    compared. The tokens repeat some phrases, so that there is something to learn. They must stay as
-    they are: test_old_checkpoints.py resumes on them.
+    compared. The tokens repeat some phrases, so that there is something to learn.
     """
     folder.mkdir()
     # numpy promises the same numbers for ever only of this older class

@@ -78,13 +78,6 @@ def test_every_number_of_a_fast_run_is_that_of_the_second_trainer(
         if second.it % 6 == 0:
             evals.append((second.it, second.evaluate("train"), second.evaluate("val")))
 
-    for n, w in second.model.state_dict().items():
-        print(
-            n,
-            (
-                (checkpoint(tmp_path, ITERATIONS)["model"][n] - w).norm() / (w - first[n]).norm()
-            ).item(),
-        )
     close = TOLERANCES[dtype]
     its, losses, rates, norms = zip(*steps, strict=True)
     assert column(tmp_path, "step", "iter") == list(its)
