@@ -17,7 +17,7 @@ import warm
 
 import train
 from data.writer import write_shard
-from training.checkpoint import find_newest
+from training import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_WINDOWS = sys.platform == "win32"
@@ -150,7 +150,7 @@ def load(out_dir: Path, iter_num: int) -> dict:
 
 
 def load_newest(out_dir: Path) -> dict:
-    return find_newest(out_dir)[1]
+    return checkpoint.load_newest(out_dir)
 
 
 def assert_same_state(a: dict, b: dict) -> None:
