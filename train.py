@@ -93,7 +93,7 @@ def find_start(c: Config) -> tuple[dict | None, dict | None]:
         hint = "--init_from=auto starts a new run there"
         if others:  # best.pt alone, or nanoGPT's ckpt.pt
             hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
-        raise UserError(f"init_from: {out_dir} holds no ckpt-*.pt to resume; {hint}")
+        raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
     if others and (is_new or not c.eval_only):
         ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
         raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
@@ -141,6 +141,15 @@ def keep_values(c: Config, names: list[str], saved: dict, source: str) -> tuple[
         return replace(c, **values), []
     hint = "leave them out, or give another --out_dir or --init_from"
     return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
+
+
+def is_done(c: Config, resumed: dict) -> bool:
+    """Whether the run that is resumed was complete, and is not given more time or iterations."""
+    it = resumed["progress"]["iter_num"]
+    before = resumed["config"]
+    same_end = (c.hours, c.until) == (before["hours"], before["until"])
+    time_is_up = c.by_clock and same_end and resumed["clock"]["share"] >= 1
+    return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -505,6 +514,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     newest = resumed and resumed["progress"]["iter_num"]
     ranks.check_same(c.out_dir, newest, "several machines need one shared --out_dir")
     c = ranks.on_main(settle, c, resumed, weights, ranks.world_size)
+    if resumed and is_done(c, resumed) and not c.eval_only:
+        key = "until" if c.until else "hours" if c.hours else "max_iters"
+        done = f"all {resumed['progress']['iter_num']:,} iterations are done"
+        say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
+        return 0
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
     data = open_data(c, resumed, weights, ranks)
@@ -572,23 +586,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = wait_for_data(batches, accum, signals)  # a signal's name, "data", or None
 
         # once in a while, and at the end: evaluate, on all ranks
-        evaluation_due = it % c.eval_interval == 0 or now.evaluate
         save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
-        if stop in COMPLETE or (evaluation_due and now.has_time and not stop):
-            if p.evaluated_at != it or c.eval_only:
-                clock.lap("steps")
-                losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
-                if cut_short:
-                    stop = cut_short  # the resumed run begins with this evaluation
-                else:
-                    train_loss, p.val_loss = losses
-                    p.evaluated_at = it
-                    improved = p.val_loss < p.best_val_loss
-                    save_due = save_due or improved or c.always_save_checkpoint
-                    log.report_eval(it, p.tokens, train_loss, p.val_loss)
-                    if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
-                        log.report_sample(it, sample_text(eval_model, data, c, hw))
-                clock.lap("evaluation", done=not cut_short)
+        eval_due = (it % c.eval_interval == 0 or now.evaluate) and now.has_time and not stop
+        if (eval_due or stop in COMPLETE) and (p.evaluated_at != it or c.eval_only):
+            clock.lap("steps")
+            losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
+            if cut_short:
+                stop = cut_short  # the resumed run begins with this evaluation
+            else:
+                train_loss, p.val_loss = losses
+                p.evaluated_at = it
+                improved = p.val_loss < p.best_val_loss
+                save_due = save_due or improved or c.always_save_checkpoint
+                log.report_eval(it, p.tokens, train_loss, p.val_loss)
+                if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
+                    log.report_sample(it, sample_text(eval_model, data, c, hw))
+            clock.lap("evaluation", done=not cut_short)
 
         # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
         save_due = (save_due and it > 0 and now.has_time) or now.retry or stop
@@ -630,9 +643,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens, p.tokens, loss, lr, grad_norm.item(), batches.waited)
-            if skipped >= MAX_SKIPS:  # all ranks have the same gradients
-                problem = f"{MAX_SKIPS} updates in a row skipped: gradients are not finite"
-                ranks.fail(f"{problem}; try a lower learning_rate or dtype=float32")
+            if skipped:  # all ranks have the same gradients
+                log.warn(it, f"{int(skipped)} updates skipped: a gradient was not finite")
+            if skipped >= MAX_SKIPS:
+                hint = "try a lower learning_rate or dtype=float32"
+                ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     clock.lap("evaluation")
     batches.close()

@@ -182,12 +182,12 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
     held_out = max(config.eval_size, config.block_size + 1)
     stream = Stream(streamed_folder(config), config.block_size)
     stream.before = [*before]
-    ranks.from_main(stream.start, config, held_out)
+    ranks.on_main(stream.start, config, held_out)
     stream.ask(held_out)
     ready = False
     while not ready:
         try:
-            ready = ranks.from_main(stream.look, held_out)
+            ready = ranks.on_main(stream.look, held_out)
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(POLL_SECONDS)

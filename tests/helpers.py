@@ -6,14 +6,13 @@ its own.
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import warm
+from program import start as start_process
 
 import train
 from data.writer import write_shard
@@ -99,32 +98,6 @@ def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:
 def run_here(dataset: Path, out_dir: Path, **changes) -> int:
     """train.py in this process; returns its exit code."""
     return train.main(flags(dataset, out_dir, **changes))
-
-
-def start_process(
-    *arguments: str,
-    cwd: Path = ROOT,
-    cold: bool = False,
-    only_torch: bool = False,
-    **environment: str,
-) -> subprocess.Popen | warm.WarmProcess:
-    """
-    `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
-    imported this project, or `only_torch`, unless `cold` asks for a fresh Python or one of Python's
-    options does.
-    """
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
-    python_option = arguments[0].startswith("-") and arguments[0] != "-c"
-    if cold or python_option or sys.platform != "linux":
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    return warm.WarmProcess(list(arguments), cwd, environment, only_torch)
 
 
 def run_process(

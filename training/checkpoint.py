@@ -129,12 +129,12 @@ def resume_hint(out_dir: str | Path) -> str:
     return f"--init_from=resume goes on from {paths[-1]}"
 
 
-def claim_folder(out_dir: Path, resumed_iter: int | None) -> BinaryIO:
+def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     """
     Make out_dir if it does not exist; keep other runs out while the returned file is open, which
-    the system closes when this process ends; and delete what killed saves left. `resumed_iter`: of
-    the checkpoint that the run goes on from; None for a new run. Raises OSError if the folder
-    cannot be written, UserError if another run uses it.
+    the system closes when this process ends; and mend what a kill has left. `progress`: of the
+    checkpoint that the run goes on from; None for a new run. Raises OSError if the folder cannot be
+    written, UserError if another run uses it.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / "lock", "ab")
@@ -143,13 +143,20 @@ def claim_folder(out_dir: Path, resumed_iter: int | None) -> BinaryIO:
         raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
     # temporary files could leave no room for the next checkpoint
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
-    if resumed_iter is None:
+    if progress is None:
         for name in ("metrics.jsonl", "log.txt", "loss.png"):
             set_aside(out_dir / name)  # of a run that never saved, or yours
+        return lock
     for path in list_checkpoints(out_dir):
         # newer than the one that could be resumed, so damaged; prune() would keep it
-        if resumed_iter is not None and iteration(path) > resumed_iter:
+        if iteration(path) > progress["iter_num"]:
             set_aside(path)
+    path = checkpoint_path(out_dir, progress["iter_num"])
+    best = path.with_name("best.pt")
+    if progress["best_iter"] == progress["iter_num"]:
+        # a kill may have come between the two steps of save_newest()
+        if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
+            link(path, best)
     return lock
 
 
@@ -166,18 +173,14 @@ def save_newest(state: dict, out_dir: Path, keep: int, check: bool) -> Path:
     too. Older ones are deleted before the write, to make room; the newest only after it. `check`:
     read the file back. Raises OSError if the disk is full or fails.
     """
-    it = state["progress"]["iter_num"]
-    path = checkpoint_path(out_dir, it)
+    path = checkpoint_path(out_dir, state["progress"]["iter_num"])
     prune(out_dir, max(1, keep - 1))
-    if state["progress"]["best_iter"] == it:
-        # best.pt first: if a kill comes between the two, the resumed run makes both again
-        save(state, path.with_name("best.pt"))
-        link(path.with_name("best.pt"), path)
-    else:
-        save(state, path)
+    save(state, path)
     if check:
         load(path)
     prune(out_dir, keep)
+    if state["progress"]["best_iter"] == state["progress"]["iter_num"]:
+        link(path, path.with_name("best.pt"))
     return path
 
 

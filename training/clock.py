@@ -106,7 +106,8 @@ class Clock:
         Keep what an evaluation, the checkpoints or an iteration took, as the estimate for the next
         one. It at most doubles, or one hang would end a run with hours that much too early.
         """
-        self.seconds_per[name] = min(seconds, 2 * self.seconds_per.get(name, seconds))
+        before = self.seconds_per.get(name) or seconds
+        self.seconds_per[name] = min(seconds, 2 * before)
 
     def since_lap(self) -> float:
         """Seconds that no category has yet."""

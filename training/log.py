@@ -67,14 +67,14 @@ class Log:
         """
         if self.config.eval_only:
             return
-        it = resumed["progress"]["iter_num"] if resumed else None
-        self.lock = claim_folder(self.out_dir, it)
-        if resumed:
-            drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
+        progress = resumed["progress"] if resumed else None
+        self.lock = claim_folder(self.out_dir, progress)
+        if progress:
+            drop_records(self.out_dir / "metrics.jsonl", progress)
         self.file = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; later records are written again
-        self.tracker = Tracker(self.config, purge_from=0 if it is None else it + 1)
+        self.tracker = Tracker(self.config, purge_from=progress["iter_num"] + 1 if progress else 0)
 
     # -------------------------------------------------------------------------
     # The beginning
@@ -287,12 +287,16 @@ class Log:
 
     def draw(self) -> None:
         """Start a process that draws loss.png, one at a time; its failure cannot hurt the run."""
-        if self.picture and self.picture.poll():
-            self.picture_failed = True
-        busy = self.picture is not None and self.picture.poll() is None
-        if self.file and not busy and self.clock.used() >= SHORTEST_RUN:
-            command = ("-m", "reports.picture", self.out_dir.resolve())
+        if not self.file or self.clock.used() < SHORTEST_RUN:
+            return
+        if self.picture and self.picture.poll() is None:  # still drawing
+            return
+        command = ("-m", "reports.picture", self.out_dir.resolve())
+        try:
             self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
+        except OSError:  # no memory for a process, say
+            self.picture = None
+            self.picture_failed = True
 
     # -------------------------------------------------------------------------
     # The end
@@ -328,16 +332,20 @@ class Log:
 
     def draw_end(self) -> None:
         """Draw the whole run, and wait for it, but not for long."""
-        try:
-            if self.picture:
-                self.picture.wait(PATIENCE)
-            self.draw()
-            if self.picture and self.picture.wait(PATIENCE):
-                self.picture_failed = True
-        except subprocess.TimeoutExpired:
-            self.picture_failed = True
+        self.wait_for_picture()
+        self.draw()
+        self.wait_for_picture()
         if self.picture_failed:
             warn(f"loss.png is not drawn; python compare.py {self.out_dir} draws it, or says why")
+
+    def wait_for_picture(self) -> None:
+        if self.picture is None:
+            return
+        try:
+            self.picture_failed = self.picture.wait(PATIENCE) != 0
+        except subprocess.TimeoutExpired:
+            self.picture_failed = True
+            self.picture.kill()
 
 
 class Tracker:
