@@ -441,6 +441,11 @@ def test_bad_command_line_exits_2_without_a_traceback_and_writes_nothing(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nanogpts_config_for_gpt2_is_one_for_each_card_here():
+    (problem,) = problems_of("config/train_gpt2.py")
+    assert problem.endswith("no such config file; did you mean config/gpt124m_4070.py?")
+
+
 def test_home_is_meant_by_a_tilde_in_a_flag(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     # shells leave it alone behind a =
