@@ -13,7 +13,6 @@ import train
 from configurator import UserError
 from model import generate
 from model_fast import FastConfig, FastGPT, rotary_tables, rotate
-from training import checkpoint
 
 SMALL = FastConfig(
     block_size=24,
@@ -268,36 +267,10 @@ def test_adamw_trains_the_fast_model_and_muon_gpt2(dataset, tmp_path):
 
 def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tmp_path):
     run_here(dataset, tmp_path / "gpt2")
-    with pytest.raises(UserError, match=r"optimizer 'adamw' \(asked for: 'muon'\)"):
+    with pytest.raises(UserError, match="optimizer: .*adamw"):
         run_here(dataset, tmp_path / "gpt2", init_from="resume", max_iters=9, optimizer="muon")
-    with pytest.raises(UserError, match=r"model 'gpt2' \(asked for: 'fast'\)"):
+    with pytest.raises(UserError, match="model: .*gpt2"):
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
-
-
-def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path, capsys):
-    tables = ("value_tables", "bigram_rows")
-    first = dict(FAST) | dict.fromkeys(tables, 0)
-    assert run_here(dataset, tmp_path / "run", **first) == 0
-    state, path = load(tmp_path / "run", 8), tmp_path / "run" / "ckpt-00000008.pt"
-    (tmp_path / "run" / "ckpt-00000004.pt").unlink()
-    # keys of then
-    state["config"] |= dict(vector_lr=0.015, embed_lr=0.3)
-    state["config"] |= dict(decay_lr=True, overwrite=True)
-    for name in tables:
-        del state["config"][name], state["model_config"][name]
-    checkpoint.save(state, path)
-    more = dict(first, init_from="resume", max_iters=10)
-    for name in tables:
-        with pytest.raises(UserError, match=rf"{name} 0 \(asked for: 1\)"):
-            run_here(dataset, tmp_path / "run", **more | {name: 1})
-        del more[name]
-    capsys.readouterr()
-    assert run_here(dataset, tmp_path / "run", **more) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
-    assert [line.split()[1] for line in told] == [f"{path},", "max_iters", "these"]
-    assert told[2].endswith("no longer keys and are ignored: embed_lr, overwrite, vector_lr")
-    kept = load(tmp_path / "run", 10)["config"]
-    assert [kept[name] for name in tables] == [0, 0] and "vector_lr" not in kept
 
 
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):

@@ -4,7 +4,6 @@ sample.py and GPT.generate: the text is what the model says, whole, and never fr
 
 import io
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -235,8 +234,7 @@ def test_nanogpts_habits_work(run, tmp_path, script, monkeypatch):
     file = tmp_path / "all.py"
     file.write_text("\n".join(f"{name} = {value!r}" for name, value in defaults.items()))
     for argv in ([str(file)], [f"--{name}={value}" for name, value in defaults.items()]):
-        config, problems = read_config(argv, sample.SampleConfig)
-        assert problems == []
+        config = read_config(argv, sample.SampleConfig)
         assert {name: getattr(config, name) for name in defaults} == defaults
     assert sample.SampleConfig().top_k == 200 and sample.SampleConfig().temperature == 0.8
 
@@ -267,25 +265,6 @@ def test_of_a_run_the_best_model_is_taken_and_else_the_newest(run, tmp_path, scr
     best.unlink()
     _, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
     assert err == [f"model: {newest}, iteration 4, val loss 3.5000"]
-
-
-def test_of_a_run_whose_best_model_is_damaged_another_is_taken(run, tmp_path, script):
-    """As of one whose newest checkpoint is."""
-    for iter_num, name in ((2, "ckpt-00000002.pt"), (4, "ckpt-00000004.pt"), (4, "best.pt")):
-        state = find_newest(run)[1]
-        state["progress"]["iter_num"] = iter_num
-        checkpoint.save(state, tmp_path / name)
-    for name in ("best.pt", "ckpt-00000004.pt"):
-        os.truncate(tmp_path / name, 1000)
-    code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
-    assert code == 0 and err[-1].startswith(f"model: {tmp_path / 'ckpt-00000002.pt'}, iteration 2")
-    assert [line.partition(";")[2] for line in err[:-1]] == [
-        f" trying {tmp_path}/ckpt-00000004.pt",
-        f" trying {tmp_path}/ckpt-00000002.pt",
-    ]
-    os.truncate(tmp_path / "ckpt-00000002.pt", 1000)
-    code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
-    assert code == 2 and err[-1].startswith(f"error: {tmp_path / 'ckpt-00000002.pt'}: cut short")
 
 
 NO_ROOM = """
@@ -424,7 +403,7 @@ def answers(out: str) -> list[str]:
 
 def test_a_mac_samples_with_plain_attention(run, monkeypatch):
     """pytorch #195910. The checkpoint's own choice is the fused kernel."""
-    monkeypatch.setattr(hardware, "choose_device", lambda config: torch.device("mps"))
+    monkeypatch.setattr(hardware, "choose_device", lambda *_: torch.device("mps"))
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, *_: model)  # there is no Mac here
     state = read_weights(run, best=True)
     state["model_config"]["flash"] = True
@@ -489,8 +468,6 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     cut = tmp_path / "cut.pt"
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
-        ([f"--seed={10**30}"], "seed"),
-        ([f"--num_samples={10**12}"], "num_samples"),
         (["--start=FILE:nowhere.txt"], "nowhere.txt"),
         (["--init_from=nowhere"], "nowhere"),
         ([f"--init_from={unknown}"], "tokenizer"),
@@ -505,32 +482,14 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
         sample.main,
         f"--out_dir={run}",
         "--temperature=-1",
-        "--top_p=0",
         "--num_samples=0",
         "--max_new_tokens=0",
         "--top_k=-1",
         "--compile=perhaps",
     )
-    assert code == 2 and len(err) == 6
+    assert code == 2 and len(err) == 5
     for argument in ("--temprature=1", "--seed=x", "--dtype=int8"):
         assert_refused(script, sample.main, argument)
-
-
-def test_a_missing_checkpoint_names_the_runs_that_are_there(run, tmp_path, script, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out" / "empty").mkdir(parents=True)
-    for name in ("a", "b"):
-        (tmp_path / "out" / name).symlink_to(run)
-    assert_refused(script, sample.main, words=("no checkpoint", "runs here: out/"))
-    words = ("out/c: no such", "out/a", "out/b")
-    assert_refused(script, sample.main, "--out_dir=out/c", words=words)
-    for number in range(7):
-        (tmp_path / f"out/new{number}").mkdir()
-        (tmp_path / f"out/new{number}/ckpt-00000001.pt").touch()
-        os.utime(tmp_path / f"out/new{number}", (2**32 + number,) * 2)
-    newest = "runs here: out/new6, out/new5, out/new4, out/new3, out/new2"
-    _, _, err = script(sample.main, "--out_dir=out/c")
-    assert err[0].endswith(newest)
 
 
 def test_a_missing_vocabulary_is_one_line(run, tmp_path, script, monkeypatch):
