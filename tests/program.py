@@ -1,0 +1,236 @@
+"""
+The one door to the program: how the tests start its scripts, and how they read what a run leaves.
+
+Everything here works from outside: command lines, exit codes, files. No test that uses it needs a
+name of the program, so the inside can be rebuilt while the tests stay. Faults come from outside
+too: signals, damaged bytes, a real full disk, or the standard library and torch patched.
+
+    run("train.py", *flags)          in this process: some 50 ms for a tiny run
+    start("train.py", *flags)        a process of its own, forked from a warm one: some 300 ms
+    start(..., cold=True)            a fresh Python: some 3 s
+    start_ranks(2, *flags)           as torchrun would start them
+    changed(folder, {...})           a copy of the program with some lines replaced
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import warm
+
+ROOT = Path(__file__).resolve().parent.parent
+# what a copy of the program needs; the tests, the pages and the results stay behind
+PROGRAM = [
+    *("train.py", "model.py", "model_fast.py", "configurator.py", "sample.py", "bench.py"),
+    *("compare.py", "convert.py", "training", "data", "reports", "common", "config"),
+]
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+# -----------------------------------------------------------------------------
+# Starting a script
+
+
+def flags(**keys) -> list[str]:
+    return [f"--{name}={value}" for name, value in keys.items()]
+
+
+def run(script: str, *arguments) -> Result:
+    """`python SCRIPT ARGUMENTS` in this process. Signal handlers are restored by conftest.py."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    code = 0
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
+    ):
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Result(code, *(file.buffer.getvalue().decode() for file in (out, err)))
+
+
+def train(**keys) -> Result:
+    """train.py in this process; it must end with exit code 0."""
+    result = run("train.py", *flags(**keys))
+    assert result.code == 0, result.err
+    return result
+
+
+def start(
+    *arguments: str,
+    cwd: Path = ROOT,
+    cold: bool = False,
+    only_torch: bool = False,
+    **environment: str,
+) -> subprocess.Popen | warm.WarmProcess:
+    """
+    `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
+    imported this project, or `only_torch`, unless `cold` asks for a fresh Python or one of Python's
+    options does.
+    """
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
+    python_option = arguments[0].startswith("-") and arguments[0] != "-c"
+    if cold or python_option or sys.platform != "linux":
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    return warm.WarmProcess(list(arguments), cwd, environment, only_torch)
+
+
+def finish(process, timeout: float = 120) -> Result:
+    """Wait for a process to end. It is killed if that takes too long."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Result(process.returncode, out, err)
+
+
+def wait_for_line(process, beginning: str) -> None:
+    """Read a process's stdout up to the first line that begins so."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"ended without {beginning!r}: {finish(process)}")
+
+
+def start_ranks(n: int, *arguments: str, **environment: str) -> list:
+    """train.py in n processes that find one another, as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    shared |= dict(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)) | environment
+    return [
+        start("train.py", *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        for rank in range(n)
+    ]
+
+
+def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
+    try:
+        return [finish(process, timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def changed(folder: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
+    """
+    A copy of the program in `folder`, in which each file's (old, new) texts are replaced. Start it
+    with cwd=folder and only_torch=True, so that nothing of the unchanged program is imported.
+    """
+    folder.mkdir()
+    for name in PROGRAM:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.bin", "__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / name, folder)
+    for name, pairs in changes.items():
+        text = (folder / name).read_text()
+        for old, new in pairs:
+            assert text.count(old) == 1, f"{name} has {text.count(old)} times: {old}"
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    return folder
+
+
+# -----------------------------------------------------------------------------
+# What a run reads and leaves
+
+
+def write_tokens(
+    folder: Path, train: list[int], val: list[int], vocab: int = 61, bytes_per_token: int = 3
+) -> Path:
+    """A dataset of tokens with a little structure to learn, in shards of the given sizes."""
+    folder.mkdir(parents=True)
+    rng, shards = np.random.RandomState(1), []
+    for i, size in enumerate([*val, *train]):
+        name = f"{'val' if i < len(val) else 'train'}_{i:06}.bin"
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, size  # llm.c's format
+        ids = np.cumsum(rng.randint(0, 3, size)) % vocab
+        content = header.tobytes() + ids.astype("<u2").tobytes()
+        (folder / name).write_bytes(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        shards.append(dict(name=name, tokens=size, bytes=bytes_per_token * size, sha256=sha256))
+    manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=shards)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def records(out_dir: Path, kind: str | None = None) -> list[dict]:
+    """The records of metrics.jsonl, all or of one kind."""
+    found = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if kind in (None, record["kind"])]
+
+
+def column(out_dir: Path, kind: str, *names: str) -> list:
+    """These fields of each record of a kind, one tuple a record; plain values for one name."""
+    rows = [tuple(record[name] for name in names) for record in records(out_dir, kind)]
+    return [row[0] for row in rows] if len(names) == 1 else rows
+
+
+def checkpoint(out_dir: Path, iter_num: int) -> dict:
+    return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
+
+
+def checkpoints(out_dir: Path) -> list[int]:
+    """The iterations of the checkpoints in a folder, in order."""
+    return sorted(int(path.stem.removeprefix("ckpt-")) for path in out_dir.glob("ckpt-*.pt"))
+
+
+def best(out_dir: Path) -> dict:
+    return torch.load(out_dir / "best.pt", weights_only=True)
+
+
+def same(a, b) -> bool:
+    """Whether two parts of checkpoints are equal to the last bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def assert_same_run(left: Path, right: Path, iter_num: int) -> None:
+    """Two folders hold the same run: its state after `iter_num` updates, and all of its records."""
+    a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
+    for key in ("model", "optimizer", "scaler", "rng", "progress"):
+        assert same(a[key], b[key]), key
+    assert column(left, "step", *STEP) == column(right, "step", *STEP)
+    assert column(left, "eval", *EVAL) == column(right, "eval", *EVAL)
+
+
+# the fields of a record that do not depend on time
+STEP = ("iter", "loss", "lr", "grad_norm", "tokens", "tokens_after")
+EVAL = ("iter", "train_loss", "val_loss", "tokens")
