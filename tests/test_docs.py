@@ -25,8 +25,8 @@ from packaging.requirements import Requirement
 import bench
 from configurator import FIELDS, load_config
 from reports import plan as planning
-from training.gpus import read_gpu_table, short_name
-from training.hardware import CUDA_BUILD
+from reports.cards import short_name
+from training.gpus import read_gpu_table
 
 README = ROOT / "README.md"
 PAGES = [
@@ -70,7 +70,7 @@ def known_flags(script: str, arguments: list[str], capsys) -> set[str]:
     """The names of the flags that a script documents."""
     if script in ("train.py", "configurator.py"):
         experiments = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
-        return {*FIELDS, *re.findall(r"^\+    (\w+): \w+ = key\(", experiments, re.MULTILINE)}
+        return {*FIELDS, *re.findall(r"^\+    (\w+): \w+ = ", experiments, re.MULTILINE)}
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     subcommand = arguments[:1] if script in ("bench.py", "convert.py") else []
     with contextlib.suppress(SystemExit):
