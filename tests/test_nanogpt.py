@@ -16,14 +16,16 @@ from helpers import ROOT, load_newest, records, run_here
 from test_docs import code_blocks
 from weights import assert_refused, random_gpt2
 
+import model_fast
 import sample
 import train
 from common.console import UserError
 from configurator import Config, load_config
 from data.loader import eval_batches
 from data.shards import open_dataset
-from model import GPT, GPTConfig, Sampling, generate
-from training import build, clock
+from model import GPT, GPTConfig, generate
+from model_fast import config_from_dict
+from training import clock, hardware
 from training.pretrained import load_pretrained
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments
@@ -350,19 +352,19 @@ def test_the_script_of_the_page_has_this_programs_loss_and_text(calls, trained, 
     names = dict(source=trained, idx=idx, targets=targets)
     exec(SCRIPT, names)
     state = load_pretrained(str(trained))
-    ours = GPT(GPTConfig(**state["model_config"]))
+    ours = GPT(config_from_dict(state["model_config"]))
     ours.load_state_dict(state["model"])
-    total, count = train.evaluate(ours, batches, torch.no_grad())
-    assert names["loss"].item() == pytest.approx(total / count, abs=1e-6)
+    ours.eval()
+    with torch.no_grad():
+        assert names["loss"].item() == pytest.approx(ours(idx, targets).item(), abs=1e-6)
     last = records(trained, "eval")[-1]
     assert names["loss"].item() == pytest.approx(last["val_loss"], abs=1e-4)
-    ours.eval()
     whole = ours(idx)
     assert torch.equal(names["logits"], whole) and names["nothing"] is None
     torch.testing.assert_close(names["last"], whole[:, [-1]])
     torch.manual_seed(1337)
     GPT(ours.config)  # the script's model is made from the same random numbers
-    text = generate(ours, idx, 20, data.vocab, Sampling(temperature=0.8, top_k=200))
+    text = generate(ours, idx, 20, data.vocab, temperature=0.8, top_k=200)
     assert torch.equal(names["text"], text) and text.size(1) == 16 + 20
 
 
@@ -417,8 +419,9 @@ def test_the_lines_of_its_table_run(trained):
     idx = torch.randint(64, (3, 8))
     names = dict(idx=idx, targets=idx, source=str(trained), vocab=64, n=4, tokens_per_second=1e5)
     names |= dict(torch=torch, nn=torch.nn, Config=Config, replace=dataclasses.replace)
-    names |= dict(GPT=GPT, GPTConfig=GPTConfig, generate=generate, Sampling=Sampling)
-    names |= vars(build) | dict(load_pretrained=load_pretrained)
+    names |= dict(GPT=GPT, config_from_dict=config_from_dict, generate=generate)
+    names |= vars(hardware) | dict(build_optimizer=train.build_optimizer)
+    names |= dict(load_pretrained=load_pretrained)
     loads = next(line for line in lines if "load_state_dict" in line)
     for line in [loads, *lines]:
         exec(line, names)
@@ -437,16 +440,14 @@ def test_the_lines_of_its_table_run(trained):
 def test_the_own_model_of_the_page_trains_resumes_and_samples(
     optimizer, dataset, tmp_path, monkeypatch
 ):
-    line = "from model import GPT, ChunkedLoss, GPTConfig\n"
-    assert line in (ROOT / "training" / "build.py").read_text()  # step 1 replaces it
+    line = "from model import GPT, GPTConfig, "
+    assert line in (ROOT / "model_fast.py").read_text()  # step 1 takes GPT out of it
     names: dict = {}
     exec(OWN_MODEL, names)
     own = names["GPT"]
-    monkeypatch.setattr(build, "GPT", own)
-    cached = (build.build_shapes, build.count_parameters, build.count_flops)
+    monkeypatch.setattr(model_fast, "GPT", own)
+    hardware.count_flops.cache_clear()
     try:
-        for function in cached:
-            function.cache_clear()
         given = dict(optimizer=optimizer, learning_rate=0.01, dropout=0.1)
         assert run_here(dataset, tmp_path / "a", **given) == 0
         assert run_here(dataset, tmp_path / "b", max_iters=4, lr_decay_iters=8, **given) == 0
@@ -459,9 +460,8 @@ def test_the_own_model_of_the_page_trains_resumes_and_samples(
         assert losses[-1] < losses[0]
         state = load_pretrained(str(tmp_path / "a"))
     finally:
-        for function in cached:
-            function.cache_clear()
-    model = own(GPTConfig(**state["model_config"])).eval()
+        hardware.count_flops.cache_clear()
+    model = own(config_from_dict(state["model_config"])).eval()
     model.load_state_dict(state["model"])
     idx = torch.randint(64, (2, 3))
     # beyond the window too; greedy, each id from the whole text before it, without a cache
@@ -469,7 +469,7 @@ def test_the_own_model_of_the_page_trains_resumes_and_samples(
     for _ in range(20):
         likeliest = model(expected[:, -16:])[:, -1, :64].argmax(dim=1, keepdim=True)
         expected = torch.cat((expected, likeliest), dim=1)
-    assert torch.equal(generate(model, idx, 20, 64, Sampling(temperature=0.0)), expected)
+    assert torch.equal(generate(model, idx, 20, 64, temperature=0.0), expected)
     # positions count: the same tokens in another order are another text
     logits = model(torch.tensor([[5, 9, 7], [9, 5, 7]]))[:, -1]
     assert not torch.allclose(logits[0], logits[1], atol=1e-4)
