@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import run_here, run_process
+from helpers import load_newest, run_here, run_process
 from weights import as_transformers, assert_refused
 
 import convert
@@ -24,7 +24,6 @@ from data.writer import write_shard
 from model import GPT, GPTConfig, generate, sample_next
 from model_fast import config_from_dict, config_to_dict
 from training import checkpoint, hardware
-from training.checkpoint import load_newest
 from training.pretrained import read_weights
 
 GREEDY = 0.0  # temperature
