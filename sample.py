@@ -90,7 +90,7 @@ def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
     config = config_from_dict(state["model_config"])
     model = build_model(replace(config, flash=hw.flash(config)))
-    model.load_state_dict(state["model"])
+    load_weights(model, state)
     model.to(hw.device, hw.dtype).eval()
     if c.compile:
         model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]  # on purpose

@@ -43,7 +43,7 @@ from training.clock import Clock
 from training.compiled import compile_or_warn
 from training.hardware import Hardware
 from training.log import Log
-from training.pretrained import load_pretrained
+from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, check_shares, lost_rank
 
 # What decides the weights' shapes and names. vocab_size is no key: it follows from the dataset.
@@ -102,8 +102,12 @@ def find_start(c: Config, newest: Path | None) -> tuple[dict | None, dict | None
     is_new = c.init_from in ("scratch", "auto")
     others = sorted(Path(c.out_dir).glob("*.pt"))
     if others and (is_new or not c.eval_only):
-        ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
-        raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
+        way = "--init_from=auto resumes it"
+        if not checkpoint.list_checkpoints(Path(c.out_dir)):  # best.pt alone, or nanoGPT's ckpt.pt
+            way = f"--init_from={others[0]} with another --out_dir starts from its weights"
+        raise UserError(
+            f"out_dir: {others[-1]} is of an earlier run; {way}; for a new run: another --out_dir"
+        )
     if is_new:
         return None, None  # random weights
     block_size = c.block_size if "block_size" in c.given else None
@@ -122,7 +126,12 @@ def settle(c: Config, resumed: dict | None, initial: dict | None, world_size: in
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
     elif initial:
-        c, problems = keep_values(c, ARCHITECTURE, initial["model_config"], c.init_from)
+        saved = initial["model_config"]
+        names = ARCHITECTURE
+        if saved["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
+            saved = saved | dict(pad_vocab_multiple=1)
+            names = [*names, "pad_vocab_multiple"]
+        c, problems = keep_values(c, names, saved, c.init_from)
     problems += hardware.check_device(c)
     problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c)
@@ -181,8 +190,8 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, initial: dict | N
     source = c.out_dir if resumed else c.init_from
     theirs, ours = initial["tokenizer"], data.tokenizer
     if theirs != ours and "unknown" not in (theirs["kind"], ours["kind"]):
-        kinds = f"is tokenized with {ours['kind']}, but {source} was trained with {theirs['kind']}"
-        raise UserError(f"dataset: {data.source} {kinds}; give data made with that tokenizer")
+        kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
+        raise UserError(f"dataset: {data.source} has {kinds}; give data made with that one")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         hint = "or has changed since; for a new run give another --out_dir"
@@ -196,7 +205,8 @@ def say_start(c: Config, resumed: dict | None, initial: dict | None) -> None:
     """Print where the run begins, and on a resume what has changed since the checkpoint."""
     if not resumed:
         if initial:
-            say(f"weights: {initial['source']}; iterations and learning rate start from 0")
+            rest = "" if c.eval_only else "; iterations and learning rate start from 0"
+            say(f"weights: {initial['source']}{rest}")
         elif c.eval_only:
             say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
         return
@@ -270,6 +280,8 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
         ]
         groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, fused=fused)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"]  # the loop sets it in each iteration
     grouped = {name for group in optimizer.param_groups for name in group["param_names"]}
     if lost := [name for name, _ in weights if name not in grouped]:
         names = ", ".join(lost)
@@ -431,7 +443,15 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
 def state_to_save(
     c: Config, data: Dataset, model, optimizer, scaler, p: Progress, clock: Clock, log: Log
 ) -> dict:
-    """What a checkpoint holds: all that restore() and Clock need. All ranks take part."""
+    """
+    What a checkpoint holds: all that restore() and Clock need. All ranks take part. Raises RunError
+    if a weight is not finite: once saved, it would soon replace the good checkpoints.
+    """
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            problem = f"iter {p.iter_num}: {name} is not finite, so the weights are not saved"
+            hint = checkpoint.resume_hint(c.out_dir)
+            log.ranks.fail(f"{problem}; with a lower learning_rate, {hint}")
     return dict(
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
@@ -497,11 +517,6 @@ def save(state: dict, c: Config, log: Log, signals: StopSignals, last: bool) -> 
 def try_to_save(state: dict, c: Config, log: Log) -> str:
     """Returns an error line if the disk is full or fails, else ""."""
     it = state["progress"]["iter_num"]
-    for name, tensor in state["model"].items():
-        if not tensor.isfinite().all():  # if saved, it would soon replace the good checkpoints
-            problem = f"iter {it}: {name} is not finite, so the weights are not saved"
-            hint = checkpoint.resume_hint(c.out_dir)
-            raise RunError(f"{problem}; with a lower learning_rate, {hint}")
     if not Path(c.out_dir, "lock").exists():
         log.warn(it, f"{c.out_dir} was deleted, with the log in it; making it again")
     try:
@@ -546,7 +561,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     p = Progress()
     on_disk = None  # what is saved: (iteration, iteration of its last evaluation)
     if initial:
-        model.load_state_dict(initial["model"])
+        load_weights(model, initial)
     if resumed:
         p = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         on_disk = (p.iter_num, p.evaluated_at)
@@ -564,6 +579,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     del resumed, initial  # frees the loaded checkpoint
     clock.lap("start-up")
 
+    if c.compile and not hw.can_compile:
+        say("compile: off; torch's compiler for MPS is an early prototype")
     if compiles:
         say("compiling: this takes about a minute")
         if not compile_or_warn(model, c.batch_size, data.vocab, hw):
@@ -680,7 +697,11 @@ def explain(error: Exception, argv: list[str]) -> str:
     """The error line for an exhausted memory or a lost rank; empty for other errors."""
     if not hardware.is_out_of_memory(error):
         return lost_rank(error)
-    c, _ = resolve(read_config(argv))
+    c = read_config(argv)
+    newest = newest_checkpoint(c)
+    if newest:  # which decides some keys
+        c = settle(c, *find_start(c, newest), world_size=1)
+    c, _ = resolve(c)
     return hardware.out_of_memory_line(c, int(os.environ.get("WORLD_SIZE", 1)))
 
 

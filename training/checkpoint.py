@@ -152,10 +152,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
     it = progress["iter_num"] if progress else -1
     newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
-    overtaken = any(is_whole(path) for path in newer)
-    if progress and not checkpoint_path(out_dir, it).exists():
-        overtaken = True
-    if overtaken:
+    if any(is_whole(path) for path in newer):
         hint = "give the command again, or another --out_dir"
         raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
     for path in newer:
