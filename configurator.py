@@ -275,8 +275,9 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     order. Keys of train.py that are not `known` to this script are skipped. Raises UserError.
     """
     if not path.is_file():
+        meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
         files = map(str, Path("config").glob("*.py"))
-        raise UserError(f"{path}: no such config file{did_you_mean(str(path), files)}")
+        raise UserError(f"{path}: no such config file{did_you_mean(meant, files)}")
     if path.suffix != ".py":
         raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}

@@ -179,7 +179,7 @@ class FastGPT(nn.Module):
                 ),
                 drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList(
-                    Block(config, has_table=number is not None) for number in self.table_of_layer
+                    Block(config, number is not None) for number in self.table_of_layer
                 ),
             )
         )

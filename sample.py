@@ -28,8 +28,8 @@ from common.console import print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
 from configurator import Config, read_config
 from data.tokenizer import Tokenizer
-from model import generate_tokens
-from model_fast import build_model, config_from_dict
+from model import GPT, generate_tokens
+from model_fast import FastGPT, build_model, config_from_dict
 from training import hardware
 from training.pretrained import read_weights
 
@@ -54,6 +54,13 @@ class SampleConfig:
     given: frozenset[str] = field(default=frozenset(), compare=False)  # keys that are set; no key
 
 
+def read_prompt(start: str) -> str:
+    """The prompt, from its file if `start` names one. Raises OSError."""
+    if not start.startswith("FILE:"):
+        return start
+    return read_text(Path(start.removeprefix("FILE:")).expanduser())
+
+
 def ask_prompts() -> Iterator[str]:
     """Typed lines, until an empty one or the end of input."""
     with contextlib.suppress(ImportError):
@@ -76,6 +83,18 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     for part in parts:
         ids += [text.eot, *(int(token) for token in text.encode(part))]
     return ids[1:] or text.start_ids()
+
+
+def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
+    """The model on its device."""
+    hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
+    config = config_from_dict(state["model_config"])
+    model = build_model(replace(config, flash=hw.flash(config)))
+    model.load_state_dict(state["model"])
+    model.to(hw.device, hw.dtype).eval()
+    if c.compile:
+        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]
+    return model
 
 
 def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[Tensor]) -> None:
@@ -105,33 +124,24 @@ def main(argv: list[str]) -> int:
     raise_if_any(hardware.check_device(c))
     is_typed = "start" not in c.given and sys.stdin.isatty() and sys.stdout.isatty()
     num_samples = 1 if is_typed and "num_samples" not in c.given else c.num_samples
-    start = c.start
-    if start.startswith("FILE:"):
-        start = read_text(Path(start.removeprefix("FILE:")).expanduser())
-
-    # Model and tokenizer. A training config may have init_from auto or scratch
+    prompts = ask_prompts() if is_typed else [read_prompt(c.start)]
+    # a training config may have auto or scratch
     from_run = c.init_from in ("resume", "auto", "scratch")
     state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
-    print_err(f"model: {state['source']}")
     text = Tokenizer(state["tokenizer"])
+    model = load_model(state, c)
     vocab = state["vocab"]  # before padding
-    hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
-    config = config_from_dict(state["model_config"])
-    model = build_model(replace(config, flash=hw.flash(config)))
-    model.load_state_dict(state["model"])
+    print_err(f"model: {state['source']}")
     del state  # it maps its file, which on Windows a run could then not replace
-    model.to(hw.device, hw.dtype).eval()
-    if c.compile:
-        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]
-    generator = torch.Generator(hw.device).manual_seed(c.seed)
-
-    for prompt in ask_prompts() if is_typed else [start]:
+    device = model.lm_head.weight.device
+    generator = torch.Generator(device).manual_seed(c.seed)
+    for prompt in prompts:
         ids = encode(prompt, text)
-        if len(ids) > config.block_size:
-            sees = f"the model sees only the last {config.block_size:,}"
-            print_err(f"start: {len(ids):,} tokens, but {sees}")
+        window = model.config.block_size
+        if len(ids) > window:
+            print_err(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
         samples = [ids.copy() for _ in range(num_samples)]
-        idx = torch.tensor(samples, device=hw.device)
+        idx = torch.tensor(samples, device=device)
         chosen = (c.temperature, c.top_k, c.top_p, generator)
         new_ids = generate_tokens(model, idx, c.max_new_tokens, vocab, *chosen)
         try:

@@ -1,6 +1,6 @@
 """
 Draw results/hours.png for docs/hours.md: the learning rate of config/fast124m_4070.py over time,
-at three speeds, as train.get_lr computes it.
+at three speeds, as train.get_lr gives it.
 
     python tests/draw_hours.py
 """
@@ -27,8 +27,8 @@ def rates(flags: list[str], pace: float) -> tuple[list[float], list[float]]:
     iterations = int(3600 * config.hours / pace) + 1 if config.hours else config.max_iters
     hours = [it * pace / 3600 for it in range(iterations)]
     shares = [h / config.hours if config.hours else 0.0 for h in hours]
-    lrs = [get_lr(it, config, share, config.learning_rate) for it, share in enumerate(shares)]
-    return hours, lrs
+    peak = config.learning_rate
+    return hours, [get_lr(it, config, share, peak) for it, share in enumerate(shares)]
 
 
 def draw(path: Path) -> None:

@@ -12,6 +12,7 @@ too: signals, damaged bytes, a real full disk, or the standard library and torch
     changed(folder, {...})           a copy of the program with some lines replaced
 """
 
+import collections
 import contextlib
 import hashlib
 import io
@@ -19,9 +20,12 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -29,6 +33,8 @@ from unittest import mock
 import numpy as np
 import torch
 import warm
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs; the tests, the pages and the results stay behind
@@ -52,14 +58,28 @@ def flags(**keys) -> list[str]:
     return [f"--{name}={value}" for name, value in keys.items()]
 
 
-def run(script: str, *arguments) -> Result:
-    """`python SCRIPT ARGUMENTS` in this process. Signal handlers are restored by conftest.py."""
+class Terminal(io.StringIO):
+    """What is typed on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run(script: str, *arguments, typed: str | None = None) -> Result:
+    """
+    `python SCRIPT ARGUMENTS` in this process, on a terminal if something is `typed` there. Signal
+    handlers are restored by conftest.py.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    out.isatty = lambda: typed is not None
+    keyboard = sys.stdin if typed is None else Terminal(typed)
     code = 0
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
+        mock.patch.object(sys, "stdin", keyboard),
+        mock.patch.object(sys, "path", [str((ROOT / script).parent), *sys.path]),
     ):
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -119,15 +139,15 @@ def wait_for_line(process, beginning: str) -> None:
     raise AssertionError(f"ended without {beginning!r}: {finish(process)}")
 
 
-def start_ranks(n: int, *arguments: str, **environment: str) -> list:
-    """train.py in n processes that find one another, as torchrun starts them."""
+def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
+    """train.py, or `script`, in n processes that find one another, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     shared |= dict(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)) | environment
     return [
-        start("train.py", *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        start(*script, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(n)
     ]
 
@@ -163,13 +183,105 @@ def changed(folder: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
 
 
 # -----------------------------------------------------------------------------
+# What happens while a run in this process goes on
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+class Night:
+    """
+    Launches of train.py in this process, with things that happen on the way: at["iteration", 7] is
+    called after the seventh update, at["evaluation", 2] at the first batch of the second
+    evaluation, at["save", 1] at the beginning of the first save, counted over all launches.
+
+    If `turned`, time passes only here: an iteration, an evaluation and a save take `seconds` each,
+    and everything else takes none. The clock on the wall shows 23:00 at first.
+    """
+
+    EVENING = datetime(2026, 3, 4, 23, 0).timestamp()
+
+    def __init__(self, turned: bool = False) -> None:
+        self.at: dict[tuple[str, int], Callable[[], None]] = {}
+        self.count: collections.Counter[str] = collections.Counter()
+        self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
+        self.now = 0.0
+        self.turned = turned
+        self.doing = ""  # what the model's last batch was for
+        self.model: torch.nn.Module
+
+    def happens(self, what: str) -> None:
+        self.now += self.seconds[what]
+        self.count[what] += 1
+        assert self.count[what] < 1000, "the run has no end"
+        self.at.get((what, self.count[what]), lambda: None)()
+
+    def batch(self, is_evaluated: bool) -> None:
+        """The model gets a micro-batch."""
+        if is_evaluated and self.doing != "evaluation":
+            self.doing = "evaluation"
+            self.happens("evaluation")
+        if not is_evaluated:
+            self.doing = "iteration"
+
+    def update(self) -> None:
+        # an optimizer that calls another one's step makes one update
+        if self.doing == "iteration":
+            self.doing = ""
+            self.happens("iteration")
+
+    def time(self) -> float:
+        return self.EVENING + self.now
+
+    def launch(self, **keys) -> Result:
+        """`python train.py --KEY=VALUE ...`"""
+        save = torch.save
+
+        def before_forward(module, arguments):
+            tokens = arguments[0] if arguments else None
+            # where FLOPs are counted, tokens are on meta or of another type
+            is_real = type(tokens) is torch.Tensor and not tokens.is_meta
+            if is_real and tokens.dtype == torch.int64:
+                self.model = module
+                self.batch(is_evaluated=not torch.is_grad_enabled())
+
+        def watched_save(*arguments, **options):
+            self.happens("save")
+            return save(*arguments, **options)
+
+        self.doing = ""
+        patches = [
+            register_module_forward_pre_hook(before_forward),
+            mock.patch("torch.save", watched_save),
+            register_optimizer_step_post_hook(lambda *_: self.update()),
+        ]
+        if self.turned:
+            patches += [
+                mock.patch("time.perf_counter", lambda: self.now),
+                mock.patch("time.time", self.time),
+                # a name that was bound to time.time before
+                mock.patch("training.clock.wall", self.time, create=True),
+                # drawing loss.png would take longer than all the rest
+                mock.patch("subprocess.Popen", side_effect=OSError),
+            ]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            return run("train.py", *flags(**keys))
+
+
+# -----------------------------------------------------------------------------
 # What a run reads and leaves
 
 
 def write_tokens(
     folder: Path, train: list[int], val: list[int], vocab: int = 61, bytes_per_token: int = 3
 ) -> Path:
-    """A dataset of tokens with a little structure to learn, in shards of the given sizes."""
+    """
+    A dataset of tokens with a little structure to learn, in shards of the given sizes. Its bytes
+    must stay as they are: test_old_checkpoints.py resumes on them.
+    """
     folder.mkdir(parents=True)
     rng, shards = np.random.RandomState(1), []
     for i, size in enumerate([*val, *train]):
@@ -225,8 +337,10 @@ def same(a, b) -> bool:
 def assert_same_run(left: Path, right: Path, iter_num: int) -> None:
     """Two folders hold the same run: its state after `iter_num` updates, and all of its records."""
     a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
-    for key in ("model", "optimizer", "scaler", "rng", "progress"):
+    for key in ("model", "scaler", "rng", "progress"):
         assert same(a[key], b[key]), key
+    # its groups hold hyperparameters, which are the config's, and the rate of the last update
+    assert same(a["optimizer"]["state"], b["optimizer"]["state"])
     assert column(left, "step", *STEP) == column(right, "step", *STEP)
     assert column(left, "eval", *EVAL) == column(right, "eval", *EVAL)
 

@@ -1,20 +1,22 @@
 """
 Does this checkout train exactly as another commit did? No test: run it after a change.
 
-    python tests/same_run.py c336bd1                        # equal to the last bit?
-    python tests/same_run.py c336bd1 --loss_tolerance=2e-6  # or are the losses this close?
+    python tests/same_run.py                              # equal to b22bbcc, to the last bit?
+    python tests/same_run.py HEAD~3 --rows=gpt2,ranks     # to another commit, some rows only
+    python tests/same_run.py --loss_tolerance=2e-6        # or are the losses this close?
 
 Both programs train the same small models on the same tokens, on one CPU thread, once straight and
 once stopped halfway and resumed. What they log and what their last checkpoints hold is compared,
-and the first difference of each kind is printed. It takes a minute or two. Exit code 0: the same;
-1: not the same, or a run has failed.
+and the first difference of each kind is printed. All rows take some six minutes, half of them for
+`compiled`. Exit code 0: the same; 1: not the same, or a run has failed.
+
+Only command lines, metrics.jsonl and checkpoints are used, so that programs may differ inside.
 """
 
 import argparse
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from program import finish_ranks, flags, start, start_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 ITERATIONS, HALFWAY = 60, 30
@@ -44,30 +47,39 @@ COMMON = dict(
     eval_tokens=66 * 64,  # the last batch of an evaluation is not full
     log_interval=1,
 )
-MODELS = dict(
-    gpt2=dict(model="gpt2", n_layer=2, optimizer="adamw", learning_rate=3e-3, warmup_iters=5),
-    # as in config/fast_quickstart.py
-    fast=dict(
-        model="fast",
-        n_layer=3,
-        value_tables=1,
-        bigram_rows=65536,
-        optimizer="muon",
-        learning_rate=0.025,
-        muon_momentum=0.9,
-        head_lr=0.004,
-        weight_decay=0.001,
-        beta1=0.8,
-        beta2=0.95,
-        grad_clip=0.0,
-        warmup_iters=0,
-        lr_schedule="wsd",
-        decay_fraction=0.7,
-        min_lr=0.0,
-    ),
+GPT2 = dict(model="gpt2", n_layer=2, optimizer="adamw", learning_rate=3e-3, warmup_iters=5)
+# as in config/fast_quickstart.py
+FAST = dict(
+    model="fast",
+    n_layer=3,
+    value_tables=1,
+    bigram_rows=65536,
+    optimizer="muon",
+    learning_rate=0.025,
+    muon_momentum=0.9,
+    head_lr=0.004,
+    weight_decay=0.001,
+    beta1=0.8,
+    beta2=0.95,
+    grad_clip=0.0,
+    warmup_iters=0,
+    lr_schedule="wsd",
+    decay_fraction=0.7,
+    min_lr=0.0,
+)
+# keys of train.py, and the number of ranks
+ROWS = dict(
+    gpt2=GPT2,
+    fast=FAST,
+    muon=GPT2 | dict(optimizer="muon", learning_rate=0.025, bias=True),
+    bfloat16=FAST | dict(dtype="bfloat16"),
+    float16=GPT2 | dict(dtype="float16", grad_clip=0.1, n_layer=1, n_embd=32),
+    ranks=GPT2 | dict(ranks=2, gradient_accumulation_steps=4),
+    compiled=FAST | dict(compile=True, n_layer=2, n_embd=32),
 )
 LOGGED = dict(step=("loss", "lr", "grad_norm"), eval=("train_loss", "val_loss"))
 PROGRESS = ("iter_num", "tokens", "sequences")
+GROUP = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")
 # What --loss_tolerance is for, and what differs wherever they do: then shown, but not judged
 LOSSES, FOLLOWS = ("loss", "train_loss", "val_loss"), ("grad_norm", "model", "optimizer.state")
 
@@ -89,8 +101,7 @@ def check_out(commit: str, folder: Path) -> Path:
 def write_dataset(folder: Path, vocab: int = VOCAB) -> Path:
     """
     Shards and manifest.json as a preparation leaves them, written without the code that is
-    compared. The tokens repeat some phrases, so that there is something to learn. They must stay as
-    they are: test_old_checkpoints.py resumes on them.
+    compared. The tokens repeat some phrases, so that there is something to learn.
     """
     folder.mkdir()
     # numpy promises the same numbers for ever only of this older class
@@ -114,22 +125,27 @@ def write_dataset(folder: Path, vocab: int = VOCAB) -> Path:
     return folder
 
 
-def train(program: Path, out_dir: Path, **flags) -> None:
+def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
     """One start of a program's train.py. Ends the comparison where the run fails."""
-    command = [sys.executable, str(program / "train.py")]
-    command += [f"--{key}={value}" for key, value in dict(flags, out_dir=out_dir).items()]
-    environment = os.environ | dict(OMP_NUM_THREADS="1")
-    found = subprocess.run(command, cwd=program, env=environment, capture_output=True, text=True)
-    if found.returncode:
-        sys.exit(f"exit code {found.returncode}: {' '.join(command)}\n{found.stderr}")
+    command = flags(**keys, out_dir=out_dir)
+    where = dict(cwd=program, only_torch=True)
+    if ranks == 1:
+        processes = [start("train.py", *command, **where)]
+    else:
+        processes = start_ranks(ranks, *command, **where)
+    for result in finish_ranks(processes, timeout=600):
+        if result.code:
+            sys.exit(f"{program}: exit code {result.code}: {' '.join(command)}\n{result.err}")
+        if "torch.compile" in result.err:  # it would be a comparison of something else
+            sys.exit(f"{program}: {result.err}")
 
 
-def run(program: Path, out_dir: Path, resumed: bool, **flags) -> Path:
+def run(program: Path, out_dir: Path, resumed: bool, **keys) -> Path:
     """A whole run, straight or stopped halfway and `resumed`."""
     if resumed:
-        train(program, out_dir, **flags, max_iters=HALFWAY)
-        flags["init_from"] = "resume"
-    train(program, out_dir, **flags, max_iters=ITERATIONS)
+        train(program, out_dir, **keys, max_iters=HALFWAY)
+        keys["init_from"] = "resume"
+    train(program, out_dir, **keys, max_iters=ITERATIONS)
     return out_dir
 
 
@@ -148,14 +164,20 @@ def flatten(tree, name: str) -> dict:
     return {name: tree}
 
 
+def pick(values: dict, names: tuple[str, ...]) -> dict:
+    return {name: values[name] for name in names if name in values}
+
+
 def read_checkpoint(out_dir: Path) -> dict[str, dict]:
     """The leaves of the last checkpoint by kind."""
     path = out_dir / f"ckpt-{ITERATIONS:08}.pt"
     state = torch.load(path, map_location="cpu", weights_only=True)
-    optimizer, progress = state["optimizer"], state["progress"]
-    kinds = {kind: state[kind] for kind in ("model", "rng")}
-    kinds |= {f"optimizer.{kind}": optimizer[kind] for kind in ("state", "param_groups")}
-    kinds["progress"] = {name: progress[name] for name in PROGRESS if name in progress}
+    groups = state["optimizer"]["param_groups"]
+    kinds = {kind: state[kind] for kind in ("model", "scaler", "rng")}
+    kinds["optimizer.state"] = state["optimizer"]["state"]
+    # a format may add keys to a group, such as its parameters' names
+    kinds["optimizer.param_groups"] = [pick(group, GROUP) for group in groups]
+    kinds["progress"] = pick(state["progress"], PROGRESS)
     return {kind: flatten(tree, kind) for kind, tree in kinds.items()}
 
 
@@ -192,6 +214,8 @@ def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | N
         # a checkpoint's format may change: what one side alone has is told, and the rest compared
         if alone := sorted(a.keys() ^ b.keys()):
             print(f"    {kind}: {len(alone)} on one side only, such as {alone[0]}")
+        if not a and not b:
+            continue
         if not both or (alone and kind in LOSSES):
             print(f"    {kind}: cannot be compared")
             same = False
@@ -220,21 +244,26 @@ def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("commit", nargs="?", default="c336bd1")
+    parser.add_argument("commit", nargs="?", default="b22bbcc")
     parser.add_argument("--loss_tolerance", type=float, help="accept losses this far apart")
+    parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s")
     arguments = parser.parse_args()
+    rows = arguments.rows.split(",")
+    if unknown := set(rows) - set(ROWS):
+        parser.error(f"no such rows: {', '.join(sorted(unknown))}")
     all_same = True
     with tempfile.TemporaryDirectory() as temporary:
         there = check_out(arguments.commit, Path(temporary, "there"))
         dataset = write_dataset(Path(temporary, "tokens"))
-        for model, flags in MODELS.items():
+        for row in rows:
+            keys = dict(dataset=dataset) | COMMON | ROWS[row]
             for way in ("straight", "resumed"):
                 found = []
                 for program, side in ((there, "theirs"), (ROOT, "ours")):
-                    out_dir = Path(temporary, f"{model}-{way}-{side}")
-                    run(program, out_dir, way == "resumed", dataset=dataset, **COMMON, **flags)
+                    out_dir = Path(temporary, f"{row}-{way}-{side}")
+                    run(program, out_dir, way == "resumed", **keys)
                     found.append(read_log(out_dir) | read_checkpoint(out_dir))
-                print(f"{model} {way}, {ITERATIONS} iterations:", flush=True)
+                print(f"{row} {way}, {ITERATIONS} iterations:", flush=True)
                 all_same &= compare(*found, arguments.loss_tolerance)
     return 0 if all_same else 1
 

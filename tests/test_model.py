@@ -13,13 +13,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from training.build import (
-    adamw_groups,
-    build_model,
-    compile_model,
-    count_parameters,
-    pad_vocab,
-)
 from weights import TRANSPOSED, as_transformers
 
 import model as model_file
@@ -31,10 +24,13 @@ from model import (
     Block,
     ChunkedLoss,
     GPTConfig,
+    KVCache,
     cap_logits,
     generate,
     mean_loss,
 )
+from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
+from train import build_optimizer
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
@@ -91,7 +87,9 @@ def test_logits_equal_transformers_gpt2(name, flash):
 def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_split():
     model = perturbed(GPTConfig(**SMALL)).train()
     hf = as_transformers(model)
-    ours = torch.optim.AdamW(adamw_groups(model, Config()), lr=1e-3)
+    ours = build_optimizer(model, Config(), torch.float32)
+    for group in ours.param_groups:
+        group["lr"] = 1e-3
     decayed = ("wte.weight", "wpe.weight", *TRANSPOSED)
     matrices = [p for n, p in hf.named_parameters() if n.endswith(decayed)]
     vectors = [p for n, p in hf.named_parameters() if not n.endswith(decayed)]
@@ -121,8 +119,9 @@ def test_fifty_adamw_steps_follow_transformers_and_a_hand_written_optimizer_spli
     ],
 )
 def test_parameter_counts_of_the_four_gpt2_sizes(n_layer, n_head, n_embd, parameters):
-    config = GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-    assert count_parameters(config) == parameters
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd))
+    assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -191,9 +190,13 @@ def test_targets_of_minus_one_count_for_nothing():
 
 
 def compile_function(function, **options):
-    """Of a model, as compile_model does it for a whole one."""
     torch.compiler.allow_in_graph(ChunkedLoss)
     return torch.compile(function, **options)
+
+
+def compile_model(model, **options) -> None:
+    torch.compiler.allow_in_graph(ChunkedLoss)
+    model.compile(**options)
 
 
 def loss_and_gradients(
@@ -232,7 +235,7 @@ def loss_and_gradients(
 )
 def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
     """7 chunks of 23 tokens of 150, the last one smaller, the first without a target."""
-    whole, chunked = (GPTConfig(**SMALL | changes, loss_chunk=n) for n in (0, 23))
+    whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
     # float32 sums in another order
@@ -258,7 +261,7 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         logits = cap * logits / (logits**2 + cap**2).sqrt()
     plain = -logits.log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
     plain = plain[targets != -1].mean()
-    ours = mean_loss(table[idx], head, targets, GPTConfig(loss_chunk=chunk), cap)
+    ours = mean_loss(table[idx], head, targets, chunk, cap)
     torch.testing.assert_close(ours, plain, atol=1e-10, rtol=0)
     grads = [torch.autograd.grad(v / 2, [head, table]) for v in (ours, plain)]
     for a, b in zip(*grads, strict=True):
@@ -281,11 +284,11 @@ def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
     chunk, dtype, backend, tolerance, monkeypatch
 ):
     """Half of the cross-entropy and a z-loss, against their formulas in float64."""
-    stock, config, cap = model_file.loss_sum, GPTConfig(loss_chunk=chunk), 5.0
+    stock, cap = model_file.loss_sum, 5.0
 
-    def with_z_loss(logits, targets, config, cap):
+    def with_z_loss(logits, targets, cap):
         z = cap_logits(logits, cap).logsumexp(-1)
-        return stock(logits, targets, config, cap) / 2 + (z.square() * (targets != -1)).sum()
+        return stock(logits, targets, cap) / 2 + (z.square() * (targets != -1)).sum()
 
     monkeypatch.setattr(model_file, "loss_sum", with_z_loss)
     torch.manual_seed(0)
@@ -294,9 +297,9 @@ def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
     targets[2] = -1
     ours = compile_function(mean_loss, fullgraph=True, backend=backend) if backend else mean_loss
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = ours(x, head, targets, config, cap)
+        loss = ours(x, head, targets, chunk, cap)
         with torch.no_grad():
-            evaluated = ours(x, head, targets, config, cap)
+            evaluated = ours(x, head, targets, chunk, cap)
 
     logits = x.double() @ head.double().T
     logits = cap * logits / (logits**2 + cap**2).sqrt()
@@ -314,7 +317,7 @@ def test_label_smoothing_in_the_loss_acts_at_once_in_chunks_and_in_evaluation(ch
     """Against torch's mean over the targets that count."""
     smoothed = functools.partial(F.cross_entropy, ignore_index=-1, label_smoothing=0.1)
 
-    def loss_sum(logits, targets, config, cap):
+    def loss_sum(logits, targets, cap):
         return smoothed(cap_logits(logits, cap), targets, reduction="sum")
 
     monkeypatch.setattr(model_file, "loss_sum", loss_sum)
@@ -322,10 +325,9 @@ def test_label_smoothing_in_the_loss_acts_at_once_in_chunks_and_in_evaluation(ch
     x, head = (torch.randn(*shape, 16, requires_grad=True) for shape in ((5, 10), (37,)))
     targets = tokens(5, 10, 37)
     targets[2] = -1
-    config = GPTConfig(loss_chunk=chunk)
-    loss = mean_loss(x, head, targets, config)
+    loss = mean_loss(x, head, targets, chunk)
     with torch.no_grad():
-        evaluated = mean_loss(x, head, targets, config)
+        evaluated = mean_loss(x, head, targets, chunk)
     expected = smoothed((x @ head.T).flatten(0, 1), targets.flatten())
     # float32 sums in another order
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -339,8 +341,7 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
     x = torch.ones(1, 2, 1)
     for chunk in (0, 1):
-        config = GPTConfig(loss_chunk=chunk)
-        loss = mean_loss(x, head, torch.tensor([[0, 999]]), config, 15.0)
+        loss = mean_loss(x, head, torch.tensor([[0, 999]]), chunk, 15.0)
         (gradient,) = torch.autograd.grad(loss, head)
         assert gradient.isfinite().all()
 
@@ -351,11 +352,10 @@ def test_a_micro_batch_without_targets_costs_nothing(cap, chunk):
     """A masked window among others: a NaN would skip the whole update."""
     x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     masked = torch.full((2, 10), -1)
-    config = GPTConfig(loss_chunk=chunk)
-    loss = mean_loss(x, head, masked, config, cap)
+    loss = mean_loss(x, head, masked, chunk, cap)
     loss.backward()
     with torch.no_grad():
-        evaluated = mean_loss(x, head, masked, config, cap)
+        evaluated = mean_loss(x, head, masked, chunk, cap)
     assert loss.item() == evaluated.item() == 0.0
     assert torch.equal(x.grad, torch.zeros_like(x))
     assert torch.equal(head.grad, torch.zeros_like(head))
@@ -365,14 +365,14 @@ def test_training_computes_no_head_product_twice():
     """2 N C V operations for the logits, and as many for each of the two gradients."""
     x, head = torch.randn(4, 10, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        mean_loss(x, head, tokens(4, 10, 37), GPTConfig(loss_chunk=7)).backward()
+        mean_loss(x, head, tokens(4, 10, 37), chunk=7).backward()
     assert counter.get_total_flops() == 6 * 40 * 16 * 37
 
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
 def test_dynamo_takes_the_model_in_one_piece_and_once(model):
     torch._dynamo.reset()  # another test's sizes would make these dynamic
-    model = build_model(GPTConfig(**SMALL | dict(n_layer=2), model=model, loss_chunk=32))
+    model = build_model(config_from_dict(SMALL | dict(n_layer=2, model=model, loss_chunk=32)))
     backend = CompileCounterWithBackend("aot_eager")
     compile_model(model, fullgraph=True, backend=backend)
     for seed in range(3):
@@ -396,7 +396,7 @@ def test_compiled_chunks_keep_no_logits_of_another_chunk(cap):
 
     x, head = torch.randn(1, 12, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
     ours = compile_function(mean_loss, backend=aot_autograd(fw_compiler=forward))
-    ours(x, head, tokens(1, 12, 37), GPTConfig(loss_chunk=4), cap)
+    ours(x, head, tokens(1, 12, 37), 4, cap)
     products = [number for number, step in enumerate(steps) if step.startswith("aten.mm")]
     assert len(products) == 3 * 3 and "aten.sum.default" in steps[products[-1] :]
     assert not [step for step in steps if "scatter" in step]
@@ -437,7 +437,9 @@ COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in another or
 def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tolerance):
     """With dropout the second forward pass must draw the same masks."""
     (loss, kept), (again, recomputed) = (
-        loss_and_gradients(GPTConfig(**SMALL | changes, recompute=recompute), dtype, compiled)
+        loss_and_gradients(
+            config_from_dict(SMALL | changes | dict(recompute=recompute)), dtype, compiled
+        )
         for recompute in (False, True)
     )
     assert abs(loss - again) <= tolerance * loss
@@ -446,7 +448,7 @@ def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tol
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
 def test_blocks_run_twice_in_training_alone(model):
-    model, runs = build_model(GPTConfig(**SMALL, model=model, recompute=True)), []
+    model, runs = build_model(config_from_dict(SMALL | dict(model=model, recompute=True))), []
     model.transformer.h[1].register_forward_pre_hook(lambda *_: runs.append(1))
     idx = tokens(2, 20, SMALL["vocab_size"])
     model(idx, idx).backward()
@@ -466,10 +468,8 @@ ANOTHER = dict(
     n_embd=48,
     bias=False,
     tie_weights=False,
-    model="fast",
-    value_tables=1,
-    bigram_rows=50,
 )
+ANOTHER_FAST = dict(value_tables=1, bigram_rows=50)
 
 
 def random_model(config: GPTConfig) -> torch.nn.Module:
@@ -481,21 +481,24 @@ def random_model(config: GPTConfig) -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("field", ANOTHER)
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@pytest.mark.parametrize(
+    "model, field",
+    [("gpt2", name) for name in ANOTHER] + [("fast", name) for name in ANOTHER | ANOTHER_FAST],
+)
 @torch.no_grad()
 def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
     """All at once, or one token after another after a first part."""
-    assert ANOTHER[field] != (vars(GPTConfig()) | BASE)[field]
-    model = random_model(GPTConfig(**BASE | dict(model=model) | {field: ANOTHER[field]}))
+    other = (ANOTHER | ANOTHER_FAST)[field]
+    model = random_model(config_from_dict(BASE | dict(model=model) | {field: other}))
     idx = tokens(2, 24, 61)
     expected = model(idx)
     for first in (1, 7, 24):
-        caches = model.new_caches(24)
-        for start, end in [(0, first), *((n, n + 1) for n in range(first, 24))]:
-            logits = model.next_logits(idx[:, start:end], caches)
+        caches = [KVCache(24) for _ in model.transformer.h]
+        for end in range(first, 25):
+            logits = model.logits(model.hidden(idx[:, :end], caches))
             # float32 sums in another order
-            torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
+            start = 0 if end == first else end - 1
+            torch.testing.assert_close(logits, expected[:, start:end], atol=1e-4, rtol=1e-4)
 
 
 OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
@@ -505,6 +508,10 @@ OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
 def test_every_field_is_tried():
     assert OTHERWISE.keys() == FREE_ON_RESUME
     assert ANOTHER.keys() == {f.name for f in fields(GPTConfig)} - FREE_ON_RESUME
+    of_both = ANOTHER.keys() | ANOTHER_FAST.keys()
+    assert of_both == {f.name for f in fields(FastConfig)} - FREE_ON_RESUME
+    assert all(getattr(GPTConfig(**BASE), name) != value for name, value in ANOTHER.items())
+    assert all(getattr(FastConfig(), name) != value for name, value in ANOTHER_FAST.items())
 
 
 @pytest.mark.parametrize("field", OTHERWISE)
@@ -513,7 +520,7 @@ def test_every_field_is_tried():
 def test_how_a_model_is_computed_is_not_what_it_computes(model, field):
     """Weights of either load into the other, and evaluated logits are the same."""
     tables = dict(value_tables=1, bigram_rows=50) if model == "fast" else {}
-    config = GPTConfig(**BASE, **tables, model=model)
+    config = config_from_dict(BASE | tables | dict(model=model))
     one, other = random_model(config), build_model(replace(config, **{field: OTHERWISE[field]}))
     other.load_state_dict(one.state_dict())  # strict: names and shapes
     idx = tokens(2, 24, 61)
@@ -530,13 +537,8 @@ def test_what_is_no_matrix_of_a_layer_begins_as_it_has_made_itself(model, monkey
             self.scale = torch.nn.Parameter(torch.tensor(3.0))
 
     monkeypatch.setattr(model_file if model == "gpt2" else model_fast, "Block", WithGains)
-    block = build_model(GPTConfig(**BASE, model=model)).transformer.h[1]
+    block = build_model(config_from_dict(BASE | dict(model=model))).transformer.h[1]
     assert block.gains.tolist() == [[1.0, 0.0]] * 2 and block.scale == 3.0
-
-
-def test_padded_vocabulary():
-    assert [pad_vocab(50257, n) for n in (1, 64, 128)] == [50257, 50304, 50304]
-    assert pad_vocab(256, 128) == 256
 
 
 @pytest.mark.gpu
@@ -554,7 +556,24 @@ def test_gpu_reduced_precision_follows_float32(dtype):
 
 def test_a_cache_that_two_runs_of_a_block_share_is_full_before_it_is_wrong():
     """It has room for the tokens of one."""
-    (cache, *_), of_a_run = GPT(GPTConfig(**SMALL)).new_caches(20), torch.zeros(1, 4, 20, 12)
+    cache = KVCache(20)
+    of_a_run = torch.zeros(1, 4, 20, 12)
     cache.extend(of_a_run, of_a_run)
-    with pytest.raises(ValueError, match="a KVCache is full"):
+    with pytest.raises(ValueError, match="KVCache is full"):
         cache.extend(of_a_run, of_a_run)
+
+
+@pytest.mark.parametrize("config", [GPTConfig(**BASE), FastConfig(**BASE, value_tables=1)])
+def test_a_config_comes_back_from_a_checkpoint_with_defaults_for_what_that_does_not_know(config):
+    values = config_to_dict(config)
+    assert config_from_dict(values) == config
+    for name in ("dropout", "recompute", "bigram_rows"):
+        values.pop(name, None)
+    assert config_from_dict(values) == config
+    with pytest.raises(TypeError, match="window"):
+        config_from_dict(values | dict(window=8))
+
+
+def test_the_config_of_a_checkpoint_that_gave_gpt2_the_fast_models_fields_is_read():
+    values = config_to_dict(GPTConfig(**BASE)) | dict(value_tables=0, bigram_rows=0)
+    assert config_from_dict(values) == GPTConfig(**BASE)

@@ -7,17 +7,14 @@ import pytest
 import torch
 from helpers import FAST, assert_same_state, flags, load, records, run_here
 from torch.func import functional_call
-from training.build import compile_model, count_parameters
 
 import sample
 import train
 from configurator import UserError
-from model import GPTConfig, Sampling, generate
-from model_fast import FastGPT, rotary_tables, rotate
-from training import checkpoint
+from model import generate
+from model_fast import FastConfig, FastGPT, rotary_tables, rotate
 
-SMALL = GPTConfig(
-    model="fast",
+SMALL = FastConfig(
     block_size=24,
     vocab_size=64,
     n_layer=3,  # the middle one has no value embeddings
@@ -30,7 +27,7 @@ SMALL = GPTConfig(
 )
 
 
-def perturbed(config: GPTConfig = SMALL) -> FastGPT:
+def perturbed(config: FastConfig = SMALL) -> FastGPT:
     """A model whose projections and head are not zero, so that everything in it has a say."""
     torch.manual_seed(0)
     model = FastGPT(config)
@@ -72,7 +69,7 @@ def test_rotary_makes_scores_depend_on_distance_alone():
 
 
 def plain_logits(
-    weights: dict[str, torch.Tensor], idx: torch.Tensor, config: GPTConfig
+    weights: dict[str, torch.Tensor], idx: torch.Tensor, config: FastConfig
 ) -> torch.Tensor:
     """The whole model by its formulas, one head and one query at a time."""
 
@@ -140,8 +137,7 @@ def test_logits_equal_the_plain_formulas():
 
 def test_gradients_equal_finite_differences(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # float64 throughout
-    config = GPTConfig(
-        model="fast",
+    config = FastConfig(
         block_size=5,
         vocab_size=7,
         n_layer=2,
@@ -178,9 +174,10 @@ def test_parameters_of_the_124m_by_hand():
     six gates of 12 x 6.
     """
     tables = dict(value_tables=3, bigram_rows=1000)
-    config = GPTConfig(model="fast", n_head=6, bias=False, tie_weights=False, **tables)
+    with torch.device("meta"):
+        model = FastGPT(FastConfig(n_head=6, bias=False, **tables))
     matrices = 12 * 12 * 768**2 + 6 * 12 * 6
-    assert count_parameters(config) == (5 * 50304 + 1000) * 768 + matrices
+    assert sum(p.numel() for p in model.parameters()) == (5 * 50304 + 1000) * 768 + matrices
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,7 @@ def test_token_pairs_are_spread_over_all_rows(vocab, rows):
         pairs = torch.cartesian_prod(torch.arange(256), torch.arange(256))
     else:  # frequent tokens, which tokenizers give low ids, beside all others
         pairs = torch.cartesian_prod(torch.arange(64), torch.arange(2048))
-    counts = model.pair_rows(pairs, None)[:, 1].bincount(minlength=rows)
+    counts = model.bigram_row(pairs)[:, 1].bincount(minlength=rows)
     assert len(counts) == rows
     if vocab == 256:
         assert (counts == 1).all()
@@ -216,7 +213,7 @@ def test_cached_generation_equals_recomputing_up_to_and_past_the_context():
     for _ in range(40):
         new = model(expected[:, -24:])[:, -1, :60].argmax(-1, keepdim=True)
         expected = torch.cat((expected, new), 1)
-    assert torch.equal(generate(model, idx, 40, 60, Sampling(temperature=0)), expected)
+    assert torch.equal(generate(model, idx, 40, 60, temperature=0), expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -270,36 +267,10 @@ def test_adamw_trains_the_fast_model_and_muon_gpt2(dataset, tmp_path):
 
 def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tmp_path):
     run_here(dataset, tmp_path / "gpt2")
-    with pytest.raises(UserError, match=r"optimizer 'adamw' \(asked for: 'muon'\)"):
+    with pytest.raises(UserError, match="optimizer: .*adamw"):
         run_here(dataset, tmp_path / "gpt2", init_from="resume", max_iters=9, optimizer="muon")
-    with pytest.raises(UserError, match=r"model 'gpt2' \(asked for: 'fast'\)"):
+    with pytest.raises(UserError, match="model: .*gpt2"):
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
-
-
-def test_a_checkpoint_of_the_first_edition_goes_on_as_it_was(dataset, tmp_path, capsys):
-    tables = ("value_tables", "bigram_rows")
-    first = dict(FAST) | dict.fromkeys(tables, 0)
-    assert run_here(dataset, tmp_path / "run", **first) == 0
-    state, path = load(tmp_path / "run", 8), tmp_path / "run" / "ckpt-00000008.pt"
-    (tmp_path / "run" / "ckpt-00000004.pt").unlink()
-    # keys of then
-    state["config"] |= dict(vector_lr=0.015, embed_lr=0.3)
-    state["config"] |= dict(decay_lr=True, overwrite=True)
-    for name in tables:
-        del state["config"][name], state["model_config"][name]
-    checkpoint.save(state, path)
-    more = dict(first, init_from="resume", max_iters=10)
-    for name in tables:
-        with pytest.raises(UserError, match=rf"{name} 0 \(asked for: 1\)"):
-            run_here(dataset, tmp_path / "run", **more | {name: 1})
-        del more[name]
-    capsys.readouterr()
-    assert run_here(dataset, tmp_path / "run", **more) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
-    assert [line.split()[1] for line in told] == [f"{path},", "max_iters", "these"]
-    assert told[2].endswith("no longer keys and are ignored: embed_lr, overwrite, vector_lr")
-    kept = load(tmp_path / "run", 10)["config"]
-    assert [kept[name] for name in tables] == [0, 0] and "vector_lr" not in kept
 
 
 def test_what_the_fast_model_cannot_be_is_said_at_once(dataset, tmp_path):
@@ -339,7 +310,7 @@ def test_compiled_code_looks_its_sines_up(monkeypatch):
         graphs.append(graph)
         return graph
 
-    compile_model(model, backend=backend)
+    model.compile(backend=backend)
     torch.testing.assert_close(model(idx), expected)
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if "sin" in str(node.target).split("_")]

@@ -4,17 +4,14 @@ sample.py and GPT.generate: the text is what the model says, whole, and never fr
 
 import io
 import json
-import os
 import shutil
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import run_here, run_process
-from training.build import build_model, caches_differ
 from weights import as_transformers, assert_refused
 
 import convert
@@ -24,12 +21,13 @@ from common.console import UserError, printable
 from configurator import read_config
 from data.tokenizer import Tokenizer
 from data.writer import write_shard
-from model import GPT, GPTConfig, Sampling, generate, sample_next
+from model import GPT, GPTConfig, generate, sample_next
+from model_fast import config_from_dict, config_to_dict
 from training import checkpoint, hardware
 from training.checkpoint import find_newest
 from training.pretrained import read_weights
 
-GREEDY = Sampling(temperature=0)
+GREEDY = 0.0  # temperature
 TEXT = (Path(__file__).parent / "conftest.py").read_bytes()
 
 
@@ -91,7 +89,7 @@ def test_padded_ids_are_never_drawn_not_even_when_the_model_wants_them():
     model.lm_head.weight.data[100:] = 50 * model.transformer.ln_f.bias.data.normal_()
     assert model(torch.zeros(1, 4, dtype=torch.int64))[0, -1].argmax() >= 100
     for temperature in (0.0, 1.0, 5.0):
-        ids = generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, Sampling(temperature))
+        ids = generate(model, torch.zeros(4, 1, dtype=torch.int64), 30, 100, temperature)
         assert ids.max() < 100
 
 
@@ -107,8 +105,8 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature)
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     expected = TopPLogitsWarper(top_p)(None, scores).softmax(dim=-1)[0]
     generator = torch.Generator().manual_seed(2)
-    sampling = Sampling(temperature, top_k, top_p)
-    drawn = sample_next(logits.expand(20_000, -1), sampling, generator).flatten()
+    logits = logits.expand(20_000, -1)
+    drawn = sample_next(logits, temperature, top_k, top_p, generator).flatten()
     found = torch.bincount(drawn, minlength=12) / 20_000
     assert torch.equal(found > 0, expected > 0)
     # five standard deviations of a share of 20,000 draws
@@ -163,7 +161,7 @@ def test_greedy_samples_are_those_of_an_uncached_model(run, script):
         "--dtype=float32",
     )
     state = find_newest(run)[1]
-    model = GPT(GPTConfig(**state["model_config"])).eval()
+    model = GPT(config_from_dict(state["model_config"])).eval()
     model.load_state_dict(state["model"])
     reference, idx = as_transformers(model), torch.tensor([list(b"def test")])
     with torch.no_grad():
@@ -186,7 +184,7 @@ def always_draws(token: int, path: Path) -> Path:
     model.lm_head.weight.data[token, 0] = 100.0
     state = dict(
         model=model.state_dict(),
-        model_config=asdict(config),
+        model_config=config_to_dict(config),
         vocab=256,
         tokenizer=dict(kind="byte"),
     )
@@ -236,8 +234,7 @@ def test_nanogpts_habits_work(run, tmp_path, script, monkeypatch):
     file = tmp_path / "all.py"
     file.write_text("\n".join(f"{name} = {value!r}" for name, value in defaults.items()))
     for argv in ([str(file)], [f"--{name}={value}" for name, value in defaults.items()]):
-        config, problems = read_config(argv, sample.SampleConfig)
-        assert problems == []
+        config = read_config(argv, sample.SampleConfig)
         assert {name: getattr(config, name) for name in defaults} == defaults
     assert sample.SampleConfig().top_k == 200 and sample.SampleConfig().temperature == 0.8
 
@@ -268,25 +265,6 @@ def test_of_a_run_the_best_model_is_taken_and_else_the_newest(run, tmp_path, scr
     best.unlink()
     _, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
     assert err == [f"model: {newest}, iteration 4, val loss 3.5000"]
-
-
-def test_of_a_run_whose_best_model_is_damaged_another_is_taken(run, tmp_path, script):
-    """As of one whose newest checkpoint is."""
-    for iter_num, name in ((2, "ckpt-00000002.pt"), (4, "ckpt-00000004.pt"), (4, "best.pt")):
-        state = find_newest(run)[1]
-        state["progress"]["iter_num"] = iter_num
-        checkpoint.save(state, tmp_path / name)
-    for name in ("best.pt", "ckpt-00000004.pt"):
-        os.truncate(tmp_path / name, 1000)
-    code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
-    assert code == 0 and err[-1].startswith(f"model: {tmp_path / 'ckpt-00000002.pt'}, iteration 2")
-    assert [line.partition(";")[2] for line in err[:-1]] == [
-        f" trying {tmp_path}/ckpt-00000004.pt",
-        f" trying {tmp_path}/ckpt-00000002.pt",
-    ]
-    os.truncate(tmp_path / "ckpt-00000002.pt", 1000)
-    code, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
-    assert code == 2 and err[-1].startswith(f"error: {tmp_path / 'ckpt-00000002.pt'}: cut short")
 
 
 NO_ROOM = """
@@ -337,43 +315,6 @@ def test_a_prompt_from_a_file_is_read_as_windows_writes_it(encoding, tmp_path):
     assert sample.read_prompt(f"FILE:{tmp_path / 'prompt.txt'}") == "na\u00efve\n"
     (tmp_path / "other.txt").write_bytes(b"na\xefve")  # in an older encoding
     assert sample.read_prompt(f"FILE:{tmp_path / 'other.txt'}") == "na\ufffdve"
-
-
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
-def test_a_model_that_looks_back_without_a_cache_is_found(model, monkeypatch):
-    config = GPTConfig(model=model, n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64)
-    net = build_model(replace(config, tie_weights=model == "gpt2")).eval()
-    torch.nn.init.normal_(net.lm_head.weight)
-    assert not caches_differ(net, 16)
-    stock = type(net).hidden
-
-    def with_a_shift(self, idx, caches=None):
-        x = stock(self, idx, caches)
-        return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
-
-    monkeypatch.setattr(type(net), "hidden", with_a_shift)
-    assert caches_differ(net, 16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
-def test_what_looks_far_back_without_a_cache_is_found_where_samples_are_as_long(
-    model, dtype, monkeypatch
-):
-    """200 tokens back, by a tenth of what is there. Training checks inside of autocast."""
-    config = GPTConfig(model=model, n_layer=2, n_head=2, n_embd=32, block_size=256, vocab_size=64)
-    net = build_model(replace(config, tie_weights=model == "gpt2")).eval()
-    torch.nn.init.normal_(net.lm_head.weight)
-    stock = type(net).hidden
-
-    def with_a_shift(self, idx, caches=None):
-        x = stock(self, idx, caches)
-        return x + 0.1 * torch.nn.functional.pad(x, (0, 0, 200, 0))[:, : x.size(1)]
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        assert not caches_differ(net, 256)
-        monkeypatch.setattr(type(net), "hidden", with_a_shift)
-        assert caches_differ(net, 256) and not caches_differ(net, 100)
 
 
 def test_a_prompt_from_a_file_longer_than_the_context_is_handled_and_said(run, tmp_path, script):
@@ -462,7 +403,7 @@ def answers(out: str) -> list[str]:
 
 def test_a_mac_samples_with_plain_attention(run, monkeypatch):
     """pytorch #195910. The checkpoint's own choice is the fused kernel."""
-    monkeypatch.setattr(hardware, "choose_device", lambda config: torch.device("mps"))
+    monkeypatch.setattr(hardware, "choose_device", lambda *_: torch.device("mps"))
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, *_: model)  # there is no Mac here
     state = read_weights(run, best=True)
     state["model_config"]["flash"] = True
@@ -527,8 +468,6 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     cut = tmp_path / "cut.pt"
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
-        ([f"--seed={10**30}"], "seed"),
-        ([f"--num_samples={10**12}"], "num_samples"),
         (["--start=FILE:nowhere.txt"], "nowhere.txt"),
         (["--init_from=nowhere"], "nowhere"),
         ([f"--init_from={unknown}"], "tokenizer"),
@@ -543,32 +482,14 @@ def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
         sample.main,
         f"--out_dir={run}",
         "--temperature=-1",
-        "--top_p=0",
         "--num_samples=0",
         "--max_new_tokens=0",
         "--top_k=-1",
         "--compile=perhaps",
     )
-    assert code == 2 and len(err) == 6
+    assert code == 2 and len(err) == 5
     for argument in ("--temprature=1", "--seed=x", "--dtype=int8"):
         assert_refused(script, sample.main, argument)
-
-
-def test_a_missing_checkpoint_names_the_runs_that_are_there(run, tmp_path, script, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out" / "empty").mkdir(parents=True)
-    for name in ("a", "b"):
-        (tmp_path / "out" / name).symlink_to(run)
-    assert_refused(script, sample.main, words=("no checkpoint", "runs here: out/"))
-    words = ("out/c: no such", "out/a", "out/b")
-    assert_refused(script, sample.main, "--out_dir=out/c", words=words)
-    for number in range(7):
-        (tmp_path / f"out/new{number}").mkdir()
-        (tmp_path / f"out/new{number}/ckpt-00000001.pt").touch()
-        os.utime(tmp_path / f"out/new{number}", (2**32 + number,) * 2)
-    newest = "runs here: out/new6, out/new5, out/new4, out/new3, out/new2"
-    _, _, err = script(sample.main, "--out_dir=out/c")
-    assert err[0].endswith(newest)
 
 
 def test_a_missing_vocabulary_is_one_line(run, tmp_path, script, monkeypatch):

@@ -105,6 +105,9 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     path = find_weights(name_or_path, best)
     try:
         state = read_hf(path) if path.is_dir() else read_checkpoint(path)
+        for name, weight in state["model"].items():
+            if not weight.isfinite().all():
+                raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
         if state["tokenizer"]["kind"] == "unknown":
             state["tokenizer"] = find_characters(state, path)
         return state | dict(source=describe_source(state, path))
@@ -195,8 +198,10 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
 def read_checkpoint(path: Path) -> dict:
     """The state in a checkpoint of this program, or of nanoGPT, in this program's terms."""
     state = checkpoint.load(path)
-    if "model_args" not in state:
+    if "model_config" in state:
         return state
+    if "model_args" not in state:
+        raise UserError(f"{path}: a checkpoint of neither this program nor nanoGPT")
     config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():

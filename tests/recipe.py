@@ -1,0 +1,298 @@
+"""
+The fast recipe a second time, in plain torch: the model, its learning rates, Muon, the schedule,
+one iteration, an evaluation. Nothing of the program is imported; test_recipe.py compares its runs
+with this. Only the names of the weights are the program's, so that a checkpoint's can be loaded.
+
+Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels,
+V = vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace as Config
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn import functional as F
+
+# -----------------------------------------------------------------------------
+# The model
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Linear(nn.Linear):
+    """Its weights are kept and updated in float32, and multiplied in the dtype of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.type_as(x))
+
+
+def rotary_angles(T: int, head_size: int) -> Tensor:
+    """(T, 1, hs): opposite ones for channels i and i + hs / 2. Half of the pairs do not turn."""
+    radians_per_token = torch.zeros(head_size // 2)
+    radians_per_token[: head_size // 4] = 1024 ** -torch.linspace(0, 1, head_size // 4)
+    angles = torch.arange(T)[:, None, None] * radians_per_token
+    return torch.cat((angles, -angles), dim=-1)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x (B, T, n, hs): each pair of channels i and i + hs / 2 is turned by its position's angle."""
+    T, head_size = x.size(1), x.size(-1)
+    angles = rotary_angles(T, head_size)
+    first, second = x.chunk(2, dim=-1)
+    partners = torch.cat((second, first), dim=-1)
+    return (x * angles.cos() + partners * angles.sin()).type_as(x)
+
+
+def offset_keys(k: Tensor) -> Tensor:
+    """k (B, T, nh, hs): channels that do not turn are those of the token before."""
+    k = k.clone()
+    channel = torch.arange(k.size(-1))
+    resting = channel % (k.size(-1) // 2) >= k.size(-1) // 4
+    k[:, 1:, :, resting] = k[:, :-1, :, resting].clone()
+    return k
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config, has_table: bool):
+        super().__init__()
+        self.n_head = c.n_head
+        self.c_attn = Linear(c.n_embd, 3 * c.n_embd, bias=False)  # q, k and v
+        self.c_proj = Linear(c.n_embd, c.n_embd, bias=False)
+        if has_table:
+            self.value_gate = Linear(12, c.n_head, bias=False)
+
+    def forward(self, x: Tensor, values: Tensor | None) -> Tensor:
+        B, T, C = x.shape
+        heads = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = heads.unbind(dim=2)  # (B, T, nh, hs) each
+        if values is not None:
+            gate = 3 * self.value_gate(x[..., :12]).sigmoid()  # (B, T, nh)
+            v = v + gate[..., None] * values.view_as(v)
+        q = rotate(norm(q))
+        k = offset_keys(rotate(norm(k)))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
+        scores = q * (1.36 * q.size(-1) ** -0.5) @ k.mT  # (B, nh, T, T)
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)
+        y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.c_fc = Linear(c.n_embd, 4 * c.n_embd, bias=False)
+        self.c_proj = Linear(4 * c.n_embd, c.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.c_fc(x).relu().square())
+
+
+class Block(nn.Module):
+    def __init__(self, c: Config, has_table: bool):
+        super().__init__()
+        self.attn = Attention(c, has_table)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, values: Tensor | None) -> Tensor:
+        x = x + self.attn(norm(x), values)
+        return x + self.mlp(norm(x))
+
+
+class FastGPT(nn.Module):
+    def __init__(self, c: Config, vocab: int):
+        super().__init__()
+        self.dtype = getattr(torch, c.dtype)
+        # the first layers have a value embedding each, and the last layers share them
+        tables = list(range(c.value_tables))
+        without = c.n_layer - 2 * c.value_tables
+        self.table_of_layer = tables + without * [None] + tables
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(vocab, c.n_embd),
+                value_tables=nn.ModuleList(nn.Embedding(vocab, c.n_embd) for _ in tables),
+                h=nn.ModuleList(Block(c, table is not None) for table in self.table_of_layer),
+                bigrams=nn.Embedding(c.bigram_rows, c.n_embd),
+            )
+        )
+        self.lm_head = Linear(c.n_embd, vocab, bias=False)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """idx (B, T), targets (B, T) -> each target's loss in nats, (B, T)"""
+        x = norm(self.transformer.wte(idx))  # (B, T, C)
+        x = x + self.transformer.bigrams(self.pair_rows(idx))
+        x = x.to(self.dtype)  # from here on the residual stream and all matmuls
+        values = [table(idx).type_as(x) for table in self.transformer.value_tables]
+        for block, table in zip(self.transformer.h, self.table_of_layer, strict=True):
+            x = block(x, None if table is None else values[table])
+        logits = self.lm_head(norm(x)).float()  # (B, T, V)
+        logits = logits / torch.sqrt(1 + (logits / 15).square())  # within +-15
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+    def pair_rows(self, idx: Tensor) -> Tensor:
+        """Each token and the one before it, hashed to a row. The first one follows token 0."""
+        before = torch.zeros_like(idx)
+        before[:, 1:] = idx[:, :-1]
+        rows = self.transformer.bigrams.num_embeddings
+        spread = int(0.6180339887498949 * rows)  # Fibonacci hashing
+        return (before * spread + idx) % rows
+
+
+# -----------------------------------------------------------------------------
+# The optimizer: Muon for the matrices of the blocks, AdamW for everything else
+
+
+def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest orthogonal matrix, nearly: Newton-Schulz, five steps."""
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalize(matrix.mT, dtype).mT  # cheaper on the shorter side
+    X = (matrix / (matrix.norm() + 1e-7)).to(dtype)
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X.float()
+
+
+class Muon:
+    def __init__(self, matrices: list[Tensor], momentum: float, dtype: torch.dtype):
+        """Each matrix is a parameter with a gradient, or a part of one; see `parts_of`."""
+        self.matrices = matrices
+        self.momentum = momentum
+        self.dtype = dtype
+        self.means = [torch.zeros_like(matrix) for matrix in matrices]  # of the gradients
+        self.mean_squares = [0.0 for _ in matrices]  # of each neuron's directions
+
+    def step(self, gradients: list[Tensor], lr: float) -> None:
+        for number, (matrix, gradient) in enumerate(zip(self.matrices, gradients, strict=True)):
+            mean = self.means[number]
+            mean.lerp_(gradient, 1 - self.momentum)
+            ahead = gradient.lerp(mean, self.momentum)  # Nesterov's
+            direction = orthogonalize(ahead, self.dtype)
+            direction = self.even_out(number, direction)
+            rows, cols = matrix.shape
+            matrix.mul_(1 - lr * 0.05)  # weight decay
+            matrix.sub_(direction * (lr * max(1, rows / cols) ** 0.5))
+
+    def even_out(self, number: int, direction: Tensor) -> Tensor:
+        """NorMuon: no neuron moves far more than the others; the matrix keeps its norm."""
+        rows, cols = direction.shape
+        squares = direction.square().mean(dim=1 if rows >= cols else 0, keepdim=True)
+        mean = 0.95 * self.mean_squares[number] + 0.05 * squares
+        self.mean_squares[number] = mean
+        even = direction * mean.clamp(min=1e-10).rsqrt()
+        return even * (direction.norm() / even.norm().clamp(min=1e-10))
+
+
+def parts_of(name: str, weight: Tensor) -> list[Tensor]:
+    """q, k and v are three matrices in one weight."""
+    return list(weight.chunk(3)) if name.endswith("c_attn.weight") else [weight]
+
+
+def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
+    """Each has its highest rate as `initial_lr`."""
+    t = model.transformer
+    return [
+        dict(params=[t.wte.weight], initial_lr=0.7),
+        dict(params=list(t.value_tables.parameters()), initial_lr=0.35),
+        dict(params=[t.bigrams.weight], initial_lr=0.07),
+        dict(params=[model.lm_head.weight], initial_lr=c.head_lr),
+    ]
+
+
+def get_lr(it: int, highest: float, c: Config) -> float:
+    """Linear warmup; constant; in the last decay_fraction of the run linear down to min_lr."""
+    if it < c.warmup_iters:
+        return highest * (it + 1) / (c.warmup_iters + 1)
+    decay_iters = round(c.decay_fraction * c.max_iters)
+    left = min(1, (c.max_iters - it) / decay_iters)
+    return c.min_lr + left * (highest - c.min_lr)
+
+
+# -----------------------------------------------------------------------------
+# The data
+
+
+def read_split(folder: Path, split: str) -> Tensor:
+    """All tokens of a split, one after another. Each file has a header of 1024 bytes."""
+    files = sorted(folder.glob(f"{split}_*.bin"))
+    tokens = [np.fromfile(file, "<u2", offset=1024) for file in files]
+    return torch.from_numpy(np.concatenate(tokens).astype(np.int64))
+
+
+def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
+    """An epoch is every window of T + 1 tokens once, cut from another offset each time."""
+    epoch = 0
+    while True:
+        random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+        offset = int(random.integers(T))
+        count = (len(tokens) - 1 - offset) // T
+        for number in random.permutation(np.arange(count, dtype=np.int32)):
+            start = offset + int(number) * T
+            yield tokens[start : start + T + 1]
+        epoch += 1
+
+
+# -----------------------------------------------------------------------------
+# The run
+
+
+class Trainer:
+    """A run on the tokens in `folder`, from a checkpoint's `weights`. It leaves these alone."""
+
+    def __init__(self, weights: dict[str, Tensor], folder: Path, **keys):
+        self.c = Config(**keys)
+        self.it = 0
+        self.splits = {split: read_split(folder, split) for split in ("train", "val")}
+        self.windows = shuffled_windows(self.splits["train"], self.c.block_size, self.c.seed)
+        self.model = FastGPT(self.c, vocab=len(weights["lm_head.weight"]))
+        self.model.load_state_dict(weights)
+        self.matrices = list(self.model.transformer.h.named_parameters())
+        parts = [part.detach() for name, p in self.matrices for part in parts_of(name, p)]
+        self.muon = Muon(parts, self.c.muon_momentum, self.model.dtype)
+        self.adamw = torch.optim.AdamW(
+            adamw_groups(self.model, self.c),
+            betas=(self.c.beta1, self.c.beta2),
+            eps=1e-10,
+            weight_decay=self.c.weight_decay,
+        )
+
+    def mean_loss(self, windows: list[Tensor]) -> Tensor:
+        block = torch.stack(windows)  # (n, T + 1)
+        return self.model(block[:, :-1], block[:, 1:]).mean()
+
+    def step(self) -> tuple[float, float, float]:
+        """One iteration: its loss, Muon's rate, the norm of its gradient."""
+        c = self.c
+        loss = 0.0
+        for _ in range(c.gradient_accumulation_steps):
+            batch = [next(self.windows) for _ in range(c.batch_size)]
+            part = self.mean_loss(batch) / c.gradient_accumulation_steps
+            part.backward()  # adds to the gradients
+            loss += part.item()
+        gradients = [p.grad for p in self.model.parameters()]
+        grad_norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+
+        lr = get_lr(self.it, c.learning_rate, c)
+        for group in self.adamw.param_groups:
+            group["lr"] = get_lr(self.it, group["initial_lr"], c)
+        self.adamw.step()
+        self.muon.step([part for name, p in self.matrices for part in parts_of(name, p.grad)], lr)
+        self.model.zero_grad()
+        self.it += 1
+        return loss, lr, grad_norm
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> float:
+        """On the first windows of the validation tokens, or as many evenly over the others."""
+        tokens = self.splits[split]
+        T = self.c.block_size
+        count = self.c.eval_tokens // T
+        room = (len(tokens) - 1) // T if split == "train" else count
+        starts = [number * room // count * T for number in range(count)]
+        return self.mean_loss([tokens[start : start + T + 1] for start in starts]).item()

@@ -1,0 +1,396 @@
+"""
+Bad starts: what people mistype, forget, or find damaged, over all scripts, as one table.
+
+A row is a command and one text per error line; all words of the text must occur in that line. Each
+command exits with code 2, prints nothing but these lines and warnings, and leaves every file as it
+was. They run in a folder with a few good and many bad things: see `world`.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from program import ROOT, finish_ranks, run, start, start_ranks, wait_for_line, write_tokens
+
+TINY = """
+dataset = "tokens"
+out_dir = "new"
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 16
+batch_size = 4
+gradient_accumulation_steps = 2
+max_iters = 2
+eval_interval = 2
+eval_tokens = 64
+device = "cpu"
+dtype = "float32"
+compile = False
+"""
+
+COMMAND_LINE = [
+    ("train.py tiny.py --lr=1e-3", "--lr learning_rate"),
+    ("train.py tiny.py --n_layr=2", "--n_layr n_layer"),
+    ("train.py tiny.py --epochs=3", "--epochs max_iters"),
+    ("train.py tiny.py --resume", "--resume unknown"),
+    ("train.py tiny.py --config=tiny.py", "--config unknown"),
+    ("train.py tiny.py --batch_size 4", "--batch_size=4"),
+    ("train.py tiny.py --batch_size", "--batch_size needs"),
+    ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
+    ("train.py tiny.py batch_size=4", "batch_size=4 --key=value"),
+    ("train.py tiny.py --batch_size=four", "--batch_size whole number 'four'"),
+    ("train.py tiny.py --batch_size=2.5", "--batch_size whole number 2.5"),
+    ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
+    ("train.py tiny.py --compile=maybe", "--compile true or false 'maybe'"),
+    ("train.py tiny.py --dropout=1.5", "--dropout 1.5"),
+    ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
+    ("train.py tiny.py --hours=-1", "--hours -1"),
+    ("train.py tiny.py --seed=-1", "--seed -1"),
+    ("train.py tiny.py --out_dir=", "--out_dir empty"),
+    ("train.py tiny.py --until=25:00", "until 25:00"),
+    ("train.py tiny.py --until=7am", "until 7am"),
+    ("train.py tiny.py --until=07:00 --hours=8", "until hours"),
+    ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
+    ("train.py tiny.py --lr_schedule=cosin", "lr_schedule cosine"),
+    ("train.py tiny.py --model=gpt3", "model gpt3 gpt2"),
+    ("train.py tiny.py --tracker=wandbb", "tracker wandb"),
+    ("train.py tiny.py --dtype=fp16", "dtype fp16 float16"),
+    ("train.py tiny.py --device=gpu", "device gpu cuda"),
+    ("train.py tiny.py --device=tpu:0", "device tpu:0"),
+    ("train.py tiny.py --loss_chunk=some", "loss_chunk some"),
+    ("train.py tiny.py --n_head=3", "n_head 3 n_embd 32"),
+    ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter 100 64 128"),
+    ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon"),
+    ("train.py tiny.py --bigram_rows=100", "bigram_rows model=fast"),
+    ("train.py tiny.py --model=fast --tie_weights=True", "tie_weights"),
+    ("train.py tiny.py --model=fast --value_tables=2", "value_tables"),
+    ("train.py tiny.py --tokenizer=byte", "tokenizer stream"),
+    ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layr", "--batch_size"),
+    ("train.py tiny.py --n_head=3 --dataset=nowhere --device=gpu", "device", "nowhere", "n_head"),
+    ("train.py tiny.py --dataset=nowhere --block_size=9 --n_head=3", "nowhere", "n_head"),
+    ("train.py nowhere.py", "nowhere.py no such"),
+    ("train.py config/gpt124m_4071.py", "gpt124m_4071.py gpt124m_4070.py"),
+    ("train.py config/train_gpt2.py", "train_gpt2.py gpt124m"),
+    ("train.py book.txt", "book.txt prepare_text.py"),
+    ("train.py run", "run no such"),
+    ("train.py tiny.py raises.py", "raises.py:2 ZeroDivisionError"),
+    ("train.py tiny.py syntax.py", "syntax.py:1 SyntaxError"),
+    ("train.py tiny.py typo.py", "typo.py n_layers n_layer"),
+    ("train.py tiny.py wrong_type.py", "wrong_type.py batch_size"),
+    ("configurator.py tiny.py --n_layr=2", "--n_layr n_layer"),
+    ("configurator.py nowhere.py", "nowhere.py no such"),
+    ("configurator.py tiny.py --tokens_per_iter=100", "tokens_per_iter 64"),
+    ("configurator.py tiny.py --n_head=3", "n_head 3"),
+]
+
+DATA = [
+    ("train.py tiny.py --dataset=nowhere", "dataset nowhere prepare_text.py"),
+    ("train.py tiny.py --dataset=my_fineweb", "dataset my_fineweb prepare_fineweb.py"),
+    ("train.py tiny.py --dataset=tokens/manifest.json", "dataset manifest.json"),
+    ("train.py tiny.py --dataset=empty", "empty train"),
+    ("train.py tiny.py --dataset=cut", "train_000002.bin tokens prepare"),
+    ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
+    ("train.py tiny.py --dataset=no_shard", "train_000002.bin prepare"),
+    ("train.py tiny.py --dataset=bad_manifest", "manifest.json prepare"),
+    ("train.py tiny.py --dataset=unfinished", "unfinished"),
+    ("train.py tiny.py --dataset=half_nanogpt", "half_nanogpt val"),
+    ("train.py tiny.py --dataset=bad_meta", "meta.pkl prepare"),
+    ("train.py tiny.py --dataset=evil_meta", "meta.pkl"),
+    ("train.py tiny.py --stream=True --dataset=nowhere.jsonl", "nowhere.jsonl no such"),
+    ("train.py tiny.py --stream=True --dataset=posts.jsonl", "posts.jsonl text body"),
+    ("train.py tiny.py --block_size=512", "block_size val 250"),
+    ("train.py tiny.py --dataset=short_val", "block_size val 10"),
+]
+
+FOLDERS = [
+    ("train.py tiny.py --out_dir=run", "run earlier run --init_from=auto"),
+    ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
+    ("train.py tiny.py --out_dir=book.txt", "book.txt"),
+    ("train.py tiny.py --out_dir=book.txt/new", "book.txt/new"),
+    ("train.py tiny.py --init_from=resume", "new no checkpoint --init_from=auto"),
+    ("train.py tiny.py --init_from=resume --out_dir=run/best.pt", "best.pt no checkpoint"),
+    ("train.py tiny.py --init_from=resume --out_dir=damaged_run", "damaged_run 2 checkpoints"),
+    ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
+    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt ckpt-*.pt --out_dir"),
+    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --init_from"),
+    (
+        "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
+        "dataset run",
+    ),
+    (
+        "train.py tiny.py --init_from=auto --out_dir=run --dataset=no_manifest --max_iters=3",
+        "dataset no_manifest",
+    ),
+    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "bad_sha"),
+    ("train.py tiny.py --init_from=nowhere.pt", "nowhere.pt no such"),
+    ("train.py tiny.py --init_from=scrath", "scrath scratch"),
+    ("train.py tiny.py --init_from=evil.pt", "evil.pt not a checkpoint"),
+    ("train.py tiny.py --init_from=unknown.pt", "unknown.pt neither nanoGPT"),
+    ("train.py tiny.py --init_from=cut.pt", "cut.pt damaged"),
+    ("train.py tiny.py --init_from=flipped.pt", "flipped.pt changed"),
+    ("train.py tiny.py --init_from=nan.pt", "nan.pt finite"),
+    ("train.py tiny.py --init_from=llama", "llama gpt2"),
+    ("train.py tiny.py --init_from=run --dataset=chars", "dataset tokenizer char byte"),
+    ("train.py tiny.py --init_from=run --dataset=wide", "dataset 99 61"),
+    ("train.py tiny.py --init_from=run --n_layer=3", "n_layer 2 3 --init_from"),
+    ("train.py tiny.py --init_from=run --n_layer=3 --n_embd=64", "n_layer n_embd"),
+]
+
+# the keys that weights keep for life, each set to something else
+ARCHITECTURE = [
+    *("model=fast", "n_layer=3", "n_head=4", "n_embd=64", "bias=True", "tie_weights=False"),
+    *("value_tables=1", "bigram_rows=99", "block_size=32"),
+]
+# and those that a run keeps
+OF_A_RUN = [*ARCHITECTURE, "block_size=8", "pad_vocab_multiple=1", "optimizer=muon", "seed=2"]
+OF_A_RUN += ["stream=True"]
+
+TOOLS = [
+    ("sample.py --out_dir=nowhere", "nowhere no such"),
+    ("sample.py --out_dir=empty", "empty no checkpoint"),
+    ("sample.py --out_dir=run --device=cpu --temprature=1", "--temprature temperature"),
+    ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
+    ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "nowhere.txt"),
+    ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "num_samples", "temperature"),
+    ("sample.py --out_dir=run --device=tpu", "device tpu"),
+    ("sample.py --init_from=gpt-2", "gpt-2 gpt2"),
+    ("sample.py --init_from=evil.pt --device=cpu", "evil.pt"),
+    ("sample.py --init_from=cut.pt --device=cpu", "cut.pt damaged"),
+    ("bench.py stepp", "stepp step"),
+    ("bench.py step tiny.py --batch_sise=4", "batch_sise batch_size"),
+    ("bench.py step tiny.py --device=tpu", "device tpu"),
+    ("bench.py step tiny.py --trials=none", "trials 'none'"),
+    ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
+    ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),
+    ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours -1"),
+    ("bench.py plan tiny.py --from_run=nowhere", "nowhere"),
+    ("compare.py", "required"),
+    ("compare.py nowhere", "nowhere No such file"),
+    ("compare.py empty", "empty metrics.jsonl"),
+    ("compare.py book.txt", "book.txt no iteration"),
+    ("compare.py console.txt", "console.txt out_dir"),
+    ("compare.py run run/metrics.jsonl --pgn=x.png", "--pgn"),
+    ("compare.py run --loss=low", "--loss 'low'"),
+    ("convert.py", "required"),
+    ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
+    ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
+    ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
+    ("convert.py ckpt-to-hf unknown.pt out", "unknown.pt neither"),
+    ("convert.py ckpt-to-hf evil.pt out", "evil.pt"),
+    ("convert.py hf-to-ckpt nowhere out.pt", "nowhere no such"),
+    ("convert.py hf-to-ckpt empty out.pt", "empty config.json"),
+    ("convert.py hf-to-ckpt llama out.pt", "llama gpt2"),
+    ("convert.py nanogpt-to-ckpt run/best.pt unknown.pt", "unknown.pt exists"),
+]
+
+PREPARATION = [
+    ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt no such"),
+    ("data/prepare_text.py book.docx --out=out", "book.docx text"),
+    ("data/prepare_text.py latin1.txt --out=out", "latin1.txt line 3 utf-8 --encoding"),
+    ("data/prepare_text.py book.txt latin1.txt binary.txt --out=out", "latin1.txt", "binary.txt"),
+    ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "utf9"),
+    ("data/prepare_text.py short.txt --out=out", "short.txt more text"),
+    ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl"),
+    ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text body"),
+    ("data/prepare_text.py broken.jsonl --out=out", "broken.jsonl line 2 --skip_broken"),
+    ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "--val_fraction"),
+    ("data/prepare_text.py book.txt --tokenizer=gpt4 --out=out", "gpt4"),
+    ("data/prepare_text.py book.txt --tokenizer=bpe:12 --out=out", "bpe:12 257"),
+    ("data/prepare_text.py book.txt --write=tiny.py", "tiny.py exist"),
+    ("data/prepare_text.py book.txt --ouput=out", "--ouput"),
+    ("data/prepare_text.py book.txt --out=tokens", "tokens"),
+    ("data/prepare_text.py book.txt --out=chars", "chars another program"),
+    ("data/prepare_text.py book.txt --out=book.txt", "book.txt"),
+    ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens lots"),
+    ("data/prepare_fineweb.py --tokens=0 --out=out", "--tokens 0"),
+    ("data/prepare_fineweb.py --source=nowhere --out=out", "nowhere no such"),
+    ("data/prepare_fineweb.py --source=book.txt --out=out", "book.txt"),
+    ("data/prepare_fineweb.py --source=posts.jsonl --out=out", "posts.jsonl text body"),
+    ("data/prepare_fineweb.py --source=posts.jsonl --token=1M --out=out", "--token"),
+]
+
+
+class Evil:
+    """Unpickled by a careless program, it leaves a file."""
+
+    def __reduce__(self):
+        return Path.write_text, (Path("evil_was_here"), "!")
+
+
+def write_folders_of_tokens() -> None:
+    write_tokens(Path("tokens"), train=[700, 500], val=[250])
+    write_tokens(Path("other"), train=[700, 501], val=[250])
+    write_tokens(Path("wide"), train=[700], val=[250], vocab=99)
+    write_tokens(Path("short_val"), train=[700], val=[10])
+    for name in ("cut", "lost_shard", "no_shard", "no_manifest", "bad_manifest", "unfinished"):
+        shutil.copytree("tokens", name)
+    shutil.copytree("tokens", "bad_sha")
+    shard = Path("cut/train_000002.bin")
+    shard.write_bytes(shard.read_bytes()[:-10])
+    Path("lost_shard/train_000002.bin").unlink()
+    Path("no_shard/train_000002.bin").write_bytes(b"<html>404</html>" * 99)
+    Path("no_manifest/manifest.json").unlink()
+    Path("bad_manifest/manifest.json").write_text('{"tokenizer": ')
+    for name, changes in (("unfinished", dict(complete=False)), ("bad_sha", {})):
+        path = Path(name, "manifest.json")
+        manifest = json.loads(path.read_text()) | changes
+        manifest["shards"][1]["sha256"] = "0" * 64
+        path.write_text(json.dumps(manifest))
+
+
+def write_nanogpts_folders() -> None:
+    ids = (torch.arange(2000) % 61).to(torch.int16).numpy()
+    letters = [chr(48 + i) for i in range(61)]
+    meta = dict(vocab_size=61, itos=dict(enumerate(letters)))
+    for name in ("chars", "half_nanogpt", "bad_meta", "evil_meta"):
+        Path(name).mkdir()
+        ids.tofile(f"{name}/train.bin")
+        ids.tofile(f"{name}/val.bin")
+        Path(name, "meta.pkl").write_bytes(pickle.dumps(meta))
+    Path("half_nanogpt/val.bin").unlink()
+    Path("bad_meta/meta.pkl").write_bytes(b"damaged")
+    Path("evil_meta/meta.pkl").write_bytes(pickle.dumps(meta | dict(stoi=Evil())))
+
+
+def write_runs() -> None:
+    result = run("train.py", "tiny.py", "--out_dir=run")
+    assert result.code == 0, result.err
+    Path("console.txt").write_text(result.out)
+    newest = Path("run/ckpt-00000002.pt").read_bytes()
+    Path("damaged_run").mkdir()
+    for name in ("ckpt-00000001.pt", "ckpt-00000002.pt"):
+        Path("damaged_run", name).write_bytes(newest[: len(newest) // 2])
+    Path("best_alone").mkdir()
+    Path("best_alone/best.pt").write_bytes(newest)
+    Path("nanogpt_run").mkdir()
+    torch.save(dict(model_args={}, model={}), "nanogpt_run/ckpt.pt")
+    Path("cut.pt").write_bytes(newest[:-1000])
+    middle = len(newest) // 2
+    Path("flipped.pt").write_bytes(
+        newest[:middle] + bytes([newest[middle] ^ 1]) + newest[middle + 1 :]
+    )
+    state = torch.load("run/ckpt-00000002.pt", weights_only=True)
+    state["model"]["transformer.wte.weight"][0, 0] = float("nan")
+    torch.save(state, "nan.pt")
+    torch.save(Evil(), "evil.pt")
+    torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text('{"model_type": "llama"}')
+
+
+def write_texts() -> None:
+    text = "It was a dark and stormy night.\n" * 300
+    Path("book.txt").write_text(text)
+    Path("book.docx").write_bytes(b"PK\3\4")
+    Path("short.txt").write_text("Too short.")
+    Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
+    Path("binary.txt").write_bytes(bytes(range(256)) * 99)
+    Path("empty.jsonl").write_text("")
+    Path("posts.jsonl").write_text('{"body": "It was a dark night.", "title": "Night"}\n' * 300)
+    Path("broken.jsonl").write_text(
+        '{"text": "good"}\n{"text": "cut o\n' + '{"text": "good"}\n' * 300
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """The working folder of all commands, which none of them may change."""
+    folder = tmp_path_factory.mktemp("world")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        shutil.copytree(ROOT / "config", "config")
+        Path("empty").mkdir()
+        Path("tiny.py").write_text(TINY)
+        Path("raises.py").write_text("n_layer = 2\nn_head = n_layer / 0\n")
+        Path("syntax.py").write_text("n_layer = = 2\n")
+        Path("typo.py").write_text("n_layers = 2\n")
+        Path("wrong_type.py").write_text("batch_size = 'many'\n")
+        write_folders_of_tokens()
+        write_nanogpts_folders()
+        write_texts()
+        write_runs()
+    return folder
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything in a folder; of files the size and the time of the last change."""
+    found = {}
+    for path in folder.rglob("*"):
+        stat = path.lstat()
+        found[str(path)] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
+    """Each error line has its words; there are no other lines but warnings."""
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert all(line.startswith(("error: ", "warning: ")) for line in lines), lines
+    assert len(errors) == len(expected), lines
+    for words in expected:
+        assert any(all(word in line for word in words.split()) for line in errors), (words, lines)
+
+
+def check(folder: Path, monkeypatch, command: str, *expected: str) -> None:
+    monkeypatch.chdir(folder)
+    before = listing(folder)
+    script, *arguments = command.split()
+    result = run(script, *arguments)
+    assert result.code == 2, result
+    assert result.out == ""
+    assert_refused(result.err.splitlines(), expected)
+    assert listing(folder) == before
+
+
+ROWS = COMMAND_LINE + DATA + FOLDERS + TOOLS + PREPARATION
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_bad_start_is_one_line_a_problem_and_writes_nothing(row, world, monkeypatch):
+    check(world, monkeypatch, *row)
+
+
+@pytest.mark.parametrize("flag", OF_A_RUN)
+def test_a_resumed_run_keeps_its_architecture_or_is_refused(flag, world, monkeypatch):
+    command = f"train.py tiny.py --init_from=resume --out_dir=run --max_iters=3 --{flag}"
+    check(world, monkeypatch, command, flag.partition("=")[0])
+
+
+@pytest.mark.parametrize("flag", ARCHITECTURE)
+def test_weights_keep_their_architecture_or_are_refused(flag, world, monkeypatch):
+    check(world, monkeypatch, f"train.py tiny.py --init_from=run --{flag}", flag.partition("=")[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("script", ["train.py tiny.py", "sample.py --out_dir=run"])
+def test_a_gpu_that_is_not_there_is_said(script, world, monkeypatch):
+    check(world, monkeypatch, f"{script} --device=cuda", "device cuda --device=cpu")
+
+
+def test_a_folder_that_another_run_writes_to_is_left_alone(world, tmp_path, monkeypatch):
+    shutil.copy(world / "tiny.py", tmp_path)
+    shutil.copytree(world / "tokens", tmp_path / "tokens")
+    first = start(str(ROOT / "train.py"), "tiny.py", "--max_iters=1000000", cwd=tmp_path)
+    try:
+        wait_for_line(first, "iter 1:")
+        os.kill(first.pid, signal.SIGSTOP)  # or it would change the files meanwhile
+        for init_from in ("scratch", "auto"):
+            command = f"train.py tiny.py --init_from={init_from}"
+            check(tmp_path, monkeypatch, command, "out_dir another run new")
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_ranks_that_do_not_divide_the_accumulation_say_so_once(world, tmp_path):
+    files = (world / "tiny.py", f"--dataset={world / 'tokens'}", f"--out_dir={tmp_path / 'new'}")
+    results = finish_ranks(start_ranks(2, *map(str, files), "--gradient_accumulation_steps=3"))
+    assert [result.code for result in results] == [2, 2]
+    lines = [line for result in results for line in result.err.splitlines()]
+    assert_refused(lines, ("gradient_accumulation_steps 3 2 processes",))
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,342 @@
+"""
+Runs by the clock, from outside: hours, until, max_minutes and the ten minutes between checkpoints,
+in time that the test turns by hand, and once in real time.
+"""
+
+import time
+from itertools import pairwise
+
+import pytest
+from program import (
+    Night,
+    checkpoints,
+    column,
+    finish,
+    flags,
+    records,
+    sigterm,
+    start,
+    write_tokens,
+)
+
+TINY = dict(
+    n_layer=1,
+    n_head=1,
+    n_embd=16,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=1,
+    # the rate is the share of the schedule that is left
+    lr_schedule="linear",
+    learning_rate=1.0,
+    min_lr=0.0,
+    warmup_iters=0,
+    eval_tokens=64,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+HOURS = 0.25
+SECONDS = 900  # some 80 iterations of 10 s
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("hours") / "tokens", [700, 37, 500], [250])
+
+
+@pytest.fixture
+def tiny(tokens, tmp_path) -> dict:
+    return TINY | dict(dataset=tokens, out_dir=tmp_path)
+
+
+@pytest.fixture
+def night() -> Night:
+    return Night(turned=True)
+
+
+def rates(out_dir) -> list[float]:
+    return column(out_dir, "step", "lr")
+
+
+def rate_at(out_dir, hours: float) -> float:
+    """The rate of the first iteration that ended after so many hours."""
+    return next(lr for used, lr in column(out_dir, "step", "hours", "lr") if used >= hours)
+
+
+def end_of(out_dir) -> dict:
+    (end,) = records(out_dir, "end")
+    return end
+
+
+# -----------------------------------------------------------------------------
+# The schedule of a run by the clock
+
+BY_CLOCK = dict(hours=dict(hours=HOURS), until=dict(until="23:15"))
+
+
+@pytest.mark.parametrize("key", BY_CLOCK)
+def test_the_schedule_is_complete_when_the_time_is_up(key, night, tiny, tmp_path):
+    assert night.launch(**tiny | BY_CLOCK[key]).code == 0
+    # what is left would not hold another iteration
+    assert SECONDS - 20 <= night.now <= SECONDS
+    assert end_of(tmp_path)["reason"] == key
+    rate = rates(tmp_path)
+    assert rate[0] == 1.0
+    assert rate[-1] == 0.0
+    # an iteration is a ninetieth of the time; with an evaluation and two saves 16 s
+    assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
+    assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
+    last = len(rate)
+    assert column(tmp_path, "eval", "iter")[-1] == last
+    assert checkpoints(tmp_path)[-1] == last
+
+
+def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(night, tiny, tmp_path):
+    night.launch(**tiny, hours=HOURS)
+    hours = column(tmp_path, "eval", "hours")
+    assert len(hours) == 21
+    # an iteration, an evaluation and a save are 15 s; the last ones have their time reserved
+    expected = [n / 20 * HOURS for n in range(21)]
+    assert hours == pytest.approx(expected, abs=20 / 3600)
+
+
+def test_a_pause_is_made_up_for(night, tiny, tmp_path):
+    """The machine sleeps for five minutes."""
+
+    def sleep():
+        night.now += 300
+
+    night.at["iteration", 30] = sleep
+    night.launch(**tiny, hours=HOURS)
+    assert SECONDS - 20 <= night.now <= SECONDS
+    assert rates(tmp_path)[-1] == 0.0
+    assert len(rates(tmp_path)) == pytest.approx(50, abs=5)
+
+
+@pytest.mark.parametrize("what, number", [("evaluation", 4), ("save", 3)])
+def test_one_that_hangs_counts_at_most_twice_the_time_before_it(what, number, night, tiny):
+    """As a measure of the last one it would end the run minutes early."""
+
+    def hang():
+        night.now += 150
+
+    night.at[what, number] = hang  # at iteration 60, the last one before the end
+    night.launch(**tiny, hours=HOURS, eval_interval=20)
+    assert night.count["evaluation"] == 5
+    assert SECONDS - 20 <= night.now <= SECONDS
+
+
+def test_warmup_takes_at_most_a_tenth_of_the_time(night, tiny, tmp_path):
+    night.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
+    rate = rates(tmp_path)
+    assert rate.index(max(rate)) == pytest.approx(len(rate) / 10, abs=2)
+    assert max(rate) > 0.95
+    assert rate[-1] == 0.0
+
+
+def test_a_given_max_iters_ends_the_schedule_earlier(night, tiny, tmp_path):
+    night.launch(**tiny, hours=HOURS, max_iters=41)
+    assert end_of(tmp_path)["reason"] == "max_iters"
+    assert len(rates(tmp_path)) == 41
+    assert rates(tmp_path)[20] == pytest.approx(0.5)
+    assert rates(tmp_path)[-1] == 0.0
+
+
+def test_time_that_is_up_before_the_first_update_still_ends_well(night, tiny, tmp_path):
+    night.seconds["evaluation"] = 60.0
+    assert night.launch(**tiny, hours=0.01).code == 0
+    assert 1 <= night.count["iteration"] <= 2
+    assert rates(tmp_path)[-1] == 0.0
+    assert checkpoints(tmp_path)[-1] == night.count["iteration"]
+
+
+def test_real_hours_end_on_time(tiny, tmp_path):
+    seconds = 3
+    keys = tiny | dict(hours=seconds / 3600, learning_rate=0.01)
+    finish(start("-c", "pass"))  # the first process waits until torch is imported
+    began = time.perf_counter()
+    result = finish(start("train.py", *flags(**keys)))
+    took = time.perf_counter() - began
+    assert result.code == 0, result.err
+    # the process needs up to 0.3 s to begin and to end; a busy machine may hold up a last save
+    assert 0.9 * seconds <= took <= 1.1 * seconds + 0.5
+    assert end_of(tmp_path)["reason"] == "hours"
+    # the schedule begins with the first iteration, not with the start-up
+    assert rates(tmp_path)[0] == 0.01
+    assert rates(tmp_path)[-1] == 0.0
+    # of the time after the start-up; a late iteration's rate is that of its beginning
+    half = column(tmp_path, "step", "hours")[-1] / 2
+    assert rate_at(tmp_path, half) == pytest.approx(0.005, rel=0.15)
+    # one at the start, and one in each twentieth unless the machine was held up
+    assert 15 <= len(records(tmp_path, "eval")) <= 21
+
+
+# -----------------------------------------------------------------------------
+# Resumed by the clock
+
+MORE = {
+    "hours": (dict(hours=0.1), dict(hours=0.2)),
+    "until": (dict(until="23:06"), dict(until="23:12")),
+    "max_iters": (dict(max_iters=30), dict(max_iters=60)),
+}
+
+
+@pytest.mark.parametrize("key", MORE)
+def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, night, tiny, tmp_path):
+    first, more = MORE[key]
+    tiny |= dict(eval_interval=1000)
+    night.launch(**tiny | first)
+    iterations = len(rates(tmp_path))
+    assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # by iterations: a thirtieth
+    log = (tmp_path / "metrics.jsonl").read_bytes()
+    result = night.launch(**tiny | first, init_from="auto")
+    assert result.code == 0
+    assert f"another --{key}" in result.out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == log
+
+    assert night.launch(**tiny | more, init_from="auto").code == 0
+    rate = rates(tmp_path)
+    assert len(rate) == pytest.approx(2 * iterations, abs=4)
+    # half of the longer schedule is over
+    assert rate[iterations] == pytest.approx(0.5, abs=0.05)
+    assert rate[-1] == pytest.approx(0.0, abs=0.02)
+    assert end_of(tmp_path)["reason"] == key
+
+
+def test_hours_between_launches_do_not_count(night, tiny, tmp_path):
+    night.at["iteration", 40] = sigterm
+    assert night.launch(**tiny, hours=HOURS).code == 143
+    night.now += 5 * 3600
+    assert night.launch(**tiny, hours=HOURS, init_from="auto").code == 0
+    assert SECONDS - 20 <= night.now - 5 * 3600 <= SECONDS
+    assert all(0 < before - after < 0.03 for before, after in pairwise(rates(tmp_path)))
+    assert rates(tmp_path)[-1] == 0.0
+
+
+def test_more_hours_on_a_resume_stretch_what_is_left(night, tiny, tmp_path):
+    night.at["iteration", 40] = sigterm
+    night.launch(**tiny, hours=HOURS)
+    half = rates(tmp_path)[-1]
+    assert half == pytest.approx(0.5, abs=0.05)
+    assert night.launch(**tiny, hours=2 * HOURS, init_from="auto").code == 0
+    assert rates(tmp_path)[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
+    assert rates(tmp_path)[-1] == 0.0
+    assert 2 * SECONDS - 40 <= night.now <= 2 * SECONDS
+
+
+def test_until_counts_the_time_between_launches(night, tiny, tmp_path):
+    night.at["iteration", 30] = sigterm
+    night.launch(**tiny, until="23:15")
+    night.now += 300
+    assert night.launch(**tiny, until="23:15", init_from="auto").code == 0
+    assert SECONDS - 20 <= night.now <= SECONDS
+    assert rates(tmp_path)[-1] == 0.0
+
+
+def test_a_resume_after_until_ends_and_does_not_take_the_next_day(night, tiny, tmp_path):
+    """As systemd restarts it."""
+    night.at["iteration", 30] = sigterm
+    night.launch(**tiny, until="23:15")
+    night.now = SECONDS + 180.0
+    assert night.launch(**tiny, until="23:15", init_from="auto").code == 0
+    assert night.now <= SECONDS + 180 + 30
+    assert night.count["iteration"] == 31
+    assert rates(tmp_path)[-1] == 0.0
+    assert column(tmp_path, "eval", "iter")[-1] == 31
+
+
+@pytest.mark.parametrize("number", [1, 10, 21])
+def test_an_evaluation_that_a_signal_ended_is_made_again(number, night, tiny, tmp_path):
+    night.at["evaluation", number] = sigterm
+    assert night.launch(**tiny, hours=HOURS).code == 143
+    due = night.count["iteration"]
+    assert due not in column(tmp_path, "eval", "iter")
+    assert night.launch(**tiny, hours=HOURS, init_from="auto").code == 0
+    evaluated = column(tmp_path, "eval", "iter")
+    assert len(evaluated) == 21
+    # the last one may follow one more update, for which there is time again
+    assert due in evaluated or (number == 21 and evaluated[-1] == due + 1)
+    assert checkpoints(tmp_path)[-1] == night.count["iteration"] == evaluated[-1]
+
+
+def test_an_evaluation_that_a_signal_ended_is_no_measure_of_the_next(night, tiny):
+    """Cut short after 1 s of 60 s, it would leave no time for the last one."""
+
+    def cut_short():
+        night.now -= 59
+        sigterm()
+
+    night.seconds["evaluation"] = 60.0
+    night.at["evaluation", 3] = cut_short  # at 60, the last one before the end
+    night.launch(**tiny, hours=HOURS, eval_interval=30)
+    night.launch(**tiny, hours=HOURS, eval_interval=30, init_from="auto")
+    assert night.now <= SECONDS
+
+
+def test_a_run_by_iterations_goes_on_by_the_clock_and_back(night, tiny, tmp_path):
+    night.at["iteration", 20] = sigterm
+    night.launch(**tiny, max_iters=100)
+    night.at["iteration", 50] = sigterm
+    night.launch(**tiny, hours=HOURS, init_from="auto")
+    assert rates(tmp_path)[-1] == pytest.approx(1 - night.now / SECONDS, abs=0.05)
+    night.launch(**tiny, max_iters=100, init_from="auto")
+    assert rates(tmp_path)[50] == pytest.approx(0.5)
+    assert night.count["iteration"] == 100
+
+
+# -----------------------------------------------------------------------------
+# Other things by the clock
+
+
+def test_max_minutes_end_a_launch_and_the_same_command_resumes_it(night, tiny, tmp_path):
+    keys = tiny | dict(max_iters=100, max_minutes=5, init_from="auto", eval_interval=1000)
+    result = night.launch(**keys)
+    assert result.code == 0
+    assert "to continue:" in result.out
+    assert night.now == pytest.approx(300, abs=15)
+    end = end_of(tmp_path)
+    assert end["reason"] == "max_minutes"
+    assert checkpoints(tmp_path)[-1] == end["iters"] == len(rates(tmp_path))
+    # the schedule is not over, so no time goes into an evaluation
+    assert column(tmp_path, "eval", "iter") == [0]
+    assert rates(tmp_path)[-1] == pytest.approx(1 - (end["iters"] - 1) / 100)
+    night.launch(**keys)
+    assert night.now == pytest.approx(600, abs=30)
+    assert column(tmp_path, "step", "iter") == [*range(night.count["iteration"])]
+
+
+def test_without_an_interval_a_checkpoint_is_saved_every_ten_minutes(night, tiny, tmp_path):
+    night.seconds |= dict(iteration=60.0, save=30.0)
+    night.launch(**tiny, max_iters=35, eval_interval=1000)
+    # from the end of the first evaluation or save on
+    assert column(tmp_path, "checkpoint", "iter") == [10, 20, 30, 35]
+
+
+def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(night, tiny, tmp_path):
+    keys = tiny | dict(max_iters=40, eval_interval=8, log_interval=3)
+    night.at["iteration", 13] = sigterm
+    night.launch(**keys)
+    night.now += 5000
+    night.launch(**keys, init_from="auto")
+    ledger = end_of(tmp_path)["ledger"]
+    assert ledger["steps"] == 40 * 10
+    # at 0, 8, ..., 40
+    assert ledger["evaluation"] == 6 * 4
+    # after each of these but the first, and at the stop: a checkpoint cannot hold the time of its
+    # own save, so the last one of the first launch may be lost
+    assert ledger["checkpoints"] in (5 * 1, 6 * 1)
+    assert sum(ledger.values()) == 40 * 10 + 6 * 4 + ledger["checkpoints"]
+    assert night.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
+    assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
+
+
+AWAY = {"22:59": True, "01:00": False}
+
+
+@pytest.mark.parametrize("until", AWAY)
+def test_an_until_that_is_far_away_is_said(until, night, tiny):
+    """Launched a minute late, the run would take a day."""
+    result = night.launch(**tiny, until=until, max_iters=2)
+    assert result.code == 0
+    assert (" h away" in result.err) == AWAY[until]

@@ -1,0 +1,492 @@
+"""
+The nights of a run, from outside: whatever interrupts it, the resumed run is the unbroken one, and
+its exit code and its folder say what happened.
+"""
+
+import os
+import random
+import signal
+import textwrap
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from documents import documents, write_jsonl
+from program import (
+    EVAL,
+    Night,
+    assert_same_run,
+    best,
+    checkpoint,
+    checkpoints,
+    column,
+    finish,
+    flags,
+    records,
+    run,
+    same,
+    sigterm,
+    start,
+    train,
+    wait_for_line,
+    write_tokens,
+)
+
+needs_signals = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+
+TINY = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=3,
+    learning_rate=1e-2,
+    min_lr=1e-3,
+    warmup_iters=3,
+    max_iters=12,
+    lr_decay_iters=12,
+    eval_interval=4,
+    eval_tokens=20 * 16,
+    log_interval=1,
+    keep_checkpoints=9,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+    seed=5,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict:
+    """The keys of a run of 12 iterations, with its data."""
+    folder = tmp_path_factory.mktemp("nights")
+    return TINY | dict(dataset=write_tokens(folder / "tokens", [700, 37, 500], [250, 150]))
+
+
+# -----------------------------------------------------------------------------
+# Stopped and resumed = unbroken
+
+KINDS = {
+    "AdamW with dropout": dict(dropout=0.2),
+    "float16 with its scale": dict(dropout=0.2, dtype="float16"),
+    "fast with Muon": dict(
+        model="fast",
+        optimizer="muon",
+        learning_rate=0.02,
+        value_tables=1,
+        bigram_rows=64,
+        dropout=0.2,
+    ),
+    "bfloat16, recomputed": dict(dropout=0.2, dtype="bfloat16", recompute=True),
+    "untied, wsd": dict(tie_weights=False, lr_schedule="wsd", decay_fraction=0.6),
+    "with samples": dict(dropout=0.2, sample_tokens=8),
+    "rarely logged": dict(dropout=0.2, log_interval=5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_run(kind, tiny, tmp_path):
+    keys = tiny | KINDS[kind]
+    unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
+    train(**keys, out_dir=unbroken)
+    night = Night()
+    night.at["iteration", 6] = sigterm
+    assert night.launch(**keys, out_dir=stopped).code == 143
+    assert checkpoints(stopped)[-1] == 6
+    assert night.launch(**keys, out_dir=stopped, init_from="auto").code == 0
+    assert_same_run(unbroken, stopped, 12)
+    samples = column(stopped, "sample", "iter", "text")
+    assert samples == column(unbroken, "sample", "iter", "text")
+    assert len(samples) == (3 if "sample_tokens" in KINDS[kind] else 0)
+
+
+MOMENTS = {
+    "in the first evaluation": ("evaluation", 1),
+    "in the first iteration": ("iteration", 1),
+    "in a later evaluation": ("evaluation", 3),
+    "in a save": ("save", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny, tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("unbroken")
+    train(**tiny, dropout=0.2, out_dir=out_dir)
+    return out_dir
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_may_come_at_any_moment(moment, tiny, unbroken, tmp_path):
+    """An evaluation that it ended is made again by the resumed run."""
+    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
+    night = Night()
+    night.at[MOMENTS[moment]] = sigterm
+    assert night.launch(**keys).code == 143
+    (end,) = records(tmp_path, "end")
+    assert end["reason"] == "SIGTERM"
+    assert checkpoints(tmp_path)[-1] == end["iters"]
+    assert night.launch(**keys, init_from="auto").code == 0
+    assert_same_run(unbroken, tmp_path, 12)
+
+
+@pytest.mark.parametrize("moment", [("iteration", 12), ("evaluation", 4)])
+def test_a_signal_in_the_last_evaluation_does_not_complete_the_run(
+    moment, tiny, unbroken, tmp_path
+):
+    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
+    night = Night()
+    night.at[moment] = sigterm
+    result = night.launch(**keys)
+    assert result.code == 143
+    assert "end: max_iters" not in result.out
+    assert column(tmp_path, "eval", "iter") == [0, 4, 8]
+    # all iterations are kept meanwhile
+    assert checkpoints(tmp_path)[-1] == 12
+    assert night.launch(**keys, init_from="auto").code == 0
+    assert night.count["iteration"] == 12
+    assert column(tmp_path, "eval", *EVAL) == column(unbroken, "eval", *EVAL)
+
+
+def test_a_signal_ends_eval_only_with_its_exit_code(tiny, tmp_path):
+    train(**tiny, out_dir=tmp_path)
+    before = contents(tmp_path)
+    night = Night()
+    night.at["evaluation", 1] = sigterm
+    result = night.launch(**tiny, out_dir=tmp_path, init_from="resume", eval_only=True)
+    assert result.code == 143
+    assert "end: eval_only" not in result.out
+    assert contents(tmp_path) == before
+
+
+def contents(folder) -> dict[str, bytes]:
+    """What a run must not touch when it ends at its start: all but the lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def test_the_random_states_of_python_and_numpy_are_resumed_too(tiny, tmp_path):
+    """People's own changes draw on them."""
+    drawn = []
+    night = Night()
+    for n in range(1, 25):
+        night.at["iteration", n] = lambda: drawn.append((random.gauss(0, 1), np.random.randn()))
+    night.launch(**tiny, out_dir=tmp_path / "unbroken")
+    # an odd number: both generators then hold back the second of two normal numbers
+    night.launch(**tiny | dict(max_iters=5), out_dir=tmp_path / "stopped")
+    # where another process might be
+    random.seed(0)
+    np.random.seed(0)
+    night.launch(**tiny, out_dir=tmp_path / "stopped", init_from="resume")
+    assert len(drawn) == 24
+    assert drawn[12:] == drawn[:12]
+
+
+def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tmp_path):
+    train(**tiny, out_dir=tmp_path / "unbroken")
+    night = Night()
+    night.at["iteration", 5] = sigterm
+    night.launch(**tiny, out_dir=tmp_path / "cut")
+    cut_otherwise = dict(batch_size=2, gradient_accumulation_steps=6, init_from="resume")
+    train(**tiny | cut_otherwise, out_dir=tmp_path / "cut")
+    for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
+        for name in names:
+            # float32 sums in another order; other windows differ by some 0.1
+            expected = pytest.approx(column(tmp_path / "unbroken", kind, name), abs=1e-4)
+            assert column(tmp_path / "cut", kind, name) == expected
+
+
+def test_a_stream_that_is_stopped_and_resumed_is_the_unbroken_one(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
+    write_jsonl(tmp_path / "text.jsonl", documents(60))
+    keys = tiny | dict(dataset=tmp_path / "text.jsonl", stream=True, tokenizer="byte", dropout=0.2)
+    train(**keys, out_dir="unbroken")
+    night = Night()
+    night.at["iteration", 6] = sigterm
+    assert night.launch(**keys, out_dir="stopped").code == 143
+    assert night.launch(**keys, out_dir="stopped", init_from="auto").code == 0
+    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
+
+
+def test_a_resume_does_not_repeat_the_evaluation_that_its_checkpoint_has(tiny, tmp_path):
+    train(**tiny | dict(max_iters=8), out_dir=tmp_path)
+    night = Night()
+    night.launch(**tiny, out_dir=tmp_path, init_from="resume")
+    assert night.count["evaluation"] == 1
+    assert column(tmp_path, "eval", "iter") == [0, 4, 8, 12]
+
+
+WATCHED = """
+import os, runpy, signal, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+n = 0
+
+def updated(optimizer, *_):
+    global n
+    if optimizer.param_groups[0]["params"][0].is_meta:
+        return  # its memory is only counted
+    n += 1
+ACTION
+
+register_optimizer_step_post_hook(updated)
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def start_watched(action: str, **keys):
+    """train.py in a process of its own, which runs some lines of Python after its n-th update."""
+    lines = textwrap.indent(textwrap.dedent(action), "    ")
+    return start("-c", WATCHED.replace("ACTION", lines), *flags(**keys))
+
+
+@needs_signals
+def test_after_kill_9_the_log_holds_each_record_once(tiny, unbroken, tmp_path):
+    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
+    # after the evaluation and the save at 8, and two more iterations
+    at_10 = """
+        if n == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = start_watched(at_10, **keys)
+    assert finish(killed).code == -signal.SIGKILL
+    assert column(tmp_path, "step", "iter") == [*range(9)]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "step", "it')  # what a kill or a power cut may leave of a line
+    train(**keys, init_from="auto")
+    assert_same_run(unbroken, tmp_path, 12)
+    assert column(tmp_path, "checkpoint", "iter") == [4, 8, 12]
+    assert len(records(tmp_path, "end")) == 1
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints: the best, the kept, the damaged
+
+
+# a rate far too high, with which a run gets worse
+WORSE = dict(learning_rate=3.0, min_lr=3.0, max_iters=24, init_from="resume")
+BETTER = dict(learning_rate=1e-2, min_lr=1e-2, max_iters=24, init_from="resume")
+
+
+def losses_of(out_dir) -> dict[int, float]:
+    losses = dict(column(out_dir, "eval", "iter", "val_loss"))
+    del losses[0]  # untrained weights are not saved
+    return losses
+
+
+@pytest.mark.parametrize("then, number", [(WORSE, 12), (BETTER, 24)])
+def test_best_pt_is_the_best_of_the_log_across_a_resume(then, number, tiny, tmp_path):
+    train(**tiny, out_dir=tmp_path)
+    train(**tiny | then, out_dir=tmp_path)
+    losses = losses_of(tmp_path)
+    assert number == min(losses, key=losses.get), losses
+    assert same(best(tmp_path)["model"], checkpoint(tmp_path, number)["model"])
+    # the log keeps nine digits
+    assert best(tmp_path)["val_loss"] == pytest.approx(losses[number], rel=1e-8)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_so_many_checkpoints_are_kept(kept, tiny, tmp_path):
+    keys = tiny | dict(keep_checkpoints=kept, checkpoint_interval=2, out_dir=tmp_path)
+    train(**keys | dict(max_iters=6))
+    assert checkpoints(tmp_path) == [2, 4, 6][-kept:]
+    train(**keys, init_from="resume")
+    assert checkpoints(tmp_path) == [8, 10, 12][-kept:]
+
+
+OTHERS = {
+    "eval_tokens": (dict(), dict(eval_tokens=64)),
+    "eval_iters": (dict(eval_tokens=0, eval_iters=5), dict(eval_tokens=0, eval_iters=1)),
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_resume_that_evaluates_on_other_tokens_starts_a_new_best(key, tiny, tmp_path):
+    """A loss on other tokens does not compare."""
+    before, after = OTHERS[key]
+    train(**tiny | before, out_dir=tmp_path)
+    train(**tiny | after | WORSE, out_dir=tmp_path)
+    losses = losses_of(tmp_path)
+    # or the best would be a new one anyway
+    assert min(losses, key=losses.get) <= 12
+    later = {number: losses[number] for number in (16, 20, 24)}
+    assert best(tmp_path)["progress"]["iter_num"] == min(later, key=later.get)
+
+
+def flip(content: bytearray) -> None:
+    content[len(content) // 3] ^= 1
+
+
+def cut(content: bytearray) -> None:
+    del content[-100:]
+
+
+def blank(content: bytearray) -> None:
+    content[:] = bytes(len(content))
+
+
+def damage(path, how) -> None:
+    content = bytearray(path.read_bytes())
+    how(content)
+    path.unlink()  # best.pt may be a link to it
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", [flip, cut, blank, bytearray.clear])
+def test_a_damaged_newest_checkpoint_costs_one_interval_and_is_named(how, tiny, unbroken, tmp_path):
+    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
+    train(**keys | dict(max_iters=8))
+    damage(tmp_path / "ckpt-00000008.pt", how)
+    night = Night()
+    result = night.launch(**keys, init_from="auto")
+    assert result.code == 0
+    assert "ckpt-00000008.pt" in result.err
+    # from 4 on
+    assert night.count["iteration"] == 8
+    assert_same_run(unbroken, tmp_path, 12)
+
+
+def test_without_a_whole_checkpoint_nothing_is_started(tiny, tmp_path):
+    """A run never begins again in silence."""
+    train(**tiny, out_dir=tmp_path)
+    for number in (4, 8, 12):
+        damage(tmp_path / f"ckpt-{number:08}.pt", flip)
+    before = contents(tmp_path)
+    result = run("train.py", *flags(**tiny, out_dir=tmp_path, init_from="auto"))
+    assert result.code == 2
+    (error,) = (line for line in result.err.splitlines() if not line.startswith("warning: "))
+    assert "none of its 3 checkpoints" in error
+    assert contents(tmp_path) == before
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
+    def spoil(model):
+        with torch.no_grad():
+            next(model.parameters()).fill_(torch.nan)
+
+    night = Night()
+    night.at["iteration", 6] = lambda: spoil(night.model)
+    result = night.launch(**tiny, checkpoint_interval=2, out_dir=tmp_path)
+    assert result.code == 1
+    assert "not finite" in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+    assert checkpoints(tmp_path) == [2, 4]
+    assert best(tmp_path)["progress"]["iter_num"] == 4
+    # a resume goes on from the good weights
+    train(**tiny, out_dir=tmp_path, init_from="auto")
+    assert column(tmp_path, "step", "iter") == [*range(12)]
+
+
+@pytest.mark.parametrize("skipped, code", [(19, 0), (20, 1)])
+def test_twenty_skipped_updates_in_a_row_end_the_run(skipped, code, tiny, tmp_path):
+    """Float16 may need 16 to find its scale."""
+    backward = torch.Tensor.backward
+    iterations = iter(range(40))
+
+    def spoilt(loss):
+        is_bad = 3 <= next(iterations) < 3 + skipped
+        backward(loss * torch.nan if is_bad else loss)
+
+    keys = tiny | dict(gradient_accumulation_steps=1, max_iters=25, eval_interval=100)
+    with mock.patch.object(torch.Tensor, "backward", spoilt):
+        result = run("train.py", *flags(**keys, out_dir=tmp_path))
+    assert result.code == code
+    assert "skipped" in result.err.splitlines()[-1]
+    assert len(records(tmp_path, "step")) == (23 if code else 25)
+
+
+# -----------------------------------------------------------------------------
+# Signals to a process
+
+
+SIGNALS = dict(SIGINT=130, SIGTERM=143, SIGUSR1=138, SIGHUP=129)
+
+
+@needs_signals
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_saves_and_ends_with_128_and_its_number(name, tiny, tmp_path):
+    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
+    process = start("train.py", *flags(**keys))
+    wait_for_line(process, "iter 5:")
+    process.send_signal(getattr(signal, name))
+    result = finish(process)
+    assert result.code == SIGNALS[name]
+    assert "Traceback" not in result.err
+    (end,) = records(tmp_path, "end")
+    assert end["reason"] == name
+    assert end["iters"] >= 6
+    assert checkpoints(tmp_path) == [end["iters"]]
+    assert column(tmp_path, "step", "iter") == [*range(end["iters"])]
+
+
+@needs_signals
+def test_a_second_sigint_ends_at_once(tiny, tmp_path):
+    train(**tiny | dict(max_iters=4), out_dir=tmp_path)
+    keys = tiny | dict(init_from="resume", out_dir=tmp_path)
+    long_iteration = """
+        print("updated")
+        time.sleep(100)
+    """
+    process = start_watched(long_iteration, **keys)
+    wait_for_line(process, "updated")
+    process.send_signal(signal.SIGINT)
+    # the answer to the first one
+    assert "stopping" in process.stderr.readline()
+    time.sleep(0.6)  # two within half a second are one, which torchrun or Slurm passes on twice
+    process.send_signal(signal.SIGINT)
+    result = finish(process, timeout=60)
+    assert result.code == 130
+    assert checkpoints(tmp_path) == [4]
+    train(**tiny, out_dir=tmp_path, init_from="resume")
+
+
+ONE_STOP = {
+    "Slurm's warning and then its end": ("SIGUSR1", 0.6, "SIGTERM", 138),
+    "SIGXCPU each second": ("SIGXCPU", 0.6, "SIGXCPU", 152),
+    "passed on by torchrun": ("SIGTERM", 0.0, "SIGTERM", 143),
+}
+
+
+@needs_signals
+@pytest.mark.parametrize("sender", ONE_STOP)
+def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
+    first, seconds, second, code = ONE_STOP[sender]
+    at_3 = f"""
+        if n == 3:
+            signal.raise_signal(signal.{first})
+            time.sleep({seconds})
+            signal.raise_signal(signal.{second})
+            time.sleep({seconds})
+    """
+    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
+    result = finish(start_watched(at_3, **keys))
+    assert result.code == code
+    (end,) = records(tmp_path, "end")
+    assert (end["reason"], end["iters"]) == (first, 3)
+    assert checkpoints(tmp_path) == [3]
+
+
+@needs_signals
+def test_a_cpu_limit_stops_once_though_the_kernel_repeats_it(tiny, tmp_path):
+    """SIGXCPU comes each second from then on, here while a slow save computes."""
+    limited = """
+        if n == 1:
+            import resource, torch
+            save = torch.save
+            def slow(*arguments):
+                end = time.process_time() + 1.2
+                while time.process_time() < end:
+                    pass
+                save(*arguments)
+            torch.save = slow
+            limit = int(time.process_time()) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    """
+    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
+    result = finish(start_watched(limited, **keys))
+    assert result.code == 152
+    (end,) = records(tmp_path, "end")
+    assert end["reason"] == "SIGXCPU"
+    assert checkpoints(tmp_path) == [end["iters"]]

@@ -1,0 +1,537 @@
+"""
+The numbers of real runs, judged from outside: by a second trainer (plain.py), by figures computed
+by hand, and by runs that must be equal.
+"""
+
+import json
+import math
+import re
+import shutil
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import plain
+import pytest
+import torch
+from program import (
+    EVAL,
+    STEP,
+    assert_same_run,
+    changed,
+    checkpoint,
+    column,
+    finish,
+    finish_ranks,
+    flags,
+    records,
+    run,
+    same,
+    start,
+    start_ranks,
+    train,
+    write_tokens,
+)
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+T = 16  # context
+V = 61  # vocabulary; padded to 128
+TRAIN = [700, 37, 500]  # tokens of the shards: 77 windows, of which 12 iterations take 144
+VAL = [250, 150]
+BASE = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=T,
+    bias=True,
+    batch_size=4,
+    gradient_accumulation_steps=3,
+    max_iters=12,
+    learning_rate=1e-2,
+    min_lr=1e-3,
+    warmup_iters=3,
+    lr_decay_iters=11,
+    weight_decay=0.3,
+    beta1=0.8,
+    beta2=0.95,
+    grad_clip=0.5,
+    eval_interval=6,
+    eval_tokens=18 * T,  # four micro-batches and a half
+    keep_checkpoints=99,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+    seed=5,
+)
+TOKENS = 12 * T  # of an iteration
+# A run rounds to float32, plain.py does not. That moves a loss by up to 1e-6, as measured over all
+# kinds below; the exact GELU would move it by 1e-4.
+CLOSE = dict(abs=5e-6)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("numbers") / "tokens", TRAIN, VAL, V)
+
+
+@pytest.fixture(scope="module")
+def trained(tokens, tmp_path_factory):
+    """
+    Makes a file with weights like those of a trained model: so far from 0 that each part of the
+    model matters, biases and norms too. A run from scratch would hardly show which GELU it has.
+    """
+    folder = tmp_path_factory.mktemp("trained")
+
+    def make(**changes) -> Path:
+        config = BASE | changes
+        name = f"bias_{config['bias']}_tied_{config.get('tie_weights', True)}"
+        if not (folder / f"{name}.pt").exists():
+            train(**config | dict(max_iters=0), dataset=tokens, out_dir=folder / name)
+            state = checkpoint(folder / name, 0)
+            generator = torch.Generator().manual_seed(0)
+            # one tensor may have two names
+            for p in {p.data_ptr(): p for p in state["model"].values()}.values():
+                p += 0.2 * torch.randn(p.shape, generator=generator)
+            torch.save(state, folder / f"{name}.pt")
+        return folder / f"{name}.pt"
+
+    return make
+
+
+# -----------------------------------------------------------------------------
+# Against the second trainer
+
+KINDS = dict(
+    gpt2=dict(),
+    no_bias=dict(bias=False),
+    untied=dict(tie_weights=False),
+    one_micro_batch=dict(gradient_accumulation_steps=1),
+    not_clipped=dict(grad_clip=1e9),
+    # more than there is: both splits are evaluated on as many tokens as val has
+    all_of_val=dict(eval_tokens=10**6),
+    # clipped to 1e-5, most gradients are near Adam's eps of 1e-8, which then decides on the step
+    tiny_gradients=dict(grad_clip=1e-5),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_path):
+    config = BASE | KINDS[kind]
+    weights = trained(**config)
+    train(**config, init_from=weights, dataset=tokens, out_dir=tmp_path)
+    w = plain.weights(torch.load(weights)["model"])
+    expected = plain.train(w, tokens, config)
+
+    losses, rates, norms = zip(*expected.steps, strict=True)
+    assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
+    assert column(tmp_path, "step", "lr") == pytest.approx(rates, rel=1e-8)  # nine digits
+    assert column(tmp_path, "step", "grad_norm") == pytest.approx(norms, rel=2e-6)
+    size = config["gradient_accumulation_steps"] * config["batch_size"] * T
+    positions = [(it, it * size, (it + 1) * size) for it in range(12)]
+    assert column(tmp_path, "step", "iter", "tokens", "tokens_after") == positions
+
+    found = column(tmp_path, "eval", "iter", "train_loss", "val_loss")
+    for ours, theirs in zip(found, expected.evals, strict=True):
+        assert ours == pytest.approx(theirs, **CLOSE)
+    for record in records(tmp_path, "eval"):
+        nats = record["val_loss"]
+        assert record["perplexity"] == pytest.approx(math.exp(nats))
+        assert record["bits_per_byte"] == pytest.approx(nats / math.log(2) / 3)  # bytes per token
+        assert record["tokens"] == record["iter"] * size
+
+    last = plain.weights(checkpoint(tmp_path, 12)["model"])
+    before = plain.weights(torch.load(weights)["model"])
+    # Adam turns the gradient of a weight that is nothing but rounding into a whole step, so a few
+    # weights may differ. Decay on norms would be 6 % of the way.
+    assert distance(last, w) < 0.004 * distance(before, w)
+
+
+def distance(a: plain.Weights, b: plain.Weights) -> float:
+    """
+    Between two models' weights, without the biases of attention's keys: they move all scores of a
+    query alike, which changes nothing, so their gradients are rounding.
+    """
+    total = 0.0
+    for name in a.keys() | b.keys():
+        difference = (a[name] - b[name]).detach()
+        if name.endswith("c_attn.bias"):
+            q, _, v = difference.chunk(3)
+            difference = torch.cat([q, v])
+        total += difference.square().sum().item()
+    return math.sqrt(total)
+
+
+def test_a_run_from_scratch_starts_with_gpt2s_weights_and_a_loss_of_ln_v(tokens, tmp_path):
+    sizes = dict(n_layer=4, n_embd=128, tie_weights=False, max_iters=0)
+    train(**BASE | sizes, dataset=tokens, out_dir=tmp_path)
+    for name, p in checkpoint(tmp_path, 0)["model"].items():
+        if p.dim() == 2:
+            # GPT-2 paper, section 2.3; two projections of each layer add to the residual stream
+            std = 0.02 / math.sqrt(2 * 4) if name.endswith("c_proj.weight") else 0.02
+            # 2,048 numbers in the smallest matrix: their deviation is known to 1.6 %, their mean to
+            # 2 % of it; this allows five times that
+            assert p.std() == pytest.approx(std, rel=0.08), name
+            assert p.mean() == pytest.approx(0, abs=0.1 * std), name
+        else:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
+    # random logits of this variance cost half of it over a uniform guess
+    variance = 0.02**2 * 128
+    [(train_loss, val_loss)] = column(tmp_path, "eval", "train_loss", "val_loss")
+    assert train_loss == pytest.approx(math.log(128) + variance / 2, abs=0.02)
+    assert val_loss == pytest.approx(math.log(128) + variance / 2, abs=0.02)
+
+
+# linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3
+SCHEDULES = dict(
+    cosine=[
+        *(2.5e-3, 5e-3, 7.5e-3),
+        *(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * eighth / 8)) for eighth in range(9)),
+        *(1e-3, 1e-3),
+    ],
+    linear=[
+        *(2.5e-3, 5e-3, 7.5e-3),
+        *(1e-2, 8.875e-3, 7.75e-3, 6.625e-3, 5.5e-3, 4.375e-3, 3.25e-3, 2.125e-3, 1e-3),
+        *(1e-3, 1e-3),
+    ],
+    # decays in the last two fifths of 11 iterations: 4 of them
+    wsd=[
+        *(2.5e-3, 5e-3, 7.5e-3),
+        *(1e-2, 1e-2, 1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3, 1e-3),
+        *(1e-3, 1e-3),
+    ],
+    constant=[2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 11],
+)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, trained, tmp_path):
+    rates = SCHEDULES[schedule]
+    config = BASE | dict(max_iters=14, lr_schedule=schedule)
+    extra = dict(decay_fraction=0.4) if schedule == "wsd" else {}
+    weights = trained()
+    train(**config, **extra, init_from=weights, dataset=tokens, out_dir=tmp_path)
+    assert column(tmp_path, "step", "lr") == pytest.approx(rates, rel=1e-8)  # nine digits
+    # the rates are not only logged
+    expected = plain.train(plain.weights(torch.load(weights)["model"]), tokens, config, rates)
+    losses = [loss for loss, _, _ in expected.steps]
+    assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
+
+
+def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
+    """In order, and evaluates on the same tokens as a run on them."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in ("alpha", "beta", "zeta")]
+    rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
+    Path("text.jsonl").write_text("".join(rows))
+    held_out = f"--val_tokens={BASE['eval_tokens']}"
+    prepare = run(
+        "data/prepare_fineweb.py",
+        "--source=text.jsonl",
+        "--tokenizer=byte",
+        held_out,
+        "--out=shards",
+    )
+    assert prepare.code == 0
+    shards = Path("shards")
+    windows = len(plain.split(shards, "train")) // T
+    assert 72 < windows < 144  # the run of 144 reads all of them and begins again
+
+    train(**BASE, stream=True, tokenizer="byte", dataset="text.jsonl", out_dir="streamed")
+    train(**BASE | dict(max_iters=0), dataset="shards", out_dir="prepared")
+    streamed, prepared = (column(Path(name), "eval", *EVAL) for name in ("streamed", "prepared"))
+    assert streamed[0] == prepared[0]
+    w = plain.weights(checkpoint(Path("prepared"), 0)["model"])
+    expected = plain.train(w, shards, BASE | dict(stream=True))
+    losses = [loss for loss, _, _ in expected.steps]
+    assert column(Path("streamed"), "step", "loss") == pytest.approx(losses, **CLOSE)
+
+
+# -----------------------------------------------------------------------------
+# Dropout and samples
+
+
+def test_dropout_acts_in_every_iteration_and_in_no_evaluation(tokens, trained, tmp_path):
+    """Also in those after an evaluation and a sample."""
+    config = BASE | dict(dropout=0.5, eval_interval=4, sample_tokens=4, checkpoint_interval=1)
+    train(**config, init_from=trained(), dataset=tokens, out_dir=tmp_path)
+    assert len(records(tmp_path, "sample")) == 3
+    for it, *losses in column(tmp_path, "eval", "iter", "train_loss", "val_loss")[1:]:
+        w = plain.weights(checkpoint(tmp_path, it)["model"])
+        assert losses == pytest.approx(plain.evaluate(w, tokens, config), **CLOSE)
+    losses = column(tmp_path, "step", "loss")
+    for it, loss, rows in zip(range(12), losses, plain.batches(tokens, config), strict=False):
+        state = checkpoint(tmp_path, it) if it else torch.load(trained())
+        w = plain.weights(state["model"])
+        # without dropout they would be within 5e-6
+        assert abs(loss - plain.loss_of(w, config, rows).item()) > 0.01, it
+
+
+def test_samples_change_no_bit_of_the_training(tokens, tmp_path):
+    config = BASE | dict(dropout=0.3, eval_interval=3, dataset=tokens)
+    train(**config, out_dir=tmp_path / "silent")
+    train(**config, out_dir=tmp_path / "sampling", sample_tokens=12)
+    assert len(records(tmp_path / "sampling", "sample")) == 4
+    assert_same_run(tmp_path / "silent", tmp_path / "sampling", 12)
+
+
+def test_a_sample_is_made_without_dropout(tokens, trained, tmp_path):
+    # with rates of 0 both runs keep the weights that they start from
+    config = BASE | dict(learning_rate=0, min_lr=0, sample_tokens=40, init_from=trained())
+    for dropout in (0.0, 0.5):
+        train(**config, dropout=dropout, dataset=tokens, out_dir=tmp_path / str(dropout))
+    texts = column(tmp_path / "0.5", "sample", "text")
+    assert texts == column(tmp_path / "0.0", "sample", "text")
+    assert len(texts[0]) > 10
+
+
+# -----------------------------------------------------------------------------
+# Numbers of other precision, and no numbers
+
+
+def test_half_precision_follows_float32_and_is_used_in_training_and_evaluation(tokens, tmp_path):
+    for dtype in ("float32", "bfloat16", "float16"):
+        train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
+    whole = tmp_path / "float32"
+    # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many, but what
+    # training makes of them adds up: to a third of this in a loss, more in a norm.
+    for dtype, near in (("bfloat16", 2**-9), ("float16", 2**-12)):
+        half = tmp_path / dtype
+        for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
+            ours, theirs = column(half, kind, name), column(whole, kind, name)
+            assert ours == pytest.approx(theirs, rel=near), (dtype, name)
+            assert ours[0] != theirs[0], (dtype, name)  # of the same weights
+        ours, theirs = column(half, "step", "grad_norm"), column(whole, "step", "grad_norm")
+        assert ours == pytest.approx(theirs, rel=50 * near), dtype
+
+
+@contextmanager
+def gradient_of_nan(backward_pass: int):
+    """The n-th backward pass from here on, counted from 1, makes gradients that are not numbers."""
+    real, count = torch.Tensor.backward, 0
+
+    def backward(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        real(self * math.nan if count == backward_pass else self, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "backward", backward):
+        yield
+
+
+MUON = dict(model="fast", optimizer="muon", tie_weights=False, value_tables=1, bigram_rows=64)
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(dtype="float16"), MUON], ids=["", "half", "muon"])
+def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
+    config = BASE | kind | dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
+    with gradient_of_nan(backward_pass=5 * 3 + 2):  # a micro-batch of iteration 5
+        result = train(**config, dataset=tokens, out_dir=tmp_path)
+    before, after, later = (checkpoint(tmp_path, it) for it in (5, 6, 7))
+    assert same(before["model"], after["model"])
+    assert same(before["optimizer"]["state"], after["optimizer"]["state"])
+    assert not same(after["model"], later["model"])
+    norms = column(tmp_path, "step", "grad_norm")
+    assert [it for it, norm in enumerate(norms) if norm is None] == [5]
+    assert after["progress"]["tokens"] == 6 * TOKENS
+    assert "iter 5: 1 updates skipped" in result.err
+
+
+@pytest.mark.parametrize("tf32, precision", [(True, "high"), (False, "highest")])
+def test_tf32_is_set_as_asked(tf32, precision, tokens, tmp_path):
+    torch.set_float32_matmul_precision("medium")
+    train(**BASE | dict(max_iters=1), tf32=tf32, dataset=tokens, out_dir=tmp_path)
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
+    out_dir = tmp_path / "run"
+    train(**BASE, dataset=tokens, out_dir=out_dir)
+    last = out_dir / "ckpt-00000012.pt"
+    w = plain.weights(torch.load(last)["model"])
+    losses = plain.evaluate(w, tokens, BASE)
+
+    def contents() -> dict:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+    before = contents()
+    for start_from in (
+        dict(init_from="resume", out_dir=out_dir),
+        dict(init_from=last, out_dir=tmp_path / "new"),
+    ):
+        result = train(**BASE, **start_from, eval_only=True, dataset=tokens)
+        [found] = re.findall(r"^step .* loss (\S+), val loss (\S+),", result.out, re.MULTILINE)
+        assert tuple(map(float, found)) == pytest.approx(losses, abs=6e-5)  # four digits
+        assert "\niter " not in result.out
+    assert contents() == before
+    assert not (tmp_path / "new").exists()
+
+
+# -----------------------------------------------------------------------------
+# Speed
+
+
+# 6 for each weight of a matmul, the padded head among them, and 12 T C for each layer's attention
+FLOPS_PER_TOKEN = 6 * (2 * 12 * 32 * 32 + 128 * 32) + 2 * 12 * T * 32
+PEAK_TFLOPS = 1e-3
+
+
+def assert_speeds(out_dir: Path, sizes: list[int], devices: int = 1) -> None:
+    """The speeds of a run with PEAK_TFLOPS, whose logged iterations had these sizes in tokens."""
+    for found in column(out_dir, "start", "flops_per_token"):
+        assert found == pytest.approx(FLOPS_PER_TOKEN)
+    for size, step in zip(sizes, records(out_dir, "step"), strict=True):
+        assert step["tokens_after"] - step["tokens"] == size
+        assert step["tokens_per_sec"] * step["step_ms"] / 1000 == pytest.approx(size)
+        flops = FLOPS_PER_TOKEN * step["tokens_per_sec"]
+        assert step["mfu"] == pytest.approx(flops / (1e12 * PEAK_TFLOPS * devices))
+
+
+class Hand:
+    """A turned time.perf_counter: only updates, layers of an evaluation, and saves take time."""
+
+    SECONDS = dict(steps=0.5, evaluation=0.001, checkpoints=1.0)
+
+    def __init__(self) -> None:
+        self.spent = dict.fromkeys(self.SECONDS, 0.0)
+
+    def __call__(self) -> float:
+        return 1000 + sum(self.spent.values())
+
+    def turn(self, what: str) -> None:
+        self.spent[what] += self.SECONDS[what]
+
+    def update(self, optimizer, *_) -> None:
+        # before a run, tensors without memory are updated to know the size of a checkpoint
+        if not optimizer.param_groups[0]["params"][0].is_meta:
+            self.turn("steps")
+
+    def layer(self, module, *_) -> None:
+        if not module.training:
+            self.turn("evaluation")
+
+    @contextmanager
+    def turning(self):
+        save = torch.save
+
+        def slow_save(*args, **kwargs) -> None:
+            self.turn("checkpoints")
+            save(*args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_post_hook(self.update).remove)
+            stack.callback(register_module_forward_hook(self.layer).remove)
+            stack.enter_context(mock.patch("torch.save", slow_save))
+            stack.enter_context(mock.patch("time.perf_counter", self))
+            yield
+
+
+@pytest.mark.parametrize("log_interval", [1, 3])
+def test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed(
+    log_interval, tokens, tmp_path
+):
+    hand = Hand()
+    # evaluations and saves are at 4 and 8, and not where the lines are
+    config = BASE | dict(eval_interval=4, log_interval=log_interval, peak_tflops=PEAK_TFLOPS)
+    with hand.turning():
+        train(**config, dataset=tokens, out_dir=tmp_path)
+
+    assert hand.spent["steps"] == 12 * 0.5
+    assert hand.spent["evaluation"] > 4 * 2 * 5 * 0.001  # times, splits, batches of many layers
+    assert hand.spent["checkpoints"] == 3 * 1.0
+    [end] = records(tmp_path, "end")
+    assert end["ledger"] == pytest.approx(hand.spent | {"start-up": 0, "compile": 0})
+    assert 3600 * end["hours"] == pytest.approx(sum(hand.spent.values()))
+
+    lines = [*range(0, 12, log_interval), *[11] * (log_interval > 1)]
+    assert column(tmp_path, "step", "iter") == lines
+    assert column(tmp_path, "step", "step_ms") == pytest.approx([500] * len(lines))
+    assert_speeds(tmp_path, [TOKENS] * len(lines))
+    evaluations = column(tmp_path, "eval", "seconds")
+    assert evaluations == pytest.approx([hand.spent["evaluation"] / 4] * 4)
+    assert column(tmp_path, "checkpoint", "seconds") == pytest.approx([1.0] * 3)
+
+
+# One line, in the loop: from iteration 10 on each rank takes twice as many micro-batches
+DOUBLED = {
+    "train.py": [
+        (
+            "    while True:\n        it = p.iter_num\n",
+            "    once = accum\n"
+            "    while True:\n"
+            "        it = p.iter_num\n"
+            "        accum = 2 * once if it >= 10 else once\n",
+        )
+    ]
+}
+
+
+# both launches in one process, as importing the changed program takes two seconds
+TWICE = """
+import runpy, sys
+for last in ("--max_iters=12", "--max_iters=14 --init_from=resume"):
+    sys.argv = ["train.py", *sys.argv[1:], *last.split()]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+"""
+
+
+def test_tokens_speed_and_epochs_are_those_of_the_batches_trained_on(tokens, tmp_path):
+    """Of a changed program too, and after a resume of it."""
+    folder = changed(tmp_path / "changed", DOUBLED)
+    out_dir = tmp_path / "run"
+    words = flags(**BASE, peak_tflops=PEAK_TFLOPS, dataset=tokens, out_dir=out_dir)
+    result = finish(start("-c", TWICE, *words, cwd=folder, only_torch=True))
+    assert result.code == 0, result.err
+
+    sizes = [TOKENS] * 10 + [2 * TOKENS] * 4
+    positions = [sum(sizes[:it]) for it in range(14)]
+    assert column(out_dir, "step", "tokens") == positions
+    assert_speeds(out_dir, sizes)
+    lines = re.findall(r"^iter .* tokens (\S+), epoch (\S+),", result.out, re.MULTILINE)
+    for (count, epoch), position in zip(lines, positions, strict=True):
+        assert float(epoch) == pytest.approx(position / sum(TRAIN), abs=0.005)  # two decimals
+        assert number(count) == pytest.approx(position, rel=0.005)  # three digits
+    progress = checkpoint(out_dir, 14)["progress"]
+    assert (progress["tokens"], progress["sequences"]) == (sum(sizes), sum(sizes) // T)
+
+
+def number(count: str) -> float:
+    """1.15k -> 1150"""
+    return float(count.replace("k", "e3"))
+
+
+# -----------------------------------------------------------------------------
+# Two ranks
+
+
+def train_on_two_ranks(**keys) -> None:
+    results = finish_ranks(start_ranks(2, *flags(**keys)))
+    assert [result.code for result in results] == [0, 0], results
+
+
+def test_two_ranks_are_one(tokens, tmp_path):
+    """The same numbers but for rounding; an evaluation's 18 windows leave the last batch uneven."""
+    config = BASE | dict(batch_size=5, gradient_accumulation_steps=4, peak_tflops=PEAK_TFLOPS)
+    train(**config, dataset=tokens, out_dir=tmp_path / "1")
+    train_on_two_ranks(**config, dataset=tokens, out_dir=tmp_path / "2")
+    for kind, names in (("step", STEP), ("eval", EVAL)):
+        one, two = (column(tmp_path / n, kind, *names) for n in "12")
+        for ours, theirs in zip(two, one, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
+    assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
+
+
+def test_ranks_drop_differently_and_resume_bit_for_bit(tokens, tmp_path):
+    config = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, dataset=tokens)
+    train_on_two_ranks(**config, out_dir=tmp_path / "whole")
+    (tmp_path / "resumed").mkdir()
+    for name in ("ckpt-00000006.pt", "metrics.jsonl"):
+        shutil.copy(tmp_path / "whole" / name, tmp_path / "resumed")
+    train_on_two_ranks(**config, out_dir=tmp_path / "resumed", init_from="resume")
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", 12)
+    first, second = checkpoint(tmp_path / "whole", 12)["rng"]
+    assert not torch.equal(first["cpu"], second["cpu"])

@@ -1,0 +1,154 @@
+"""
+Whatever happens to a run, in the end it is the uninterrupted one: kills and signals at any moment,
+disks that are full for a while, newest files that are damaged, in an order drawn from a seed.
+"""
+
+import json
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from moments import free
+from program import (
+    assert_same_run,
+    best,
+    checkpoints,
+    column,
+    finish,
+    flags,
+    records,
+    start,
+    train,
+    write_tokens,
+)
+
+pytest.importorskip("fcntl", reason="disks and signals of POSIX")
+
+END = 40
+OPTIONS = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=2,
+    max_iters=END,
+    lr_decay_iters=END,
+    eval_interval=7,
+    eval_tokens=160,
+    checkpoint_interval=3,
+    keep_checkpoints=2,
+    log_interval=1,
+    dropout=0.1,
+    learning_rate=0.01,
+    warmup_iters=2,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+    init_from="auto",
+)
+LAUNCHES = 4
+# how often each happens in the first 14 iterations of a launch, about
+MOMENTS = dict(update=14, lookup=24, disk=250, save=6)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
+
+
+@pytest.fixture(scope="module")
+def straight(tokens, tmp_path_factory) -> Path:
+    """The run that nothing happens to."""
+    out_dir = tmp_path_factory.mktemp("straight")
+    train(**OPTIONS, dataset=tokens, out_dir=out_dir)
+    # The last evaluation is the best, so a failed save of an earlier one leaves no trace.
+    losses = column(out_dir, "eval", "val_loss")
+    assert losses[-1] == min(losses)
+    return out_dir
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk with room for a few checkpoints."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs to be root, to mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def draw_steps(chance: random.Random) -> list[tuple]:
+    """What happens in one launch: perhaps a disk that is full for a while, and a kill or a stop."""
+    steps = []
+    if chance.random() < 0.6:
+        begin = chance.randrange(1, 15)
+        steps.append(("update", begin, "fill"))
+        steps.append(("update", begin + chance.randrange(1, 15), "free"))
+    moment = chance.choice([*MOMENTS])
+    steps.append(
+        (
+            moment,
+            chance.randint(1, MOMENTS[moment]),
+            chance.choice(["SIGKILL", "SIGTERM", "SIGINT"]),
+        )
+    )
+    return steps
+
+
+def damage(path: Path, chance: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    how = chance.choice(["flipped bit in", "cut"])
+    if how == "cut":
+        del content[place:]
+    else:
+        content[place] ^= 1 << chance.randrange(8)
+    path.unlink()  # best.pt may be a link to it
+    path.write_bytes(content)
+    return f"{how} {path.name} at {place}"
+
+
+def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
+    chance, out_dir = random.Random(seed), disk / "run"
+    arguments = flags(**OPTIONS, dataset=tokens, out_dir=out_dir)
+    for launch in range(LAUNCHES):
+        steps = draw_steps(chance)
+        plan = json.dumps(dict(disk=str(disk), steps=steps))
+        result = finish(start("tests/moments.py", plan, "train.py", *arguments), timeout=60)
+        print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
+        number = getattr(signal, steps[-1][2])
+        # 0: it came to its end before. -number: before the loop. 1: it was stopped on a full disk
+        assert result.code in (0, -number, 128 + number, 1)
+        assert "Traceback" not in result.err
+        if result.code == 1:
+            assert number != signal.SIGKILL
+            assert "fill" in result.err
+        free(disk)
+        if len(checkpoints(out_dir)) > 1 and chance.random() < 0.5:
+            newest = out_dir / f"ckpt-{checkpoints(out_dir)[-1]:08}.pt"
+            print(damage(newest, chance))
+    train(**OPTIONS, dataset=tokens, out_dir=out_dir)
+    assert_same_run(straight, out_dir, END)
+    assert best(out_dir)["progress"]["iter_num"] == END
+    saved = column(out_dir, "checkpoint", "iter")
+    # twice if a signal ended the evaluation there: without the evaluation, and with it
+    assert saved == sorted(saved)
+    assert [record["reason"] for record in records(out_dir, "end")][-1] == "max_iters"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_storm_a_run_is_the_uninterrupted_one(seed, tokens, straight, disk):
+    storm(seed, tokens, straight, disk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_after_many_storms_too(seed, tokens, straight, disk):
+    storm(seed, tokens, straight, disk)
