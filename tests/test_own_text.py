@@ -190,6 +190,11 @@ def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch,
     assert read_weights(str(tmp_path / "best.pt"))["progress"]["best_val_loss"] == 3.1
 
 
+def test_fine_tuning_that_only_harms_leaves_no_best_pt(dataset, tmp_path, monkeypatch):
+    evaluated([(3.0, 3.0), (2.9, 3.1), (2.8, 3.2)], dataset, tmp_path, monkeypatch)
+    assert not (tmp_path / "best.pt").exists()
+
+
 def test_samples_and_exports_come_from_the_best_evaluation(tmp_path, script, monkeypatch):
     """Also of a run that was stopped after that, between two evaluations."""
     dataset = write_dataset(tmp_path / "data", [1500], vocab=256)
