@@ -44,7 +44,6 @@ from train import build_optimizer, model_config
 from training import compiled
 from training.compiled import compile_or_warn
 from training.hardware import set_up
-from training.ranks import Signals
 
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
@@ -237,7 +236,7 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_by_the_resumed_run(
 ):
     """Before each of its batches, that of the last evaluation too."""
     looks, evaluation = iter(range(10**6)), iteration // 4
-    stop_asked = Signals.stop_asked
+    stop_asked = StopSignals.stop_asked
 
     def interrupted(signals):
         if next(looks) == evaluation * BATCHES + batch:
@@ -245,7 +244,7 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_by_the_resumed_run(
         return stop_asked(signals)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Signals, "stop_asked", interrupted)
+        patch.setattr(StopSignals, "stop_asked", interrupted)
         assert run_here(dataset, tmp_path, **EVALUATED) == 143
     assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 4, 8][:evaluation]
     assert load_newest(tmp_path)["progress"]["iter_num"] == iteration

@@ -29,7 +29,7 @@ from training import checkpoint
 
 
 def load_newest(folder: Path) -> dict:
-    return checkpoint.load_newest(folder)
+    return checkpoint.load(checkpoint.find_newest(folder))
 
 
 def full_disk_at(monkeypatch, iter_num: int) -> None:
