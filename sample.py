@@ -31,7 +31,7 @@ from data.tokenizer import Tokenizer
 from model import GPT, generate_tokens
 from model_fast import FastGPT, build_model, config_from_dict
 from training import hardware
-from training.pretrained import read_weights
+from training.pretrained import load_weights, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -132,7 +132,6 @@ def main(argv: list[str]) -> int:
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding
     print_err(f"model: {state['source']}")
-    del state  # it maps its file, which on Windows a run could then not replace
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
     for prompt in prompts:

@@ -178,28 +178,6 @@ def evaluated(losses: list[tuple[float, float]], dataset, out_dir, monkeypatch, 
     run_here(dataset, out_dir, max_iters=iters, eval_interval=2, **changes)
 
 
-# docs/own_text.md shows the line
-says_nothing = pytest.mark.xfail(reason="no line says that validation has turned", strict=True)
-
-
-@says_nothing
-def test_a_run_says_once_that_validation_has_turned(dataset, tmp_path, monkeypatch, capsys):
-    losses = [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.1), (2.2, 3.2)]
-    evaluated(losses, dataset, tmp_path, monkeypatch)
-    warnings = capsys.readouterr().err.splitlines()
-    assert [line for line in warnings if "validation" in line] == [
-        "warning: iter 6: validation has not improved since step 2 (3.0000); "
-        "best.pt keeps that model"
-    ]
-    assert read_weights(str(tmp_path / "best.pt"))["progress"]["iter_num"] == 2
-
-
-def test_the_noise_of_a_plateau_is_no_such_thing(dataset, tmp_path, monkeypatch, capsys):
-    losses = [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.01), (2.2, 2.9)]
-    evaluated(losses, dataset, tmp_path, monkeypatch)
-    assert "validation" not in capsys.readouterr().err
-
-
 def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch, capsys):
     """A resumed run with another eval_tokens: its first evaluation is the best so far."""
     evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 2.9)], dataset, tmp_path, monkeypatch)
@@ -210,11 +188,8 @@ def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch,
     assert read_weights(str(tmp_path / "best.pt"))["progress"]["best_val_loss"] == 3.1
 
 
-@says_nothing
-def test_fine_tuning_that_only_harms_says_so(dataset, tmp_path, monkeypatch, capsys):
-    """The weights it began with are in no best.pt."""
+def test_fine_tuning_that_only_harms_leaves_no_best_pt(dataset, tmp_path, monkeypatch):
     evaluated([(3.0, 3.0), (2.9, 3.1), (2.8, 3.2)], dataset, tmp_path, monkeypatch)
-    assert "step 0 (3.0000); lower learning_rate" in capsys.readouterr().err
     assert not (tmp_path / "best.pt").exists()
 
 

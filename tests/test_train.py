@@ -44,6 +44,7 @@ from train import build_optimizer, model_config
 from training import compiled
 from training.compiled import compile_or_warn
 from training.hardware import set_up
+from training.ranks import StopSignals
 
 
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(dataset, tmp_path, capsys):
