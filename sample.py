@@ -132,6 +132,7 @@ def main(argv: list[str]) -> int:
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding
     print_err(f"model: {state['source']}")
+    del state  # it maps its file, which on Windows a run could then not replace
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
     for prompt in prompts:

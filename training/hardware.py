@@ -120,6 +120,10 @@ def check_device(config: Config) -> list[str]:
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
         return [f"device: {wanted}, but {seen}; {cuda_hint()}, or --device=cpu"]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    if kind != "cpu" and gpus and here > gpus:
+        return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
     return []
