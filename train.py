@@ -490,7 +490,8 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     # on a CPU they are mapped to the file, whose space the disk could not use again
     for moments in optimizer.state.values():
         for name, moment in moments.items():
-            moments[name] = moment.clone() if isinstance(moment, Tensor) else moment
+            if isinstance(moment, Tensor) and moment.device.type == "cpu":
+                moments[name] = moment.clone()
     if scaler.is_enabled() and resumed["scaler"]:
         scaler.load_state_dict(resumed["scaler"])
     if rank < len(resumed["rng"]):
