@@ -280,10 +280,8 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
         ]
     groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
     grouped = [name for group in groups for name, _ in group["params"]]
-    for name, _ in weights:
-        if grouped.count(name) != 1:
-            times = f"in {grouped.count(name)} groups"
-            raise UserError(f"optimizer: {name} is {times}; give each weight one, with its rate")
+    if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
+        raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
     if c.optimizer == "muon":
         return Muon(groups, dtype, fused)
     return torch.optim.AdamW(groups, fused=fused)

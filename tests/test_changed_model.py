@@ -169,7 +169,6 @@ class Noisy(gpt2.MLP):
         return y
 
 
-@pytest.mark.xfail(reason="count_flops() draws what the model draws, after the resume", strict=True)
 def test_what_a_model_draws_by_torch_numpy_and_python_is_seeded_and_resumed(
     patch, dataset, tmp_path
 ):
@@ -205,7 +204,6 @@ def test_a_compiled_model_that_draws_is_judged_by_its_evaluation(
     assert capsys.readouterr().err.count("torch.compile does not work here") == refused
 
 
-@pytest.mark.xfail(reason="try_to_save() takes a buffer for a weight", strict=True)
 def test_a_mask_of_infinities_is_saved_and_resumed(patch, dataset, tmp_path):
     """Only weights that have become infinite are not."""
     stock = gpt2.MLP.__init__

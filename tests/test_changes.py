@@ -117,9 +117,7 @@ FORGOTTEN_VECTORS = adamw_groups(MATRICES, "[]")
 
 def optimizer(made: str) -> dict:
     """What optimizer=adamw makes of its groups."""
-    return {
-        "train.py": [("optimizer = torch.optim.AdamW(groups, fused=fused)", f"optimizer = {made}")]
-    }
+    return {"train.py": [("return torch.optim.AdamW(groups, fused=fused)", f"return {made}")]}
 
 
 ADAMW = "torch.optim.AdamW(groups, fused=False)"

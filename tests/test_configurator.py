@@ -297,7 +297,6 @@ def test_nanogpt_habits_are_no_errors():
     assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
 
 
-@pytest.mark.xfail(reason="the line is one of another file in the traceback", strict=True)
 def test_a_file_in_an_older_encoding_is_refused(tmp_path):
     """Read with a letter replaced, it would train in another folder."""
     (tmp_path / "old.py").write_text("out_dir = 'out/Gr\u00f6\u00dfe'", "cp1252")

@@ -782,7 +782,7 @@ def test_bad_input_is_one_line_each_and_exit_2(tmp_path, script):
         ("nanogpt-to-ckpt", tmp_path / "empty.pt", "empty.pt", out),
         ("nanogpt-to-ckpt", tmp_path / "other.pt", "neither", out),
         ("ckpt-to-hf", tmp_path / "strange.pt", "not a model", exported),
-        ("ckpt-to-hf", tmp_path / "diverged.pt", "ln_f.weight is not finite", exported),
+        ("ckpt-to-hf", tmp_path / "diverged.pt", "logits differ by nan", exported),
         ("ckpt-to-hf", flipped, "flipped.pt", exported),
         ("ckpt-to-hf", tmp_path / "nowhere.pt", "no such", exported),
         ("ckpt-to-hf", tmp_path, "no checkpoint or config.json", exported),

@@ -189,17 +189,14 @@ def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
 
 # docs/troubleshooting.md: PyPI's torch for Windows has no CUDA
 CUDA_BUILD = "pip install torch=="
-names_no_build = pytest.mark.xfail(
-    reason="the line about a missing GPU names no build of torch that has CUDA", strict=True
-)
 
 
 @pytest.mark.parametrize(
     "platform, build, hint",
     [
         ("linux", "13.0", "nvidia-smi"),
-        pytest.param("linux", None, CUDA_BUILD, marks=names_no_build),
-        pytest.param("win32", None, CUDA_BUILD, marks=names_no_build),
+        ("linux", None, CUDA_BUILD),
+        ("win32", None, CUDA_BUILD),
         ("darwin", None, "nvidia-smi"),
     ],
 )
@@ -211,7 +208,6 @@ def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hin
     assert hint in problem
 
 
-@names_no_build
 def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
     dataset, tmp_path, monkeypatch, capsys
 ):
@@ -325,7 +321,6 @@ def test_the_command_that_out_of_memory_names_starts(
     assert sizes[-1] == "--batch_size=2"
 
 
-@pytest.mark.xfail(reason="explain() knows files and flags, no checkpoint", strict=True)
 def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(
     dataset, tmp_path, monkeypatch, capsys
 ):

@@ -272,7 +272,7 @@ def test_without_its_characters_the_message_says_where_to_put_them(
     "init_from",
     [
         "resume",
-        pytest.param("auto", marks=pytest.mark.xfail(reason="names auto itself", strict=True)),
+        "auto",
     ],
 )
 @pytest.mark.parametrize("name", ["ckpt.pt", "best.pt"])
