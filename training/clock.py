@@ -67,7 +67,7 @@ class Clock:
         self.evaluated_share = -1.0
         if resumed and (config.hours, config.until) == before:
             # with other hours the same moment has another share, and an evaluation is due soon
-            self.evaluated_share = saved["evaluated_share"]
+            self.evaluated_share = saved.get("evaluated_share", -1.0)
         # seconds that the last evaluation, save and iteration took
         self.seconds_per: dict[str, float] = dict(saved.get("prices", {}))
         self.saved_at = self.used()
