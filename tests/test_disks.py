@@ -586,7 +586,7 @@ def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
     [*batches] = itertools.islice(plain.batches(data, config), 11)
     ids = plain.split(data, "train")
     (place,) = (n for n in range(len(ids) - 16) if (ids[n : n + 17] == batches[10][0]).all())
-    with open(data / "train_000000.bin", "r+b") as file:
+    with open(data / "train_000001.bin", "r+b") as file:
         file.seek(1024 + 2 * (place + 8))
         file.write(b"\xff\xff")
     result = run_tiny(data, out_dir, **options | dict(max_iters=12))
