@@ -184,9 +184,9 @@ def free(disk: Path, size: int | None = None) -> None:
 def act_as_planned(plan: dict) -> contextlib.ExitStack:
     """
     plan["steps"]: [moment, n, action] each, where `moment` is update, lookup, disk or save, and
-    `action` is fill, free or a signal's name. They happen on plan["disk"], and only on the rank
-    plan["rank"], if that is there. A run that waits for room gets it at once. What happens is said
-    on stderr.
+    `action` is fill, free or a signal's name. They happen on plan["disk"], only on the rank
+    plan["rank"], and not again in a process that torchrun has restarted. A run that waits for room
+    gets it at once. What happens is said on stderr.
     """
     disk = Path(plan["disk"])
 
@@ -202,7 +202,8 @@ def act_as_planned(plan: dict) -> contextlib.ExitStack:
 
     calls = itertools.count(1)
     patches = contextlib.ExitStack()
-    if os.environ.get("RANK", "0") != str(plan.get("rank", 0)):
+    is_it = os.environ.get("RANK", "0") == str(plan.get("rank", 0))
+    if not is_it or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return patches
     patches.enter_context(before_updates(lambda n, optimizer: act("update", n)))
     patches.enter_context(before_eval_lookups(lambda n: act("lookup", n)))

@@ -161,9 +161,14 @@ def seems_empty():
     return mock.patch("os.statvfs", lambda path: statvfs("/"))
 
 
-@pytest.mark.parametrize("noticed", ["before", "in the middle"])
+def no_wait():
+    """A run that waits for room fails the test."""
+    return Clock(lambda: pytest.fail("waits for room")).turned()
+
+
+@pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
 def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made(
-    noticed, tokens, make_disk, tmp_path
+    noticed, left, tokens, make_disk, tmp_path
 ):
     options = dict(max_iters=40, lr_decay_iters=40)
     disk, seen = make_disk(1 << 20), []
@@ -171,6 +176,7 @@ def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_
     def act(n, optimizer):
         if n == 6:
             fill(disk)
+            free(disk, left)
         if n == 31:
             seen.extend([checkpoints(disk / "run"), leftovers(disk / "run")])
             free(disk)
@@ -180,8 +186,8 @@ def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_
     assert seen == [[4], []]
     (line,) = [line for line in result.err.splitlines() if "not saved" in line]
     assert line.startswith("warning: iter 8: ")
-    # 25 iterations fill more than what was left of the last page of the file
-    assert len(lines(result.err, "warning: metrics.jsonl")) == 1
+    # the records of 25 iterations need more than the rest of the last page of the file
+    assert len(lines(result.err, "warning: metrics.jsonl")) == (0 if left else 1)
     saved = column(disk / "run", "checkpoint", "iter")
     assert saved[0] == 4
     assert not [it for it in saved if 4 < it < 30]
@@ -298,9 +304,8 @@ def test_a_disk_with_the_room_that_the_page_names_is_enough(
     disk = make_disk((3 if links else 4) * size + (48 << 10))
     options = dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
     refusal = OSError(errno.EPERM, "Operation not permitted")
-    waits_for_ever = Clock(lambda: pytest.fail("there is too little room")).turned()
     with mock.patch("os.link", os.link if links else mock.Mock(side_effect=refusal)):
-        with waits_for_ever:
+        with no_wait():
             train_tiny(tokens, disk / "run", **options)
     assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert checkpoints(disk / "run") == [8, 10]
@@ -551,14 +556,14 @@ def invalid(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, cut, invalid])
-@pytest.mark.parametrize("split, saved_at", [("val", [4]), ("train", range(2, 9))])
+@pytest.mark.parametrize("moment", ["val in an evaluation", "train in an evaluation", "train"])
 def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
-    split, saved_at, harm, tokens, tmp_path
+    moment, harm, tokens, tmp_path
 ):
-    """During an evaluation, or while training."""
     data, out_dir = tmp_path / "tokens", tmp_path / "run"
     shutil.copytree(tokens, data)
-    options = dict(max_iters=12, checkpoint_interval=5, eval_tokens=400)
+    split, _, evaluates = moment.partition(" ")
+    options = dict(max_iters=12, eval_interval=4 if evaluates else 100, eval_tokens=400)
     train_tiny(data, tmp_path / "straight", **options)
 
     def spoil():
@@ -571,8 +576,9 @@ def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
     (line,) = lines(result.err, "error:")
     assert f"{split}_0" in line
     assert "Traceback" not in result.err
-    assert checkpoints(out_dir)[-1] in saved_at
-    assert checkpoints(out_dir)[-1] == column(out_dir, "step", "iter")[-1] + 1
+    (saved,) = checkpoints(out_dir)
+    assert saved == column(out_dir, "step", "iter")[-1] + 1
+    assert saved == 4 if evaluates else 2 <= saved < 12
     shutil.copytree(tokens, data, dirs_exist_ok=True)
     train_tiny(data, out_dir, init_from="resume", **options)
     assert_same_run(tmp_path / "straight", out_dir, 12)
@@ -636,6 +642,19 @@ def test_ranks_that_are_restarted_go_on_from_the_checkpoint(tokens, tmp_path):
         alone = column(tmp_path / "alone", kind, "iter", name)
         assert [it for it, _ in both] == [it for it, _ in alone]
         assert [x for _, x in both] == pytest.approx([x for _, x in alone], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_has_died(tokens, tmp_path):
+    """Its store outlives the restart, with the addresses of the dead processes."""
+    options = TINY | RANKS | dict(dataset=tokens, init_from="auto", checkpoint_interval=3)
+    script = planned(tmp_path, ("update", 8, "SIGKILL"), rank=1)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, "--max-restarts=1", *script, *flags(**options, out_dir=tmp_path / "run")]
+    result = finish(start(*command, GLOO_SOCKET_IFNAME="lo"))
+    assert result.code == 0, result.err
+    assert column(tmp_path / "run", "start", "iter")[-1] in (6, 7)
+    assert column(tmp_path / "run", "step", "iter") == [*range(20)]
 
 
 # -----------------------------------------------------------------------------
@@ -711,7 +730,7 @@ def test_the_newest_are_kept_and_the_best(keep, tokens, tmp_path):
 
 def test_a_folder_that_is_deleted_under_the_run_is_made_again(tokens, straight, tmp_path):
     out_dir = tmp_path / "run"
-    with at_update(6, lambda: shutil.rmtree(out_dir)):
+    with at_update(6, lambda: shutil.rmtree(out_dir)), no_wait():
         result = train_tiny(tokens, out_dir)
     assert str(out_dir) in "".join(lines(result.err, "warning: iter 8"))
     assert same(checkpoint(out_dir, 8)["model"], checkpoint(straight, 8)["model"])
