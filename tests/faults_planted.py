@@ -379,14 +379,14 @@ FAULTS = [
         "train.py",
         "            batches.error, failed = error, True\n",
         "            raise\n",
-        "test_disks.py::test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved[val-saved_at0-cut]",
+        "test_disks.py::test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved[val in an evaluation-cut]",
     ),
     Fault(
         "i_unreadable_evaluation_is_a_success",
         "train.py",
         '    if reason == "data":  # the rank',
         "    if False:  # the rank",
-        "test_disks.py::test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved[val-saved_at0-cut]",
+        "test_disks.py::test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved[val in an evaluation-cut]",
     ),
     Fault(
         "j_failed_save_waits_for_the_next_one",
@@ -643,7 +643,7 @@ FAULTS = [
         "data/shards.py",
         "        if block.size and block.max() >= self.vocab:\n",
         "        if block.size and block.max() > self.vocab:\n",
-        "test_disks.py::test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved[train-saved_at1-invalid]",
+        "test_disks.py::test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved[train-invalid]",
     ),
     Fault(
         "stream_wraps_at_the_last_shard_that_is_there",

@@ -586,21 +586,22 @@ def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
 
 def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
     """Which is found out earlier, as a thread reads ahead."""
-    data, out_dir = write_tokens(tmp_path / "tokens", [1200], [250]), tmp_path / "run"
-    options = dict(eval_tokens=16, eval_interval=10**6, log_interval=1, seed=5)
-    config = TINY | options
-    [*batches] = itertools.islice(plain.batches(data, config), 11)
+    data = write_tokens(tmp_path / "tokens", [1200], [250])
+    options = dict(eval_tokens=16, eval_interval=10**6, seed=5)
+    *_, eleventh = itertools.islice(plain.batches(data, TINY | options), 11)
     ids = plain.split(data, "train")
-    (place,) = (n for n in range(len(ids) - 16) if (ids[n : n + 17] == batches[10][0]).all())
-    with open(data / "train_000001.bin", "r+b") as file:
-        file.seek(1024 + 2 * (place + 8))
-        file.write(b"\xff\xff")
-    result = run_tiny(data, out_dir, **options | dict(max_iters=12))
+    (place,) = (n for n in range(len(ids) - 16) if (ids[n : n + 17] == eleventh[0]).all())
+
+    def spoil():
+        with open(data / "train_000001.bin", "r+b") as file:
+            file.seek(1024 + 2 * (place + 8))
+            file.write(b"\xff\xff")
+
+    with at_update(1, spoil):
+        result = run_tiny(data, tmp_path / "run", **options | dict(max_iters=12))
     assert result.code == 1
-    assert checkpoints(out_dir) == [10]
-    assert column(out_dir, "step", "iter") == [*range(10)]
-    # a run that does not get there is a whole one
-    train_tiny(data, tmp_path / "short", **options | dict(max_iters=10))
+    assert checkpoints(tmp_path / "run") == [10]
+    assert column(tmp_path / "run", "step", "iter") == [*range(10)]
 
 
 # -----------------------------------------------------------------------------
