@@ -549,7 +549,7 @@ FAULTS = [
         "common/files.py",
         "        temporary.unlink(missing_ok=True)\n        raise\n",
         "        raise\n",
-        "test_disks.py::test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made[in the middle]",
+        "test_disks.py::test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made[in the middle-20000]",
     ),
     Fault(
         "resume_restarts_the_time_schedule",
@@ -601,7 +601,7 @@ FAULTS = [
         "training/runlog.py",
         '            self.unwritten += json.dumps(record).encode() + b"\\n"\n',
         '            self.unwritten = json.dumps(record).encode() + b"\\n"\n',
-        "test_disks.py::test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made[before]",
+        "test_disks.py::test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made[before-0]",
     ),
     Fault(
         "resume_drops_the_last_records_before_it",
