@@ -44,7 +44,7 @@ from training.compiled import compile_or_warn
 from training.hardware import Hardware
 from training.log import Log
 from training.pretrained import load_pretrained
-from training.ranks import Ranks, Signals, check_shares, lost_rank
+from training.ranks import Ranks, StopSignals, check_shares, lost_rank
 
 # What decides the weights' shapes and names. vocab_size is no key: it follows from the dataset.
 NOT_A_SHAPE = FREE_ON_RESUME | {"vocab_size"}
@@ -55,7 +55,7 @@ FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
-RETRY_SECONDS = 60  # between two tries of the last save
+RETRY_SECONDS = 60  # between two tries of the last save; the clock times those before
 # Ends that complete a run, after a last evaluation. After others the same command resumes it.
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
@@ -64,7 +64,7 @@ COMPLETE = ("eval_only", "max_iters", "hours", "until")
 class Progress:
     """How far a run is: what changes from iteration to iteration besides weights and optimizer."""
 
-    iter_num: int = 0  # updates made
+    iter_num: int = 0  # iterations done, those with a skipped update included
     tokens: int = 0  # trained on
     sequences: int = 0  # read: the position in the order of the data
     evaluated_at: int = -1  # iteration of the last evaluation
@@ -77,23 +77,30 @@ class Progress:
 # Where the run starts
 
 
-def find_start(c: Config) -> tuple[dict | None, dict | None]:
-    """
-    Where the run starts: (the state that it goes on from, the state whose weights it takes), None
-    where there is none. Raises UserError if that cannot be found, or another run is in the way.
-    """
+def newest_checkpoint(c: Config) -> Path | None:
+    """The checkpoint that the run goes on from, checked. None for a new run. Raises UserError."""
+    if c.init_from not in ("resume", "auto"):
+        return None
     out_dir = Path(c.out_dir)
-    if c.init_from in ("resume", "auto"):
-        state = checkpoint.load_newest(out_dir)
-        if state:
-            return state, state  # this run's newest checkpoint
+    path = checkpoint.find_newest(out_dir)
+    if path or c.init_from == "auto":
+        return path
+    hint = "--init_from=auto starts a new run there"
+    if others := sorted(out_dir.glob("*.pt")):  # best.pt alone, or nanoGPT's ckpt.pt
+        hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
+    raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+
+
+def find_start(c: Config, newest: Path | None) -> tuple[dict | None, dict | None]:
+    """
+    Where the run starts: (the state that it goes on from, the state whose weights the model takes).
+    None where there is none. Raises UserError if another run is in the way.
+    """
+    if newest:
+        state = checkpoint.load(newest)
+        return state, state  # this run's own
     is_new = c.init_from in ("scratch", "auto")
-    others = sorted(out_dir.glob("*.pt"))
-    if c.init_from == "resume":
-        hint = "--init_from=auto starts a new run there"
-        if others:  # best.pt alone, or nanoGPT's ckpt.pt
-            hint = f"--init_from={others[0]} with another --out_dir starts from its weights"
-        raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+    others = sorted(Path(c.out_dir).glob("*.pt"))
     if others and (is_new or not c.eval_only):
         ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
         raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
@@ -103,7 +110,7 @@ def find_start(c: Config) -> tuple[dict | None, dict | None]:
     return None, load_pretrained(c.init_from, block_size)  # weights trained elsewhere
 
 
-def settle(c: Config, resumed: dict | None, weights: dict | None, world_size: int) -> Config:
+def settle(c: Config, resumed: dict | None, initial: dict | None, world_size: int) -> Config:
     """
     The configuration with what the start and this machine decide. Nothing changes it afterwards.
     Raises UserError with a line for each problem, before anything is written.
@@ -114,8 +121,8 @@ def settle(c: Config, resumed: dict | None, weights: dict | None, world_size: in
         kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
-    elif weights:
-        c, problems = keep_values(c, ARCHITECTURE, weights["model_config"], c.init_from)
+    elif initial:
+        c, problems = keep_values(c, ARCHITECTURE, initial["model_config"], c.init_from)
     problems += hardware.check_device(c)
     problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c)
@@ -152,7 +159,7 @@ def is_done(c: Config, resumed: dict) -> bool:
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
-def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
+def open_data(c: Config, resumed: dict | None, initial: dict | None, ranks: Ranks) -> Dataset:
     """
     The dataset: a folder, or a stream, which rank 0 prepares for all. Raises UserError if it is not
     the one that the run or the weights were trained on.
@@ -163,16 +170,16 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
         ranks.on_main(make_on_demand, c)  # the quickstart's, if it is missing
         data = open_dataset(c.dataset)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
-    ranks.on_main(check_data, c, data, resumed, weights)
+    ranks.on_main(check_data, c, data, resumed, initial)
     return data
 
 
-def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
+def check_data(c: Config, data: Dataset, resumed: dict | None, initial: dict | None) -> None:
     """Raises UserError if the data do not belong to the run or the weights."""
-    if not weights:
+    if not initial:
         return
     source = c.out_dir if resumed else c.init_from
-    theirs, ours = weights["tokenizer"], data.tokenizer
+    theirs, ours = initial["tokenizer"], data.tokenizer
     if theirs != ours and "unknown" not in (theirs["kind"], ours["kind"]):
         kinds = f"is tokenized with {ours['kind']}, but {source} was trained with {theirs['kind']}"
         raise UserError(f"dataset: {data.source} {kinds}; give data made with that tokenizer")
@@ -180,16 +187,16 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         hint = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {hint}")
-    if weights["vocab"] < data.vocab:
-        known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
+    if initial["vocab"] < data.vocab:
+        known = f"{data.vocab} token ids, but {source} knows only {initial['vocab']}"
         raise UserError(f"dataset: {data.source} has {known}; give data made with its tokenizer")
 
 
-def say_start(c: Config, resumed: dict | None, weights: dict | None) -> None:
+def say_start(c: Config, resumed: dict | None, initial: dict | None) -> None:
     """Print where the run begins, and on a resume what has changed since the checkpoint."""
     if not resumed:
-        if weights:
-            say(f"weights: {weights['source']}; iterations and learning rate start from 0")
+        if initial:
+            say(f"weights: {initial['source']}; iterations and learning rate start from 0")
         elif c.eval_only:
             say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
         return
@@ -206,18 +213,18 @@ def say_start(c: Config, resumed: dict | None, weights: dict | None) -> None:
 
 
 def model_config(
-    c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
+    c: Config, vocab: int, *, flash: bool, compiled: bool, initial: dict | None = None
 ) -> GPTConfig:
     """
-    The model that a configuration describes. `vocab` is rounded up; with saved `weights` their size
-    counts instead. `flash` and `compiled`: whether this machine does what the keys ask for.
+    The model that a configuration describes. `vocab` is rounded up; with `initial` weights their
+    size counts instead. `flash` and `compiled`: whether this machine does what the keys ask for.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
     multiple = c.pad_vocab_multiple
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
-    if weights:
-        values["vocab_size"] = weights["model_config"]["vocab_size"]
+    if initial:
+        values["vocab_size"] = initial["model_config"]["vocab_size"]
     return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
 
 
@@ -270,30 +277,31 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     return optimizer
 
 
-def get_lr(it: int, c: Config, share: float, highest: float) -> float:
+def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     """
-    The learning rate of iteration `it`: linear warmup to `highest`, then decay to min_lr. `share`:
+    The learning rate of iteration `it`: linear warmup to `peak`, then decay to min_lr. `share`:
     how far the schedule of a run with hours or until is, from 0 to 1.
     """
-    end: float = c.lr_decay_iters or c.max_iters  # where the decay ends
+    # where the decay ends; with hours or until: never, unless a flag sets it
+    end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
     if c.by_clock:
         if share > 0:
-            end = min(end, it / share)  # at this pace, the time is up at that iteration
+            end = min(end, it / share)  # where the time is up, if the pace holds
         warmup = min(warmup, end / 10)
     # 1) linear warmup; the first rate is above 0, as nanoGPT's
     if it < warmup:
-        return highest * (it + 1) / (warmup + 1)
+        return peak * (it + 1) / (warmup + 1)
     # 2) no decay
     if c.lr_schedule == "constant":
-        return highest
+        return peak
     # 3) decay: from the end of the warmup, or with wsd in the last part
     start = warmup
     if c.lr_schedule == "wsd":
         start = max(start, end - round(c.decay_fraction * end))
     done = 1.0 if it >= end else max(0, it - start) / max(1, end - start)
     left = 0.5 * (1 + math.cos(math.pi * done)) if c.lr_schedule == "cosine" else 1 - done
-    return c.min_lr + left * (highest - c.min_lr)
+    return c.min_lr + left * (peak - c.min_lr)
 
 
 # -----------------------------------------------------------------------------
@@ -337,7 +345,7 @@ def train_step(
     return loss_sum, grad_norm
 
 
-def wait_for_data(batches: Batches, accum: int, signals: Signals) -> str | None:
+def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | None:
     """
     Wait until every rank has the micro-batches of the next iteration on the host. Returns why no
     iteration can follow: a signal's name, "data" if a rank cannot read on, or None.
@@ -358,7 +366,7 @@ def wait_for_data(batches: Batches, accum: int, signals: Signals) -> str | None:
 
 
 @torch.no_grad()
-def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: Signals) -> tuple:
+def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: StopSignals) -> tuple:
     """
     Sum of the loss over all targets of `micro_batches` in nats, without dropout, and their number;
     of fewer of them if a signal comes. Leaves the model in training mode.
@@ -378,7 +386,7 @@ def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: Signals) 
 
 
 def estimate_loss(
-    model, data: Dataset, batches: Batches, c: Config, hw: Hardware, signals: Signals
+    model, data: Dataset, batches: Batches, c: Config, hw: Hardware, signals: StopSignals
 ) -> tuple[list[float], str | None]:
     """
     Mean losses on fixed windows of the train and of the val split: the same tokens at any micro-
@@ -467,11 +475,11 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     return p
 
 
-def save(state: dict, c: Config, log: Log, signals: Signals, last: bool) -> bool:
+def save(state: dict, c: Config, log: Log, signals: StopSignals, last: bool) -> bool:
     """
     Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk: a full disk does
-    not stop the run. The `last` save is tried until there is room; a signal ends that with
-    RunError.
+    not stop the run. The `last` save is tried each minute until there is room. A signal ends that
+    with RunError; after one that ended the run there is a single try.
     """
     it = state["progress"]["iter_num"]
     while problem := log.ranks.on_main(try_to_save, state, c, log):
@@ -494,6 +502,8 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
             hint = checkpoint.resume_hint(c.out_dir)
             raise RunError(f"{problem}; with a lower learning_rate, {hint}")
+    if not Path(c.out_dir, "lock").exists():
+        log.warn(it, f"{c.out_dir} was deleted, with the log in it; making it again")
     try:
         path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, not log.has_saved)
     except OSError as error:
@@ -509,36 +519,37 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
     ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
-    c = ranks.on_main(read_config, argv)
-    resumed, weights = ranks.main_first(find_start, c)
-    newest = resumed and resumed["progress"]["iter_num"]
-    ranks.check_same(c.out_dir, newest, "several machines need one shared --out_dir")
-    c = ranks.on_main(settle, c, resumed, weights, ranks.world_size)
+    asked = ranks.on_main(read_config, argv)
+    newest = ranks.on_main(newest_checkpoint, asked)
+    if newest:
+        ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
+    resumed, initial = ranks.main_first(find_start, asked, newest)
+    c = ranks.on_main(settle, asked, resumed, initial, ranks.world_size)
+    keep_awake()  # Windows would sleep
+    hw = hardware.set_up(c, ranks.local_rank)
+    data = open_data(c, resumed, initial, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
-        key = "until" if c.until else "hours" if c.hours else "max_iters"
+        key = "max_iters" if not c.by_clock else "until" if c.until else "hours"
         done = f"all {resumed['progress']['iter_num']:,} iterations are done"
         say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
         return 0
-    keep_awake()  # Windows would sleep
-    hw = hardware.set_up(c, ranks.local_rank)
-    data = open_data(c, resumed, weights, ranks)
     compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer; on resume, in their saved state
     hardware.set_seed(c.seed)  # the same weights on every rank
-    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
+    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, initial=initial)
     model = build_model(gpt_config).to(hw.device)
     hardware.set_seed(c.seed + ranks.rank)  # but different dropout
     optimizer = build_optimizer(model, c, hw.dtype)
     # scales the loss in float16, whose gradients would underflow; otherwise does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     p = Progress()
-    saved = None  # what is on the disk: (iteration, iteration of its last evaluation)
-    if weights:
-        model.load_state_dict(weights["model"])
+    on_disk = None  # what is saved: (iteration, iteration of its last evaluation)
+    if initial:
+        model.load_state_dict(initial["model"])
     if resumed:
         p = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
-        saved = (p.iter_num, p.evaluated_at)
+        on_disk = (p.iter_num, p.evaluated_at)
     eval_model = model  # its weights are evaluated, sampled from, saved and exported
 
     # Clock, log and batches. From here on out_dir belongs to this run
@@ -547,10 +558,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.on_main(log.open, resumed)
     if not c.eval_only:
         ranks.check_shared(Path(c.out_dir, "lock"), "several machines need one shared --out_dir")
-    say_start(c, resumed, weights)
+    say_start(c, resumed, initial)
     log.begin(data, model, p.iter_num, p.tokens)
     batches = Batches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
-    del resumed, weights  # frees the loaded checkpoint
+    del resumed, initial  # frees the loaded checkpoint
     clock.lap("start-up")
 
     if compiles:
@@ -566,17 +577,19 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     accum = c.gradient_accumulation_steps // ranks.world_size
     autocast = hw.autocast()
     skipped = torch.zeros((), device=hw.device)  # updates in a row
-    signals = Signals(ranks)  # from here on a signal asks the loop to save and stop
+    signals = StopSignals(ranks)  # from here on a signal asks the loop to save and stop
 
     while True:
         it = p.iter_num
 
-        # between two iterations: does the run end here? Rank 0's clock counts for all ranks
+        # between two iterations: does the run end here? Rank 0's clock counts for all ranks. `now`
+        # has the share of the schedule (1: this is the last update), and what is due by time: an
+        # evaluation, a save ten minutes after the last, another try after one that failed
         now = ranks.on_main(clock.decide, it)
         stop: str | None
         if c.eval_only:
             stop = "eval_only"
-        elif it >= c.max_iters:
+        elif it >= c.max_iters:  # never, with hours or until alone
             stop = "max_iters"
         elif now.is_over:
             stop = "until" if c.until else "hours"
@@ -586,7 +599,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = wait_for_data(batches, accum, signals)  # a signal's name, "data", or None
 
         # once in a while, and at the end: evaluate, on all ranks
-        save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
         eval_due = (it % c.eval_interval == 0 or now.evaluate) and now.has_time and not stop
         if (eval_due or stop in COMPLETE) and (p.evaluated_at != it or c.eval_only):
             clock.lap("steps")
@@ -596,26 +608,31 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             else:
                 train_loss, p.val_loss = losses
                 p.evaluated_at = it
-                improved = p.val_loss < p.best_val_loss
-                save_due = save_due or improved or c.always_save_checkpoint
+                if it == 0:  # what becomes best.pt must be better than the start
+                    p.best_val_loss = p.val_loss
+                    p.best_iter = 0
                 log.report_eval(it, p.tokens, train_loss, p.val_loss)
                 if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
                     log.report_sample(it, sample_text(eval_model, data, c, hw))
             clock.lap("evaluation", done=not cut_short)
 
         # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
+        is_evaluated = p.evaluated_at == it
+        is_best = is_evaluated and p.val_loss < p.best_val_loss
+        save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
+        save_due = save_due or is_best or (is_evaluated and c.always_save_checkpoint)
         save_due = (save_due and it > 0 and now.has_time) or now.retry or stop
-        if save_due and saved != (it, p.evaluated_at) and not c.eval_only:
+        if save_due and on_disk != (it, p.evaluated_at) and not c.eval_only:
             clock.lap("steps")
-            after = replace(p)
-            if p.evaluated_at == it and p.val_loss < p.best_val_loss:
-                after.best_val_loss = p.val_loss
-                after.best_iter = it  # this save makes best.pt
-            state = state_to_save(c, data, eval_model, optimizer, scaler, after, clock, log)
+            to_save = replace(p)  # p changes only if the save succeeds: its best is that of a file
+            if is_best:
+                to_save.best_val_loss = p.val_loss
+                to_save.best_iter = it  # this save makes best.pt
+            state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, log)
             is_saved = save(state, c, log, signals, last=bool(stop))
             if is_saved:
-                saved = (it, p.evaluated_at)
-                p = after
+                on_disk = (it, p.evaluated_at)
+                p = to_save
             del state
             clock.lap("checkpoints", done=is_saved)
         if stop:
@@ -629,28 +646,30 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
         )
         skipped = (skipped + 1) * ~grad_norm.isfinite()
-        tokens = p.tokens
+        tokens_before = p.tokens
         p.iter_num += 1
         p.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         p.sequences = batches.consumed
 
-        # every log_interval, and at the end: only here do iterations wait for the device. `time` is
-        # the mean of the iterations since the last line, from laps of "steps" alone; `loss` is the
-        # mean over all of this iteration's micro-batches, on all ranks
-        if it % c.log_interval == 0 or p.iter_num == c.max_iters or now.share >= 1:
+        # every log_interval, and at the end: a line. Only here do iterations wait for the device.
+        # `time`: the mean of the iterations since the last line, waits for data included; laps of
+        # evaluations, saves and compiling are not in it. `loss`: of this iteration, on all ranks
+        is_last = p.iter_num == c.max_iters or now.share >= 1  # 1: the clock's last update
+        if it % c.log_interval == 0 or is_last:
             clock.lap("steps")
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
+            norm = grad_norm.item()
             lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, tokens, p.tokens, loss, lr, grad_norm.item(), batches.waited)
+            log.report_step(it, tokens_before, p.tokens, loss, lr, norm, batches.waited)
             if skipped:  # all ranks have the same gradients
-                log.warn(it, f"{int(skipped)} updates skipped: a gradient was not finite")
+                log.warn(it, f"{int(skipped)} updates skipped in a row: a gradient was not finite")
             if skipped >= MAX_SKIPS:
                 hint = "try a lower learning_rate or dtype=float32"
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
-    clock.lap("evaluation")
     batches.close()
+    clock.lap("steps")  # the last seconds, before the log says where all of them went
     log.finish(stop, stop in COMPLETE, p.iter_num, p.tokens, batches.waited)
     if stop == "data":  # the rank that cannot read raises its error
         raise batches.error or RunError()

@@ -75,13 +75,19 @@ def remove_temporaries(folder: Path, *names: str) -> None:
 
 def fsync_folder(folder: Path) -> None:
     """
-    Make the names in a folder durable: a rename is on the disk only after this. Windows cannot open
-    a folder, and some network shares cannot sync one.
+    Make the names in a folder durable: a rename is on the disk only after this. Some network
+    shares cannot do that; then a warning, once.
     """
-    if sys.platform != "win32":
-        descriptor = os.open(folder, os.O_RDONLY)
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
+    if sys.platform == "win32":  # cannot open a folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        warn_once(f"{folder}: this disk cannot sync it; a power cut may take the newest files")
+    finally:
         os.close(descriptor)
 
 

@@ -1,6 +1,6 @@
 """
 Draw results/hours.png for docs/hours.md: the learning rate of config/fast124m_4070.py over time,
-at three speeds, as train.set_lr sets it.
+at three speeds, as train.get_lr gives it.
 
     python tests/draw_hours.py
 """
@@ -12,10 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import matplotlib  # noqa: E402
-import torch  # noqa: E402
 
 from configurator import load_config  # noqa: E402
-from train import set_lr  # noqa: E402
+from train import get_lr  # noqa: E402
 
 HOURS = 8
 PACES = (6, 12, 24)  # seconds per iteration: examples
@@ -25,16 +24,11 @@ WIDTHS = (6, 3, 1.2)  # the lines of the right panel lie on each other
 def rates(flags: list[str], pace: float) -> tuple[list[float], list[float]]:
     """Hours since the start, and the learning rate of the iteration that begins then."""
     config = load_config([str(ROOT / "config" / "fast124m_4070.py"), *flags])
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([dict(params=[weight], initial_lr=config.learning_rate)])
     iterations = int(3600 * config.hours / pace) + 1 if config.hours else config.max_iters
     hours = [it * pace / 3600 for it in range(iterations)]
     shares = [h / config.hours if config.hours else 0.0 for h in hours]
-    lrs = []
-    for it, share in enumerate(shares):
-        set_lr(optimizer, it, config, share)
-        lrs.append(optimizer.param_groups[0]["lr"])
-    return hours, lrs
+    peak = config.learning_rate
+    return hours, [get_lr(it, config, share, peak) for it, share in enumerate(shares)]
 
 
 def draw(path: Path) -> None:

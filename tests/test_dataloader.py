@@ -24,8 +24,8 @@ from configurator import Config, load_config
 from data.loader import (
     POLL_SECONDS,
     READ_AHEAD,
+    Batches,
     ShuffledWindows,
-    TrainBatches,
     eval_batches,
     to_batch,
 )
@@ -111,7 +111,7 @@ def test_the_order_does_not_depend_on_batch_size_or_number_of_processes(
         config = Config(batch_size=batch_size, block_size=8, seed=seed)
         data = Dataset("", tokens, tokens, vocab=1, tokenizer={})
         numbers = range(world_size)
-        ranks = [TrainBatches(data, config, CPU, consumed, n, world_size) for n in numbers]
+        ranks = [Batches(data, config, CPU, consumed, n, world_size) for n in numbers]
         rows = []
         while len(rows) < count:
             for batches in ranks:
@@ -149,10 +149,10 @@ class Source:
 def make_batches():
     made = []
 
-    def make(source: Source, consumed=0, rank=0, world_size=1) -> TrainBatches:
+    def make(source: Source, consumed=0, rank=0, world_size=1) -> Batches:
         data = Dataset("", None, None, vocab=1, tokenizer={}, stream=source)
         config = Config(batch_size=2, block_size=8)
-        made.append((TrainBatches(data, config, CPU, consumed, rank, world_size), source))
+        made.append((Batches(data, config, CPU, consumed, rank, world_size), source))
         return made[-1][0]
 
     yield make
@@ -531,12 +531,12 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
     """
     code = (
         "import sys, torch, train; from common import console; from data import loader\n"
-        "load = loader.TrainBatches.load\n"
+        "load = loader.Batches.load\n"
         "def slow(self, first):\n"
         "    for _ in range(2):\n"
         "        torch.randn(1000, 1000) @ torch.randn(1000, 1000)\n"
         "    return load(self, first)\n"
-        "loader.TrainBatches.load = slow\n"
+        "loader.Batches.load = slow\n"
         "def fail(*_):\n"
         "    raise console.UserError('the next step of the start')\n"
         "train.Signals = fail\n"

@@ -12,23 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FAST, assert_same_state, load, records, run_here
-from training.build import build_model, build_optimizer, compile_model, model_config
-from training.memory import CONTEXT_BYTES, memory_needed
 
 import bench
 import train
 from configurator import Config, load_config
 from data.loader import to_batch
 from model import GPTConfig
+from model_fast import FastConfig, build_model
+from reports.memory import CONTEXT_BYTES, memory_needed
+from train import build_optimizer, model_config
 from training import hardware
+from training.compiled import compile_model
 from training.ranks import Ranks
 
 gpu = pytest.mark.gpu
 
 GPT2_124M = GPTConfig()
-FAST_124M = GPTConfig(
-    model="fast", n_head=6, bias=False, tie_weights=False, value_tables=3, bigram_rows=251520
-)
+FAST_124M = FastConfig(n_head=6, bias=False, tie_weights=False, value_tables=3, bigram_rows=251520)
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=128)
 TINY_TABLES = dict(value_tables=1, bigram_rows=64)
 MODELS = [
@@ -116,10 +116,11 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     Three iterations of two micro-batches, without and with DDP around the compiled model; the fast
     one's by Muon.
     """
-    hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, None)
+    hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, None, None)
     ranks = Ranks()
     muon = dict(optimizer="muon", learning_rate=0.02)
-    recipe = Config(model=config.model, **muon if config.model == "fast" else {})
+    is_fast = isinstance(config, FastConfig)
+    recipe = Config(model="fast" if is_fast else "gpt2", **muon if is_fast else {})
     raw_model = random_model(device, config)
     start = {name: weight.clone() for name, weight in raw_model.state_dict().items()}
     batches = [random_batch(device, batch_size, config) for _ in range(6)]
@@ -130,12 +131,10 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
         optimizer = build_optimizer(raw_model, recipe, hw.dtype)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        scaler, losses = hw.grad_scaler(), []
+        scaler, losses = torch.amp.GradScaler(device, enabled=False), []
         for pair in (batches[:2], batches[2:4], batches[4:]):
-            loss_sum, targets, _ = train.train_step(
-                model, optimizer, scaler, pair, 1.0, hw.autocast()
-            )
-            losses.append((loss_sum / targets).item())
+            loss_sum, _ = train.train_step(model, optimizer, scaler, pair, 1.0, hw.autocast())
+            losses.append(loss_sum.item() / len(pair))
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         raw_model.zero_grad(set_to_none=True)
         return losses, peak
@@ -247,7 +246,10 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
         config = load_config([f"--{name}={value}" for name, value in flags.items()])
         with bench.new_process() as pool:
             reserved = pool.submit(reserved_bytes, config).result()
-        model, dtype = model_config(config, 50257), hardware.set_up(config).dtype_name
+        model, dtype = (
+            model_config(config, 50257, flash=True, compiled=compile),
+            hardware.set_up(config).dtype_name,
+        )
         # the allocator knows nothing of CUDA's own
         modelled = memory_needed(config, model, dtype, config.batch_size) - CONTEXT_BYTES
         assert modelled == pytest.approx(reserved, rel=0.1)

@@ -16,7 +16,7 @@ import bench
 import train
 from common import child, console
 from training import hardware
-from training.checkpoint import find_newest
+from training.checkpoint import load_newest
 
 simulated = pytest.mark.skipif(sys.platform != "linux", reason="simulates Windows on Linux")
 
@@ -75,15 +75,15 @@ print("code:", run("train", *sys.argv[1:]), "calls:", notwindows.Recorder.calls)
 SCRIPTS = """
 config, *small = sys.argv[1:]
 import sample
-from training import drawing
-drawing.SHORTEST_RUN = 0.0
+from training import log
+log.SHORTEST_RUN = 0.0
 with open("out/my run/loss.png", "wb") as viewer:  # which lets nobody replace what it shows
     codes = [run("train", config, *small, "--init_from=resume")]
-original = sample.print_samples
-def print_samples(*arguments):
+original = sample.print_growing
+def print_growing(*arguments):
     print("held:", notwindows.holders("out/my run/best.pt"))
     original(*arguments)
-sample.print_samples = print_samples
+sample.print_growing = print_growing
 run_dir, prompt = "--out_dir=out/my run", "--start=caf\u00e9 \u2603"
 codes.append(run("sample", run_dir, prompt, "--num_samples=1", "--max_new_tokens=5"))
 codes.append(run("compare", "out/my run"))
@@ -173,7 +173,7 @@ def test_ctrl_c_and_ctrl_break_save_and_until_then_a_second_run_is_refused(
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code and "stopping after this iteration" in err
-    iter_num = find_newest(tmp_path / "my run")[1]["progress"]["iter_num"]
+    iter_num = load_newest(tmp_path / "my run")["progress"]["iter_num"]
     assert f"checkpoint {iter_num}: " in out
     # in double quotes, which cmd and PowerShell both know
     command = out.partition("to continue: ")[2]
@@ -181,21 +181,20 @@ def test_ctrl_c_and_ctrl_break_save_and_until_then_a_second_run_is_refused(
 
 
 HELD = """
-import training.state as state
+from training import checkpoint
 folder, *flags = sys.argv[1:]
-save, opened = state.checkpoint.save, []
+save, opened = checkpoint.save, []
 def hold(name):
     opened.append(open(folder + "/" + name, "rb"))
     return opened[-1]
 def save_while_others_look(content, path):
-    size = save(content, path)
+    save(content, path)
     iter_num = content["progress"]["iter_num"]
     if iter_num == 4:
         threading.Timer(0.5, hold("best.pt").close).start()  # a virus scanner
     if iter_num == 7:
         hold("ckpt-00000007.pt")  # to the end: somebody's own program
-    return size
-state.checkpoint.save = save_while_others_look
+checkpoint.save = save_while_others_look
 sys.exit(run("train", *flags))
 """
 
@@ -222,7 +221,7 @@ def test_the_fast_recipe_streams_and_resumes(run, tmp_path):
     for more in ([], ["--init_from=resume", "--max_iters=12"]):
         out, err = run(TRAIN, *arguments, *more)
         assert "code: 0" in out, err
-    assert find_newest(tmp_path / "out")[1]["progress"]["iter_num"] == 12
+    assert load_newest(tmp_path / "out")["progress"]["iter_num"] == 12
 
 
 # -----------------------------------------------------------------------------

@@ -180,31 +180,6 @@ def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
     assert all(torch.allclose(one[k], two[k], atol=1e-6, rtol=0) for k in one)
 
 
-# so many targets of each row count as its first token says, 1 to 16 of 16
-MASKED = """
-import torch
-from data import loader
-original = loader.to_batch
-def masked(block, device):
-    x, y = original(block, device)
-    return x, torch.where(torch.arange(y.size(1)) > x[:, :1] % 16, -1, y)
-loader.to_batch = masked
-"""
-
-
-def test_two_ranks_with_unequal_masks_train_as_one(dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=12, eval_interval=6, batch_size=1, learning_rate=1e-3)
-    run = patched(MASKED)
-    code, _, err = run_process(*run, *flags(dataset, tmp_path / "1", **options), RANK="0")
-    assert code == 0, err
-    codes, _, err = run_ranks(2, *run, *flags(dataset, tmp_path / "2", **options))
-    assert codes == [0, 0], err
-    assert_same_run(tmp_path / "1", tmp_path / "2")
-    one, two = (records(tmp_path / n, "step") for n in "12")
-    norms = [[step["grad_norm"] for step in steps] for steps in (one, two)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-
-
 def test_ranks_without_a_window_of_their_own_evaluate_with_the_others(dataset, tmp_path):
     """15 windows one by one: the second rank has none in the last batch."""
     options = OPTIONS | dict(max_iters=1, batch_size=1, eval_tokens=15 * 16)
@@ -439,7 +414,7 @@ def test_rank_0_chooses_the_dtype_for_all(dataset, tmp_path):
     code = """
 from training import hardware
 best = hardware.torch.bfloat16 if RANK == "0" else hardware.torch.float32
-hardware.best_dtype = lambda device: (best, "it is a test")
+hardware.best_dtype = lambda device: best
 original = hardware.set_up
 def set_up(*args):
     hw = original(*args)
@@ -448,10 +423,9 @@ def set_up(*args):
 hardware.set_up = set_up
 """
     options = OPTIONS | dict(dtype="auto", max_iters=1)
-    codes, out, err = run_ranks(2, *patched(code), *flags(dataset, tmp_path / "run", **options))
+    codes, _, err = run_ranks(2, *patched(code), *flags(dataset, tmp_path / "run", **options))
     assert codes == [0, 0], err
     assert err.count("computes in bfloat16") == 2
-    assert out.count("dtype: bfloat16, because it is a test") == 1
 
 
 def test_gradients_are_exchanged_once_per_iteration(dataset, tmp_path):
@@ -580,7 +554,7 @@ def test_a_killed_rank_ends_a_stream_with_one_line(killed, parquet, tmp_path):
     processes[killed].kill()
     codes, err = end_of(processes)
     (line,) = error_lines(err)
-    assert codes[1 - killed] == 1 and "lost another rank" in line
+    assert codes[1 - killed] == 1 and "another rank is gone" in line
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
@@ -605,13 +579,12 @@ def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_p
 WHAT_EACH_HOLDS = """
 import hashlib
 from torch.utils._pytree import tree_leaves
-from training.muon import Muon
+from model_fast import Muon
 step, updates = Muon.step, 0
 def counted(self):
     global updates
     step(self)
-    # a start makes an update of tensors without memory, to count what the optimizer keeps
-    updates += not self.param_groups[0]["params"][0].is_meta
+    updates += 1
     if updates == 2:
         weights = [group["params"] for group in self.param_groups]
         held = tree_leaves([weights, self.state_dict()["state"]])
@@ -681,7 +654,7 @@ def test_a_damaged_newest_checkpoint_is_named_once_for_all_ranks(dataset, tmp_pa
     resumed = flags(dataset, tmp_path, **options | dict(init_from="resume"))
     codes, out, err = run_ranks(2, "train.py", *resumed)
     assert codes == [0, 0] and err.count("trying the one before") == 1, err
-    assert out.count("iteration 2 of 6") == 1 and load(tmp_path, 6)["progress"]["iter_num"] == 6
+    assert out.count("iteration 2") == 1 and load(tmp_path, 6)["progress"]["iter_num"] == 6
 
 
 # torchrun ends with one of its own where a rank has failed
@@ -699,7 +672,7 @@ BAD_STARTS = {
         "",
         dict(gradient_accumulation_steps=3),
         "gradient_accumulation_steps: 3 micro-batches cannot be divided among 2 processes; "
-        "a multiple of 2 can; 4 with --batch_size=3 --eval_tokens=256 is the same training",
+        "a multiple of 2 can",
     ),
     "a wrong flag": ("", dict(n_hed=3), "--n_hed: unknown key; did you mean n_head?"),
     "GPUs where there are none": (
@@ -762,12 +735,13 @@ ShuffledWindows.read = reading
 """,
     25: """
 from common.console import RunError
-original, calls = train.eval_batches, iter(range(10**9))
+from data import loader
+original, calls = loader.eval_batches, iter(range(10**9))
 def batches(*arguments):
     if RANK == "1" and next(calls) == 3:  # of the val split, after 25 iterations
         raise RunError("val_000000.bin: cut short")
     yield from original(*arguments)
-train.eval_batches = batches
+loader.eval_batches = batches
 """,
 }
 
@@ -808,13 +782,13 @@ train.evaluate = evaluate
     "while another one waits for data": """
 import threading
 from data.loader import ShuffledWindows
-read, close, closed = ShuffledWindows.read, train.TrainBatches.close, threading.Event()
+read, close, closed = ShuffledWindows.read, train.Batches.close, threading.Event()
 def reading(windows, first, count):
     if first >= 40 * count and RANK == "0":
         closed.wait(60)
     return read(windows, first, count)
 ShuffledWindows.read = reading
-train.TrainBatches.close = lambda batches: (closed.set(), close(batches))
+train.Batches.close = lambda batches: (closed.set(), close(batches))
 original, calls = train.wait_for_data, iter(range(10**9))
 def wait(*arguments):
     if RANK == "1" and next(calls) == 10:
@@ -865,7 +839,7 @@ def test_torchrun_restarts_a_run_and_it_resumes(dataset, tmp_path):
     process = start_torchrun(2, *command, PYTHONPATH=str(ROOT))
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert out.count("iteration 10 of 20") == 1
+    assert out.count("iteration 10") == 1
     run_here(dataset, tmp_path / "alone", **options)
     assert_same_run(tmp_path / "alone", tmp_path / "run")
 
@@ -890,13 +864,13 @@ def full(state, path):
         raise OSError(28, "No space left on device")
     return save(state, path)
 checkpoint.save, train.RETRY_SECONDS = full, 1
-original = train.save_checkpoint
+original = train.save
 def last_save(*arguments, **named):
     _set_pg_timeout(datetime.timedelta(seconds={seconds}))
     saved = original(*arguments, **named)
     _set_pg_timeout(ranks.TIMEOUT)  # a busy machine may take longer for the rest
     return saved
-train.save_checkpoint = last_save
+train.save = last_save
 """
 
 
@@ -917,10 +891,8 @@ def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_
             break
     processes[1].send_signal(signal.SIGTERM)
     codes, err = end_of(processes)
-    problem = "error: checkpoint 8 is not saved: No space left on device; once that is fixed, "
-    message = "there is no checkpoint to resume from"
-    assert codes == [1, 1] and error_lines(err) == [problem + message]
-    assert err.count("another process got SIGTERM") == 1
+    (line,) = error_lines(err)
+    assert codes == [1, 1] and "checkpoint 8 is not saved: No space left on device; " in line
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):
@@ -943,14 +915,14 @@ train.train_step = step
     hanging.kill()
     hanging.communicate()
     (line,) = error_lines(err)
-    assert "rank 0 lost another rank" in line
+    assert "another rank is gone" in line
     assert "look at that one's last lines, or at the network" in line
 
 
 def test_a_process_alone_needs_no_group():
     alone = Ranks()
-    assert alone.is_main and alone.reduce(1, 2) == [1, 2] and alone.gather("x") == ["x"]
-    assert alone.from_main(lambda n: n + 1, 2) == 3 and ranks.mean_over_ranks(4) == 4
+    assert alone.is_main and alone.sum(1, 2) == [1, 2] and alone.gather("x") == ["x"]
+    assert alone.on_main(lambda n: n + 1, 2) == 3
     alone.check_same("dtype", "float32", "")
     assert ranks.check_shares(Config(), 1) == [] and not torch.distributed.is_initialized()
 
@@ -971,15 +943,3 @@ def test_nccl_is_used_only_where_it_is_built(gpu, built, backend, monkeypatch):
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda name, **_: asked.append(name))
     Ranks()
     assert asked == [backend]
-
-
-def test_a_launcher_may_leave_out_how_many_ranks_are_here(monkeypatch):
-    """srun's wrappers do not set LOCAL_WORLD_SIZE: one is assumed, and one GPU is enough."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = Config(device="cuda")
-    assert ranks.check_gpus(config) == []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    (problem,) = ranks.check_gpus(config)
-    assert problem == "nproc_per_node: 2 processes, but 1 GPUs here"

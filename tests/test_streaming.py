@@ -43,12 +43,12 @@ import train
 from common.console import RunError, UserError
 from configurator import Config
 from data import stream
-from data.loader import TrainBatches
+from data.loader import Batches
 from data.tokenizer import Tokenizer
 from data.writer import Plan, prepare
 from training.ranks import Ranks
 
-STOPPING = r"stopping after this iteration, about \d+ s; a second signal stops at once, .*\n"
+STOPPING = r"stopping after this iteration; .*\n"
 CPU = torch.device("cpu")
 BYTE = Tokenizer({"kind": "byte"})
 # with nulls and empty ones
@@ -106,7 +106,7 @@ def config_for(dataset, **changes) -> Config:
 
 def take(data, config: Config, count: int, consumed=0, rank=0, world_size=1) -> list[list[int]]:
     """`count` micro-batches as rows of T + 1 tokens."""
-    batches = TrainBatches(data, config, CPU, consumed, rank, world_size)
+    batches = Batches(data, config, CPU, consumed, rank, world_size)
     rows = []
     for x, y in batches.take(count):
         rows += torch.cat([x, y[:, -1:]], dim=1).tolist()
@@ -359,14 +359,14 @@ def test_the_hub_and_local_files_give_the_same_stream(tmp_path):
 import sys, hashlib, torch
 from configurator import Config
 from data import stream
-from data.loader import TrainBatches
+from data.loader import Batches
 from data.shards import read_manifest
 from training.ranks import Ranks
 for name in sys.argv[1:]:
-    config = Config(stream=True, tokenizer="byte", dataset=name)
-    config.block_size, config.batch_size, config.eval_tokens, config.max_iters = 64, 64, 9000, 9
+    sizes = dict(block_size=64, batch_size=64, eval_tokens=9000, max_iters=9)
+    config = Config(stream=True, tokenizer="byte", dataset=name, **sizes)
     data = stream.open_stream(config, Ranks())
-    batches = TrainBatches(data, config, torch.device("cpu"))
+    batches = Batches(data, config, torch.device("cpu"))
     sha256 = hashlib.sha256(data.val.read_windows([0], len(data.val)))
     for _ in range(50):
         sha256.update(batches.take(1)[0][1].numpy())
@@ -513,12 +513,3 @@ def test_other_text_behind_the_same_beginning_is_refused_too(tmp_path):
     write_parquet(path, [*texts[:-1], "other"])
     with pytest.raises(RunError, match="differs from what this run has trained on"):
         run_here(path, tmp_path / "out", **STREAM, max_iters=208, init_from="resume")
-
-
-def test_a_run_that_streamed_without_shards_is_refused(folder, tmp_path):
-    """As earlier versions did: the checkpoint holds a place in the source."""
-    run_here(folder, tmp_path / "out", **STREAM, max_iters=2)
-    state = load(tmp_path / "out", 2) | dict(stream=dict(sequence=16, file=0, row=3, token=0))
-    torch.save(state, tmp_path / "out" / "ckpt-00000002.pt")
-    with pytest.raises(UserError, match="an earlier version, which kept no shards; its ckpt-"):
-        run_here(folder, tmp_path / "out", **STREAM, max_iters=4, init_from="resume")

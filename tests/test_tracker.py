@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import flags, records, run_here, run_process
-from training.tracker import Tracker
 
 from configurator import Config
+from training.log import Tracker
 
 NANOGPT_NAMES = {"eval/train_loss": "train/loss", "eval/val_loss": "val/loss", "step/lr": "lr"}
 
@@ -117,7 +117,7 @@ def test_nanogpts_dashboards_find_their_names_and_units(monkeypatch, tmp_path):
     logged = []
     run = SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    tracker = Tracker(Config(tracker="wandb", out_dir=str(tmp_path)))
+    tracker = Tracker(Config(tracker="wandb", out_dir=str(tmp_path)), purge_from=0)
     tracker.log(dict(kind="eval", iter=5, train_loss=2.0, val_loss=3.0, time="x"))
     tracker.log(dict(kind="step", iter=6, loss=1.0, lr=1e-3, mfu=0.42))
     assert logged == [

@@ -32,16 +32,18 @@ from helpers import (
     write_dataset,
 )
 from torch._inductor.exc import TritonMissing
-from training.build import build_model, build_optimizer, build_shapes, model_config
 
 import model
 import train
 from common.console import RunError, UserError, run_main
-from configurator import SCHEDULES, Config, decays, load_config
-from data.loader import ShuffledWindows, TrainBatches
-from data.shards import ShardTokens, open_dataset
-from model import GPT
-from training.hardware import no_trace, set_up
+from configurator import Config, load_config
+from data.loader import Batches, ShuffledWindows
+from data.shards import ShardTokens
+from model_fast import build_model
+from train import build_optimizer, model_config
+from training import compiled
+from training.compiled import compile_or_warn
+from training.hardware import set_up
 from training.ranks import Signals
 
 
@@ -235,15 +237,15 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_by_the_resumed_run(
 ):
     """Before each of its batches, that of the last evaluation too."""
     looks, evaluation = iter(range(10**6)), iteration // 4
-    came = Signals.came
+    stop_asked = Signals.stop_asked
 
     def interrupted(signals):
         if next(looks) == evaluation * BATCHES + batch:
             signal.raise_signal(signal.SIGTERM)
-        return came(signals)
+        return stop_asked(signals)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Signals, "came", interrupted)
+        patch.setattr(Signals, "stop_asked", interrupted)
         assert run_here(dataset, tmp_path, **EVALUATED) == 143
     assert [r["iter"] for r in records(tmp_path, "eval")] == [0, 4, 8][:evaluation]
     assert load_newest(tmp_path)["progress"]["iter_num"] == iteration
@@ -288,23 +290,12 @@ def test_a_larger_max_iters_has_a_longer_schedule_unless_its_end_is_given(
     run_here(dataset, tmp_path / "run", max_iters=8, lr_decay_iters=lr_decay_iters)
     longer = dict(max_iters=12, lr_decay_iters=lr_decay_iters)
     run_here(dataset, tmp_path / "run", **longer, init_from="resume")
-    out = capsys.readouterr().out
-    assert "resume: max_iters = 12 (the checkpoint had 8)" in out
-    assert ("--lr_decay_iters=8 keeps the old end" in out) == (lr_decay_iters == 0)
+    assert "resume: max_iters = 12 (the checkpoint had 8)" in capsys.readouterr().out
     run_here(dataset, tmp_path / "whole", **longer)
     broken, whole = ([r["lr"] for r in records(tmp_path / n, "step")] for n in ("run", "whole"))
     assert len(broken) == 12 and broken[8:] == whole[8:]
     if lr_decay_iters:
         assert broken == whole and broken[8:] == [6e-5] * 4
-
-
-def test_a_finished_run_says_so(dataset, tmp_path, capsys):
-    run_here(dataset, tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert run_here(dataset, tmp_path, init_from="resume") == 0
-    done = "all 8 iterations are done; to continue, give another --max_iters; "
-    assert f"{done}for a new run, another --out_dir" in capsys.readouterr().out
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_resume_takes_the_architecture_from_the_checkpoint_and_refuses_another(dataset, tmp_path):
@@ -332,12 +323,8 @@ def test_resume_takes_the_architecture_from_the_checkpoint_and_refuses_another(d
 def test_resume_refuses_other_data(dataset, tmp_path):
     run_here(dataset, tmp_path / "run", max_iters=4)
     other = write_dataset(tmp_path / "other", [1000, 38, 500])
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="or has changed since"):
         run_here(other, tmp_path / "run", init_from="resume")
-    assert error.value.problems == [
-        f"dataset: {other} is not what the run in {tmp_path}/run was trained on ({dataset}), "
-        "or has changed since; for a new run give another --out_dir"
-    ]
 
 
 def test_a_finished_run_with_another_text_or_model_is_not_done(dataset, tmp_path, capsys):
@@ -350,21 +337,18 @@ def test_a_finished_run_with_another_text_or_model_is_not_done(dataset, tmp_path
         UserError, match="or has changed since; for a new run give another --out_dir$"
     ):
         run_here(other, tmp_path / "run", **auto)
-    with pytest.raises(UserError, match=r"n_layer 2 \(asked for: 3\); .* or another --out_dir$"):
+    with pytest.raises(UserError, match=r"n_layer 2 \(asked for: 3\); .* another --out_dir"):
         run_here(mine, tmp_path / "run", n_layer=3, **auto)
     # the same tokens under another name are the same text
     assert run_here(dataset, tmp_path / "run", **auto) == 0
     write_dataset(mine, [1000, 39, 500])
     with pytest.raises(UserError, match="or has changed since"):
         run_here(mine, tmp_path / "run", **auto)
-    assert "iterations are done" in capsys.readouterr().out
 
 
 def test_a_fresh_run_does_not_touch_another(dataset, tmp_path):
     run_here(dataset, tmp_path, max_iters=4)
-    with pytest.raises(
-        UserError, match="init_from=auto resumes it; for a new run: another --out_dir"
-    ):
+    with pytest.raises(UserError, match="init_from=auto resumes"):
         run_here(dataset, tmp_path)
     assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1, 2, 3]
 
@@ -389,9 +373,8 @@ def test_only_improvements_are_saved_if_asked(dataset, tmp_path):
     )
     saved = [r["iter"] for r in records(tmp_path, "checkpoint")]
     evals = {r["iter"]: r["val_loss"] for r in records(tmp_path, "eval")}
-    best = [
-        it for it in evals if it and evals[it] < min(loss for i, loss in evals.items() if i < it)
-    ]
+    del evals[0]  # of weights that are on no disk
+    best = [it for it in evals if all(evals[it] < loss for i, loss in evals.items() if i < it)]
     assert saved == sorted({*best, 12})
 
 
@@ -405,14 +388,13 @@ def test_eval_only_evaluates_once_and_writes_nothing(dataset, tmp_path, capsys):
     assert "step 4: train loss" in out and "\niter " not in out
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
     # it would evaluate random weights, not those of the run
-    with pytest.raises(UserError, match="holds an earlier run; --init_from=auto resumes it"):
+    with pytest.raises(UserError, match="init_from=auto resumes"):
         run_here(dataset, tmp_path / "run", eval_only=True)
     assert capsys.readouterr().err == ""
     assert run_here(dataset, tmp_path / "new", eval_only=True) == 0
     assert not (tmp_path / "new").exists()
-    out, err = capsys.readouterr()
-    assert "step 0:" in out
-    assert f"eval_only: {tmp_path / 'new'} holds no checkpoint; this model is untrained" in err
+    out = capsys.readouterr().out
+    assert "step 0:" in out and "untrained" in out
 
 
 def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(dataset, tmp_path):
@@ -428,40 +410,6 @@ def test_validation_loss_is_the_same_function_of_the_weights_at_any_batch_size(d
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_a_nan_in_one_micro_step_changes_no_parameter(dataset, monkeypatch):
-    config = Config(
-        dataset=str(dataset),
-        n_layer=1,
-        n_head=2,
-        n_embd=16,
-        block_size=16,
-        batch_size=2,
-        device="cpu",
-    )
-    data = open_dataset(config.dataset)
-    model = GPT(model_config(config, data.vocab))
-    optimizer = build_optimizer(model, config, torch.float32)
-    before = [p.detach().clone() for p in model.parameters()]
-    calls = iter(range(100))
-
-    def poisoned(x, y):
-        return model(x, y) * (float("nan") if next(calls) == 1 else 1.0)
-
-    poisoned.parameters, poisoned.named_parameters = model.parameters, model.named_parameters
-    hw, batches = set_up(config), TrainBatches(data, config, torch.device("cpu"))
-
-    def update():
-        rest = (batches.take(4), 1.0, hw.autocast())
-        return train.train_step(poisoned, optimizer, hw.grad_scaler(), *rest)
-
-    loss_sum, targets, norm = update()
-    assert loss_sum.isnan() and targets == 4 * 2 * 16 and not norm.isfinite()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert update()[0].isfinite()
-    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    batches.close()
-
-
 def test_a_float16_run_outlives_the_search_for_its_loss_scale(
     dataset, tmp_path, monkeypatch, capsys
 ):
@@ -473,8 +421,7 @@ def test_a_float16_run_outlives_the_search_for_its_loss_scale(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     )
     assert run_here(dataset, tmp_path, dtype="float16", max_iters=30) == 0
-    assert "normal while float16 finds its loss scale" in capsys.readouterr().err
-    halved = len(records(tmp_path, "event"))  # a line for each iteration
+    halved = sum(r["grad_norm"] is None for r in records(tmp_path, "step"))  # it is not finite
     assert 3 <= halved <= 16
     assert load(tmp_path, 30)["scaler"]["scale"] == 2.0 ** (26 - halved)
     losses = [r["loss"] for r in records(tmp_path, "step")]
@@ -483,38 +430,6 @@ def test_a_float16_run_outlives_the_search_for_its_loss_scale(
 
 # -----------------------------------------------------------------------------
 # What an iteration is made of
-
-
-@pytest.mark.parametrize("loss_chunk", ["off", "24"])
-@pytest.mark.parametrize("batch_size", [1, 8, 32])
-def test_masked_targets_count_for_nothing_at_any_batch_size(batch_size, loss_chunk):
-    """
-    The reference: torch's cross-entropy of all 32 rows at once, of which some have one target and
-    some have all. A mean over micro-batches would weigh these alike.
-    """
-    config = Config(n_layer=1, n_head=2, n_embd=16, block_size=16, loss_chunk=loss_chunk)
-    torch.manual_seed(0)
-    gpt = build_model(model_config(config, 64))
-    x, y = torch.randint(64, (32, 16)), torch.randint(64, (32, 16))
-    for row in range(32):
-        y[row, 1 + row % 16 :] = -1
-    logits = gpt(x).flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, y.flatten(), ignore_index=-1)
-    grads = torch.autograd.grad(loss, list(gpt.parameters()))
-    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
-    total, count = train.evaluate(gpt, iter(batches), contextlib.nullcontext())
-    targets = 2 * sum(range(1, 17))
-    # losses of 4 in float32
-    assert count == targets and total / count == pytest.approx(loss.item(), abs=1e-6)
-
-    before = [p.detach().clone() for p in gpt.parameters()]
-    descent, scaler = torch.optim.SGD(gpt.parameters(), lr=1.0), torch.amp.GradScaler(enabled=False)
-    rest = (batches, 0.0, contextlib.nullcontext())
-    loss_sum, counted, norm = train.train_step(gpt, descent, scaler, *rest)
-    assert counted == targets and loss_sum / counted == pytest.approx(loss.item(), abs=1e-6)
-    assert norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-5)
-    for p, old, grad in zip(gpt.parameters(), before, grads, strict=True):
-        torch.testing.assert_close(old - p, grad, atol=1e-6, rtol=0)
 
 
 # what somebody adds to the loop: a micro-batch more every three iterations
@@ -555,7 +470,7 @@ def test_a_signal_ends_the_wait_for_data_and_nothing_is_lost(
 ):
     """At iteration 4 an evaluation is due; it is left to the resumed run."""
     read = ShuffledWindows.read
-    close, closed = TrainBatches.close, threading.Event()
+    close, closed = Batches.close, threading.Event()
 
     def hanging(windows, first, count):
         if first == 2 * iteration * count:  # two micro-batches an iteration
@@ -565,7 +480,7 @@ def test_a_signal_ends_the_wait_for_data_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         patch.setattr(ShuffledWindows, "read", hanging)
-        patch.setattr(TrainBatches, "close", lambda batches: (closed.set(), close(batches)))
+        patch.setattr(Batches, "close", lambda batches: (closed.set(), close(batches)))
         began = time.monotonic()
         assert run_here(dataset, tmp_path, **EVALUATED) == 143
         assert time.monotonic() - began < 20
@@ -597,8 +512,8 @@ def test_a_shard_that_an_evaluation_cannot_read_costs_no_iteration(
     windows, reads = ShardTokens.read_windows, iter(range(10**6))
 
     def damaged(split, positions, length):
-        # val's, which two starts of a run have looked at: the second evaluation
-        if len(split) == 700 and next(reads) == BATCHES // 2 + 2:
+        # val's, of which a start reads samples four times: the second evaluation
+        if len(split) == 700 and next(reads) == BATCHES // 2 + 4:
             raise RunError("val_000000.bin: cut short")
         return windows(split, positions, length)
 
@@ -616,46 +531,6 @@ def ends_like(straight, dataset, out_dir, iteration, reason):
     assert run_here(dataset, out_dir, init_from="resume", **EVALUATED) == 0
     assert_same_log(out_dir, straight)
     assert_same_state(load(out_dir, 8), load(straight, 8))
-
-
-def test_a_skipped_first_update_leaves_a_fused_optimizer_nothing_to_spoil():
-    """torch's fused SGD makes its momentum in the first update: skipped, of what lies in memory."""
-    bowl = torch.nn.Linear(4, 1, bias=False)
-    descent = torch.optim.SGD(bowl.parameters(), lr=0.1, momentum=0.9, fused=True)
-    hw = set_up(Config(device="cpu", dtype="float32"))
-
-    def step(x):
-        def loss(x, y):
-            return bowl(x).square().mean()
-
-        batches = [(x, torch.zeros(3, 1, dtype=torch.long))]
-        wrapped = torch.nn.Module()
-        wrapped.bowl, wrapped.forward = bowl, loss
-        train.train_step(wrapped, descent, hw.grad_scaler(), batches, 1.0, hw.autocast())
-
-    before = bowl.weight.detach().clone()
-    step(torch.full((3, 4), math.nan))
-    assert torch.equal(bowl.weight, before) and not descent.state
-    step(torch.ones(3, 4))
-    momentum = descent.state[bowl.weight]["momentum_buffer"]
-    torch.testing.assert_close(bowl.weight.detach(), before - 0.1 * momentum)
-    assert 0 < momentum.norm() <= 1.0 + 1e-6  # the clipped gradient
-
-
-def test_a_weight_that_nothing_trains_is_said(dataset, tmp_path, monkeypatch, capsys):
-    stock = model.GPT.__init__
-
-    def with_a_bias(self, config):
-        stock(self, config)
-        self.lm_head.bias = torch.nn.Parameter(torch.zeros(config.vocab_size))
-
-    monkeypatch.setattr(model.GPT, "__init__", with_a_bias)
-    build_shapes.cache_clear()
-    assert run_here(dataset, tmp_path) == 0
-    build_shapes.cache_clear()
-    assert (
-        capsys.readouterr().err.count("no gradient reached lm_head.bias in the first update") == 1
-    )
 
 
 def test_compiling_leaves_buffers_as_they_were(dataset, tmp_path, monkeypatch):
@@ -676,15 +551,14 @@ def test_compiling_leaves_buffers_as_they_were(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(model.MLP, "forward", forward)
     monkeypatch.setattr(torch, "compile", lambda call: call)
     config = load_config(flags(dataset, tmp_path, compile=True))
-    gpt = build_counting(model_config(config, 64))
-    with no_trace(gpt, torch.device("cpu")):
-        train.compile_or_warn(gpt, config, 64, set_up(config))
+    gpt = build_counting(model_config(config, 64, flash=True, compiled=False))
+    compile_or_warn(gpt, config.batch_size, 64, set_up(config))
     assert [block.mlp.c_fc.seen.item() for block in gpt.transformer.h] == [0, 0]
 
 
 def test_a_constant_rate_is_that_rate_to_the_bit():
     config = load_config(["--learning_rate=3e-5", "--decay_lr=False", "--warmup_iters=0"])
-    assert {train.get_lr(it, config, 10, 3e-5) for it in range(20)} == {3e-5}
+    assert {train.get_lr(it, config, 0.0, 3e-5) for it in range(20)} == {3e-5}
 
 
 def test_nothing_waits_for_the_device_between_log_lines(dataset, tmp_path):
@@ -733,18 +607,18 @@ def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
     From the end of one step until the next one takes its micro-batches, in processor time of this
     thread: other programs on a busy machine take none of that.
     """
-    began, ended, take = [], [], TrainBatches.take
+    began, ended, take = [], [], Batches.take
 
     def taken(*arguments):
         began.append(time.thread_time())
         return take(*arguments)
 
-    monkeypatch.setattr(TrainBatches, "take", taken)
+    monkeypatch.setattr(Batches, "take", taken)
 
     def step(*_):
         time.sleep(0.02)  # meanwhile data are read ahead, as in a longer step
         ended.append(time.thread_time())
-        return torch.ones(()), torch.ones(()), torch.ones(())
+        return torch.ones(()), torch.ones(())
 
     monkeypatch.setattr(train, "train_step", step)
     run_here(dataset, tmp_path, max_iters=40, eval_interval=40, log_interval=10)
@@ -755,7 +629,11 @@ def test_the_loop_itself_costs_under_half_a_percent_of_a_150_ms_step(
 HORIZON = 100
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "constant"])
+def rate(it: int, config: Config, horizon: int) -> float:
+    return train.get_lr(it, replace(config, max_iters=horizon), 0.0, 1.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize(
     "warmup, horizon", [(0, 0), (0, 1), (1, 1), (10, 10), (10, 5), (0, 100), (10, 100), (200, 100)]
 )
@@ -768,29 +646,26 @@ def test_schedules_stay_in_range_and_never_divide_by_zero(schedule, warmup, hori
         lr_schedule=schedule,
         decay_fraction=fraction,
     )
-    rates = [train.get_lr(it, config, horizon, 1.0) for it in range(2 * HORIZON)]
+    rates = [rate(it, config, horizon) for it in range(2 * HORIZON)]
     assert all(0 < rate <= 1 for rate in rates)
-    end = 0.1 if decays(config) else 1.0
-    assert all(rate == end for rate in rates[max(warmup, horizon) :])
+    assert all(rate == 0.1 for rate in rates[max(warmup, horizon) :])
 
 
 def test_schedules_by_hand():
     cosine = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=10)
-    assert train.get_lr(0, cosine, 110, 1.0) == pytest.approx(1 / 11)  # nanoGPT's warm-up
-    assert train.get_lr(10, cosine, 110, 1.0) == 1.0
-    assert train.get_lr(60, cosine, 110, 1.0) == pytest.approx(0.55)
+    assert rate(0, cosine, 110) == pytest.approx(1 / 11)  # nanoGPT's warm-up
+    assert rate(10, cosine, 110) == 1.0
+    assert rate(60, cosine, 110) == pytest.approx(0.55)
     wsd = Config(
         learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="wsd", decay_fraction=0.2
     )
-    assert [train.get_lr(it, wsd, 100, 1.0) for it in (0, 80, 90, 99)] == pytest.approx(
-        [1.0, 1.0, 0.5, 0.05]
-    )
+    assert [rate(it, wsd, 100) for it in (0, 80, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
     linear = Config(learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_schedule="linear")
-    assert train.get_lr(25, linear, 100, 1.0) == 0.75
+    assert rate(25, linear, 100) == 0.75
     constant = Config(learning_rate=1.0, lr_schedule="constant", warmup_iters=10)
     # warm-up also without decay
-    assert train.get_lr(4, constant, 100, 1.0) == pytest.approx(5 / 11)
-    assert train.get_lr(500, constant, 100, 1.0) == 1.0
+    assert rate(4, constant, 100) == pytest.approx(5 / 11)
+    assert rate(500, constant, 100) == 1.0
 
 
 def test_an_optimizer_needs_no_more_than_torchs_interface():
@@ -851,10 +726,10 @@ def test_where_triton_is_missing_on_windows_the_warning_says_what_to_install(
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(train, "sys", SimpleNamespace(platform="linux"))  # for it alone
+    monkeypatch.setattr(compiled, "sys", SimpleNamespace(platform="linux"))  # for it alone
     assert run_here(dataset, tmp_path / "linux", compile=True, max_iters=1) == 0
     assert "pip install" not in capsys.readouterr().err
-    monkeypatch.setattr(train, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(compiled, "sys", SimpleNamespace(platform="win32"))
     assert run_here(dataset, tmp_path / "windows", compile=True, max_iters=1) == 0
     assert 'pip install "triton-windows<3.8"' in capsys.readouterr().err
 
@@ -862,11 +737,10 @@ def test_where_triton_is_missing_on_windows_the_warning_says_what_to_install(
 def test_a_resume_computes_in_what_the_run_was_begun_in(dataset, tmp_path, monkeypatch, capsys):
     """On another machine auto would be another type, and the run another run."""
     for best in (torch.bfloat16, torch.float32):
-        monkeypatch.setattr("training.hardware.best_dtype", lambda _, best=best: (best, "test"))
+        monkeypatch.setattr("training.hardware.best_dtype", lambda _, best=best: best)
         run_here(dataset, tmp_path, dtype="auto", init_from="auto", max_iters=2, lr_decay_iters=8)
         run_here(dataset, tmp_path, dtype="auto", init_from="auto", max_iters=4, lr_decay_iters=8)
-    assert [r["dtype"] for r in records(tmp_path, "start")] == ["bfloat16", "bfloat16"]
-    assert capsys.readouterr().out.count("dtype: ") == 1
+    assert {r["dtype"] for r in records(tmp_path, "start")} == {"bfloat16"}
     run_here(dataset, tmp_path, dtype="float32", init_from="auto")
     assert "resume: dtype = 'float32' (the checkpoint had 'bfloat16')" in capsys.readouterr().out
     assert records(tmp_path, "start")[-1]["dtype"] == "float32"
@@ -886,18 +760,15 @@ def test_a_compiler_whose_loss_is_another_is_refused(
     monkeypatch.setattr(torch, "compile", compile)
     run_here(dataset, tmp_path / "compiled", dropout=dropout, compile=True, loss_chunk=512)
     err = capsys.readouterr().err
-    assert err.count("torch.compile does not work here (ArithmeticError: its loss is ") == refused
+    assert err.count("torch.compile does not work here (ArithmeticError: ") == refused
     assert err.count("warning") == refused
-    eager, compiled = (load(tmp_path / run, 8) for run in ("eager", "compiled"))
-    assert_same_state(eager, compiled)
-    assert compiled["model_config"] == eager["model_config"]
-    assert compiled["config"]["compile"] == (not refused)
+    assert_same_state(*(load(tmp_path / run, 8) for run in ("eager", "compiled")))
 
 
 def test_an_error_of_the_model_is_shown_whole(dataset, tmp_path, capsys, monkeypatch):
     """A new term with a mistake in it, which the compiler meets first."""
 
-    def wrong(logits, targets, config, cap):
+    def wrong(logits, targets, cap=None):
         return (logits @ logits).sum()
 
     monkeypatch.setattr(model, "loss_sum", wrong)
@@ -930,13 +801,12 @@ def test_a_model_whose_evaluation_alone_does_not_compile_still_trains_as_one(
 
     monkeypatch.setattr(torch, "compile", compile)
     config = load_config(flags(dataset, tmp_path, compile=True))
-    gpt = build_model(model_config(config, 64))
-    with no_trace(gpt, torch.device("cpu")):
-        train.compile_or_warn(gpt, config, 64, set_up(config))
+    gpt = build_model(model_config(config, 64, flash=True, compiled=False))
+    compile_or_warn(gpt, config.batch_size, 64, set_up(config))
     assert "no kernel for this" in capsys.readouterr().err
     assert gpt.training and gpt.transformer.h[0].training
     gpt.eval()(torch.zeros(1, 4, dtype=torch.long))  # not by what does not compile
-    assert not config.compile and all(p.grad is None for p in gpt.parameters())
+    assert all(p.grad is None for p in gpt.parameters())
 
 
 def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(
@@ -947,7 +817,7 @@ def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(
 
     monkeypatch.setattr(train, "Tokenizer", offline)
     assert run_here(dataset, tmp_path, sample_tokens=5) == 0
-    assert "no sample: tokenizer gpt2" in capsys.readouterr().err
+    assert "no sample: tokenizer gpt2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["train_step", "build_model"])
@@ -968,7 +838,7 @@ def test_out_of_memory_is_one_line_with_flags_that_need_less(
     assert end.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: out of memory with batch_size=4; ")
-    assert line.endswith(": --batch_size=2 --gradient_accumulation_steps=4")
+    assert "--batch_size=2 --gradient_accumulation_steps=4" in line
 
 
 def test_block_size_longer_than_the_data_is_found_before_training(dataset, tmp_path):
@@ -1040,19 +910,17 @@ def test_weights_that_know_other_tokens_than_the_dataset_are_refused(dataset, tm
     other = write_dataset(tmp_path / "other", [1000])
     manifest = json.loads((other / "manifest.json").read_text())
     (other / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2", vocab=50257)))
-    with pytest.raises(UserError, match="tokenizer gpt2, the weights .* another one, byte;"):
+    with pytest.raises(UserError, match="tokenized with gpt2"):
         run_here(other, tmp_path / "new", init_from=tmp_path / "run")
 
 
-def test_a_resume_names_keys_that_came_or_went_since_the_checkpoint(dataset, tmp_path, capsys):
+def test_a_resume_names_keys_that_came_since_the_checkpoint(dataset, tmp_path, capsys):
     """As on another branch of a fork, whose data or loss knows a key more."""
     run_here(dataset, tmp_path, max_iters=4)
     state = load(tmp_path, 4)
     del state["config"]["grad_clip"]
-    state["config"]["dataset2"] = "other"
     torch.save(state, tmp_path / "ckpt-00000004.pt")
     capsys.readouterr()
     assert run_here(dataset, tmp_path, init_from="resume", grad_clip=0.5) == 0
     out = capsys.readouterr().out
     assert "resume: grad_clip = 0.5 (the checkpoint had 1.0)\n" in out
-    assert "resume: these are no longer keys and are ignored: dataset2\n" in out

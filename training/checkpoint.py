@@ -103,16 +103,25 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted((p for p in out_dir.glob("ckpt-*.pt") if iteration(p) >= 0), key=iteration)
 
 
-def load_newest(out_dir: Path) -> dict | None:
+def is_whole(path: Path) -> bool:
+    try:
+        load(path)
+    except UserError:
+        return False
+    return True
+
+
+def find_newest(out_dir: Path) -> Path | None:
     """
-    The newest valid state, with a warning for each damaged file. None if out_dir holds no
+    The newest valid checkpoint, with a warning for each damaged one. None if out_dir holds no
     checkpoint. Raises UserError if there are checkpoints and none is valid: a run never starts from
     scratch silently.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            return load(path)
+            load(path)
+            return path
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
@@ -134,26 +143,32 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     Make out_dir if it does not exist; keep other runs out while the returned file is open, which
     the system closes when this process ends; and mend what a kill has left. `progress`: of the
     checkpoint that the run goes on from; None for a new run. Raises OSError if the folder cannot be
-    written, UserError if another run uses it.
+    written, UserError if another run uses it, or has written to it since this one looked.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / "lock", "ab")
     if not try_lock(lock):
         hint = "stop that one first, or choose another --out_dir"
         raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
+    it = progress["iter_num"] if progress else -1
+    newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
+    overtaken = any(is_whole(path) for path in newer)
+    if progress and not checkpoint_path(out_dir, it).exists():
+        overtaken = True
+    if overtaken:
+        hint = "give the command again, or another --out_dir"
+        raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
+    for path in newer:
+        set_aside(path)  # damaged; prune() would keep it
     # temporary files could leave no room for the next checkpoint
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     if progress is None:
         for name in ("metrics.jsonl", "log.txt", "loss.png"):
             set_aside(out_dir / name)  # of a run that never saved, or yours
         return lock
-    for path in list_checkpoints(out_dir):
-        # newer than the one that could be resumed, so damaged; prune() would keep it
-        if iteration(path) > progress["iter_num"]:
-            set_aside(path)
-    path = checkpoint_path(out_dir, progress["iter_num"])
+    path = checkpoint_path(out_dir, it)
     best = path.with_name("best.pt")
-    if progress["best_iter"] == progress["iter_num"]:
+    if progress["best_iter"] == it:
         # a kill may have come between the two steps of save_newest()
         if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
             link(path, best)

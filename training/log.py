@@ -323,7 +323,7 @@ class Log:
             say(f"to continue: {script} {command_line(*sys.argv)}{more}")
         if self.tracker:
             self.tracker.close()
-        if complete:  # stopping must not wait for a picture
+        if not reason.startswith("SIG"):  # a signal must not wait for a picture
             self.draw_end()
         keep_transcript(None)
         if self.file:

@@ -180,7 +180,7 @@ STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
 SAME_STOP = 0.5  # seconds in which torchrun, systemd and Slurm may each pass on one stop
 
 
-class Signals:
+class StopSignals:
     """
     The signals that this process has received. The loop looks at them between two iterations, and
     at each batch of an evaluation, on all ranks together, so that all of them stop at one place.
@@ -193,9 +193,10 @@ class Signals:
         self.name: str | None = None  # of the signal that all ranks have agreed on
         for name in ASK_TO_STOP:
             number = getattr(signal, name, None)
+            if not number:  # on Windows
+                continue
             # nohup ignores SIGHUP, which a terminal sends when it closes
-            ignored = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            if number and not ignored:
+            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import flags, load, needs_signals, records, run_here, run_process, start_process
+from helpers import flags, needs_signals, records, run_here, run_process, start_process
 from test_saving import best_iter, scripted_losses
 
 import train
@@ -140,7 +140,7 @@ def test_with_too_little_room_and_no_links_nothing_is_lost_that_is_saved(
     stop_waiting(monkeypatch)
     options = BIG | dict(keep_checkpoints=1)
     if room < 3:
-        with pytest.raises(UserError, match="checkpoint 8 is not saved: .*resume continues from"):
+        with pytest.raises(UserError, match="checkpoint 8 is not saved: .*resume goes on from"):
             run_here(dataset, out_dir, **options)
         assert numbers(out_dir)[0] == 2
     else:
@@ -174,28 +174,6 @@ def test_older_checkpoints_go_before_the_new_one_is_written(dataset, make_disk, 
     assert best_iter(out_dir) == 2
 
 
-def test_a_save_that_others_left_no_room_for_is_tried_again_with_the_next_line(
-    dataset, make_disk, monkeypatch, capsys
-):
-    disk = make_disk(4)
-    step, calls = train.train_step, iter(range(100))
-
-    def steps(*arguments):
-        number = next(calls)
-        if number == 3:  # 2 is saved
-            fill(disk)
-        if number == 5:
-            (disk / "filler").unlink()
-        return step(*arguments)
-
-    monkeypatch.setattr(train, "train_step", steps)
-    assert run_here(dataset, disk / "run", **BIG) == 0
-    err = capsys.readouterr().err
-    # said once: with log_interval=1 a full disk would be said each iteration
-    assert err.count("checkpoint 4 is not saved: ") == err.count("with each log line") == 1
-    assert [r["iter"] for r in records(disk / "run", "checkpoint")] == [2, 6, 8]
-
-
 @pytest.mark.parametrize("room, warned", [(2, True), (4, False)])
 def test_a_disk_too_small_for_the_run_is_said_before_the_first_iteration(
     room, warned, dataset, make_disk, capsys
@@ -203,66 +181,6 @@ def test_a_disk_too_small_for_the_run_is_said_before_the_first_iteration(
     run_here(dataset, make_disk(room) / "run", **BIG, max_iters=1)
     output = capsys.readouterr()
     assert ("disk" in output.err and "3 checkpoints" in output.err) == warned
-
-
-# The disk is filled after the first checkpoint; the last save then tries again every tenth second.
-FILLED = """
-import sys, time, train
-from pathlib import Path
-from common import console
-sys.path.append("tests/faults")
-sys.path.append("tests")
-from test_disk import fill
-train.RETRY_SECONDS, disk, sleep = 1, Path(sys.argv.pop(1)), time.sleep
-time.sleep = lambda seconds: sleep(seconds / 10)
-original = train.RunLog.checkpoint
-def filling(log, *arguments):
-    original(log, *arguments)
-    if arguments[0] == 2:
-        fill(disk)
-train.RunLog.checkpoint = filling
-console.run_main(train.main)
-"""
-
-
-def start_on_a_disk_that_fills(dataset, disk: Path):
-    """A process that has trained to its end and waits for room."""
-    options = flags(dataset, disk / "run", **BIG, keep_checkpoints=1)
-    process = start_process("-c", FILLED, str(disk), *options)
-    for line in process.stderr:
-        if "trying again each minute" in line:
-            assert line.startswith("warning: iter 8: checkpoint 8 is not saved: ")
-            assert line.endswith("; Ctrl-C gives up, and frees the device\n")
-            return process
-    raise AssertionError("ended without waiting")
-
-
-def test_the_last_save_waits_for_room(dataset, make_disk, tmp_path):
-    disk = make_disk(3)
-    process = start_on_a_disk_that_fills(dataset, disk)
-    assert "trying again each minute" in process.stderr.readline() + process.stderr.readline()
-    (disk / "filler").unlink()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    run_here(dataset, tmp_path / "straight", **BIG)
-    there, here = load(tmp_path / "straight", 8)["model"], load(disk / "run", 8)["model"]
-    assert all(torch.equal(there[name], here[name]) for name in there)
-    assert names(disk / "run") == ["best.pt", "ckpt-00000008.pt"]
-    assert best_iter(disk / "run") == best_iter(tmp_path / "straight") == 8
-
-
-@needs_signals
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_wait_for_room_after_one_more_try(number, dataset, make_disk):
-    disk = make_disk(3)
-    process = start_on_a_disk_that_fills(dataset, disk)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=20)
-    last = err.splitlines()[-1]
-    assert process.returncode == 1 and last.startswith("error: checkpoint 8 is not saved: "), err
-    assert last.endswith("resume continues from " + str(disk / "run" / "ckpt-00000002.pt"))
-    assert "Traceback" not in err
-    assert numbers(disk / "run") == [2] and not list((disk / "run").glob("*.tmp"))
 
 
 def test_a_run_that_starts_on_a_full_disk_saves_once_there_is_room(
@@ -275,7 +193,7 @@ def test_a_run_that_starts_on_a_full_disk_saves_once_there_is_room(
     monkeypatch.setattr(train.Signals, "wait", lambda signals, seconds: freed(filler, seconds))
     assert run_here(dataset, disk / "run", **BIG) == 0
     err = capsys.readouterr().err
-    assert "iter 2: checkpoint 2 is not saved: " in err and "trying again with each log line" in err
+    assert "iter 2: checkpoint 2 is not saved: " in err
     assert [r["iter"] for r in records(disk / "run", "checkpoint")] == [8]
     assert err.count("iter 8: checkpoint 8 is not saved: ") == 1
 
@@ -351,38 +269,17 @@ def test_best_is_put_right_after_a_kill_between_the_save_and_its_mark(
     assert best_iter(tmp_path) == 4
 
 
-def test_a_state_that_could_not_be_resumed_ends_the_run_at_its_first_save(
-    dataset, tmp_path, monkeypatch, capsys
-):
-    """An optimizer of somebody's own, whose groups a resume would not know."""
-    build = train.build_optimizer
-
-    def own(model, *arguments):
-        optimizer = build(model, *arguments)
-        optimizer.param_groups.append(optimizer.param_groups.pop(0) | dict(params=[]))
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        return optimizer
-
-    monkeypatch.setattr(train, "build_optimizer", own)
-    save, written = checkpoint.save, []
-    monkeypatch.setattr(checkpoint, "save", lambda *a: written.append(save(*a)) or written[-1])
-    with pytest.raises(UserError, match="ckpt-00000002.pt: cannot be resumed by this version"):
-        run_here(dataset, tmp_path, eval_interval=2)
-    assert len(written) == 1
-    assert [r["iter"] for r in records(tmp_path, "step")] == [0, 1]
-
-
 def test_the_first_save_imports_nothing(dataset, tmp_path):
     """The folder that it would be imported from may have been upgraded or removed by then."""
     watched = (
         "import sys, train\n"
-        "save = train.save_checkpoint\n"
+        "save = train.save\n"
         "def watch(*arguments, **named):\n"
         "    before = set(sys.modules)\n"
         "    saved = save(*arguments, **named)\n"
         "    print('imported', sorted(set(sys.modules) - before))\n"
         "    return saved\n"
-        "train.save_checkpoint = watch\n"
+        "train.save = watch\n"
         "train.main(sys.argv[1:])"
     )
     options = dict(max_iters=2, eval_interval=100, checkpoint_interval=1, log_interval=100)

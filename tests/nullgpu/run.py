@@ -139,8 +139,7 @@ def fingerprint(row: Row) -> str:
     from configurator import config_values, load_config
 
     files = ["train.py", "model.py", "data/loader.py"]
-    files += ["training/build.py", "training/muon.py", "training/hardware.py"]
-    files += ["model_fast.py"] * row.config.startswith("fast")
+    files += ["model_fast.py", "training/compiled.py", "training/hardware.py"]
     code = [ast.unparse(ast.parse((ROOT / name).read_text("utf-8"))) for name in files]
     config = config_values(load_config(command_of(row).split()))
     asked = f"{row} {CARDS[row.card]} {TORCH} {config}"
@@ -455,7 +454,7 @@ def memory_traffic(counts: collections.Counter) -> dict:
 
 def memory_table(rows: dict[str, dict]) -> list[list]:
     """GiB at the peak: simulated, and by the memory model without what CUDA itself takes."""
-    from training.memory import memory_bytes
+    from reports.memory import memory_bytes
 
     compared = ["estimated", "difference"]
     table = [["row", "allocated", *compared, "reserved", *compared]]
@@ -524,16 +523,15 @@ def projection_table(rows: dict[str, dict]) -> list[list]:
 
 
 def config_and_model(row: dict) -> tuple:
-    from training.build import model_config
-
     from configurator import load_config
+    from train import model_config
 
     config = load_config(row["command"].split())
-    return config, model_config(config, 50257)
+    return config, model_config(config, 50257, flash=config.flash, compiled=config.compile)
 
 
 def parameters(row: dict) -> int:
-    from training.build import count_parameters
+    from reports.memory import count_parameters
 
     return count_parameters(config_and_model(row)[1])
 
