@@ -711,7 +711,7 @@ FAULTS = [
         "configurator.py",
         '            values["tokens_per_iter"] = 0  # of the two the last one wins\n',
         '            values.setdefault("tokens_per_iter", 0)\n',
-        "test_configurator.py::test_tokens_per_iter_sets_accumulation_and_names_what_would_divide",
+        "test_numbers.py::test_of_tokens_per_iter_and_accumulation_the_last_one_wins[accumulation last]",
     ),
     Fault(
         "config_file_bounds_a_run_by_hours",
@@ -725,7 +725,7 @@ FAULTS = [
         "configurator.py",
         "    beta2: float = 0.95",
         "    beta2: float = 0.999",
-        "test_pages.py::test_the_keys_page_names_keys_and_their_defaults",
+        "test_numbers.py::test_what_is_not_set_is_as_in_nanogpt",
     ),
     Fault(
         "maximum_over_ranks_is_the_sum",

@@ -221,6 +221,28 @@ def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, trained, tmp_pat
     assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
 
 
+ORDERS = {
+    "tokens_per_iter last": (BASE | dict(tokens_per_iter=128), 128),
+    "accumulation last": (dict(tokens_per_iter=128) | BASE, TOKENS),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_of_tokens_per_iter_and_accumulation_the_last_one_wins(order, tokens, tmp_path):
+    keys, size = ORDERS[order]
+    train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
+    assert column(tmp_path, "start", "tokens_per_iter") == [size]
+
+
+def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
+    """Its train.py's optimizer, whose beta2 is not torch's."""
+    expected = dict(learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
+    keys = {name: value for name, value in BASE.items() if name not in {*expected, "min_lr"}}
+    train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
+    config = checkpoint(tmp_path, 0)["config"]
+    assert {name: config[name] for name in expected} == expected
+
+
 def prepare_source() -> Path:
     """Makes text.jsonl here, and shards of it."""
     texts = [f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in ("alpha", "beta", "zeta")]
