@@ -138,7 +138,7 @@ def test_a_save_that_failed_is_no_measure_of_the_next(night, tiny):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     night.seconds["save"] = 60.0
-    night.at["save", 3] = fail  # at iteration 60, the last one before the end
+    night.at["save", 2] = fail  # at iteration 40; one at 60 follows, before the last
     night.launch(**tiny, hours=HOURS, eval_interval=20)
     assert night.count["save"] == 5
     assert night.now <= SECONDS
