@@ -415,14 +415,16 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_run_goes_
 
     def rename(source, target):
         found = os.stat(source)
-        if Path(target).name.startswith("ckpt-"):
+        if Path(target).name.startswith(("ckpt-", "metrics.jsonl")):
             calls.append(("rename", found.st_ino, found.st_size))
         replace(source, target)
 
     with mock.patch("os.fsync", sync), mock.patch("os.replace", rename):
         train_tiny(tokens, tmp_path / "run")
+        train_tiny(tokens, tmp_path / "run", max_iters=12, init_from="resume")
     renames = [n for n, call in enumerate(calls) if call[0] == "rename"]
-    assert len(renames) == 2
+    # at 4, 8 and 12, and the log of the first launch
+    assert len(renames) == 4
     for n in renames:
         assert calls[n - 1] == calls[n][1:]
         assert calls[n + 1] == "folder"

@@ -185,6 +185,15 @@ def test_the_random_states_of_python_and_numpy_are_resumed_too(tiny, tmp_path):
     assert drawn[12:] == drawn[:12]
 
 
+def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, tmp_path):
+    train(**tiny | dict(max_iters=8), out_dir=tmp_path)
+    others = dict(learning_rate=5e-3, lr_schedule="constant", beta1=0.7, weight_decay=0.3)
+    train(**tiny | others, out_dir=tmp_path, init_from="resume")
+    assert column(tmp_path, "step", "lr")[8:] == [5e-3] * 4
+    group = checkpoint(tmp_path, 12)["optimizer"]["param_groups"][0]
+    assert (group["betas"][0], group["weight_decay"]) == (0.7, 0.3)
+
+
 def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path / "unbroken")
     night = Night()

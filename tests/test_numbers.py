@@ -243,9 +243,8 @@ def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
     assert {name: config[name] for name in expected} == expected
 
 
-def prepare_source() -> Path:
+def prepare_source(texts: list[str]) -> Path:
     """Makes text.jsonl here, and shards of it."""
-    texts = [f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in ("alpha", "beta", "zeta")]
     rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
     Path("text.jsonl").write_text("".join(rows))
     held_out = f"--val_tokens={BASE['eval_tokens']}"
@@ -257,8 +256,6 @@ def prepare_source() -> Path:
         "--out=shards",
     )
     assert prepare.code == 0
-    windows = len(plain.split(Path("shards"), "train")) // T
-    assert 72 < windows < 144  # the run of 144 reads all of them and begins again
     return Path("shards")
 
 
@@ -276,17 +273,20 @@ STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
     """In order, and evaluates on the same tokens as a run on them."""
     monkeypatch.chdir(tmp_path)
-    shards = prepare_source()
+    words = ("alpha", "beta", "zeta")
+    shards = prepare_source([f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in words])
+    windows = len(plain.split(shards, "train")) // T
+    assert 72 < windows < 144  # the run of 144 reads all of them and begins again
     train(**BASE, **STREAM, out_dir="streamed")
     assert_trained_in_order(Path("streamed"), shards)
     streamed, prepared = (column(Path(name), "eval", *EVAL) for name in ("streamed", "prepared"))
     assert streamed[0] == prepared[0]
 
 
-# 16 windows in a shard, and none is made before it is needed
+# no shard is made before it is needed
 SMALL_SHARDS = {
     "data/stream.py": [
-        ("\nSHARD_TOKENS = ", f"\nSHARD_TOKENS = {16 * T}  # "),
+        ("\nSHARD_TOKENS = ", f"\nSHARD_TOKENS = {8 * T}  # "),
         ("\nTOKENS_AHEAD = ", "\nTOKENS_AHEAD = 0  # "),
     ]
 }
@@ -295,7 +295,8 @@ SMALL_SHARDS = {
 def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
     """It is in the next shard, which is not there yet."""
     monkeypatch.chdir(tmp_path)
-    shards = prepare_source()
+    # 64 tokens each with their end, so that there are 8 windows in a shard
+    shards = prepare_source([(f"alpha {n} " * 9)[:63] for n in range(40)])
     program = changed(tmp_path / "changed", SMALL_SHARDS)
     where = dict(dataset=tmp_path / "text.jsonl", out_dir=tmp_path / "streamed")
     words = flags(**BASE | STREAM | where)
