@@ -35,6 +35,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -226,7 +227,8 @@ def measure_apart(config: Config, trials: int, **how) -> dict:
         with new_process() as pool:
             return pool.submit(build_and_measure, config, trials, **how).result()
     except Exception as error:
-        if not hardware.is_out_of_memory(error):
+        # a pool breaks when the system kills its process, most likely for its memory
+        if not (isinstance(error, BrokenProcessPool) or hardware.is_out_of_memory(error)):
             raise
         return batch_keys(config, config.batch_size) | dict(tokens_per_sec=None)
 

@@ -287,9 +287,12 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         tree = ast.parse(read_text(path, errors="strict"), str(path))
         exec(compile(tree, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        # no frame of the file: a SyntaxError, before it ran
+        line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         said = traceback.format_exception_only(error)[-1].strip()
-        raise UserError(f"{path}:{getattr(error, 'lineno', line)}: {said}") from None
+        raise UserError(f"{path}:{line}: {said}") from None
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found = {}
     problems = []

@@ -31,7 +31,7 @@ from data.tokenizer import Tokenizer
 from model import GPT, generate_tokens
 from model_fast import FastGPT, build_model, config_from_dict
 from training import hardware
-from training.pretrained import read_weights
+from training.pretrained import load_weights, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -90,10 +90,10 @@ def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
     config = config_from_dict(state["model_config"])
     model = build_model(replace(config, flash=hw.flash(config)))
-    model.load_state_dict(state["model"])
+    load_weights(model, state)
     model.to(hw.device, hw.dtype).eval()
     if c.compile:
-        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]
+        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]  # on purpose
     return model
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say
-from configurator import FIELDS, Config, config_values, read_config, resolve
+from configurator import FIELDS, NEVER, Config, config_values, read_config, resolve
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
@@ -43,7 +43,7 @@ from training.clock import Clock
 from training.compiled import compile_or_warn
 from training.hardware import Hardware
 from training.log import Log
-from training.pretrained import load_pretrained
+from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, check_shares, lost_rank
 
 # What decides the weights' shapes and names. vocab_size is no key: it follows from the dataset.
@@ -69,8 +69,8 @@ class Progress:
     sequences: int = 0  # read: the position in the order of the data
     evaluated_at: int = -1  # iteration of the last evaluation
     val_loss: float = math.inf  # of the last evaluation
-    best_val_loss: float = math.inf  # of the evaluated checkpoints on the disk
-    best_iter: int = -1  # which of them is best.pt
+    best_val_loss: float = math.inf  # of the start, or of a checkpoint on the disk
+    best_iter: int = -1  # its iteration; best.pt, if it is saved
 
 
 # -----------------------------------------------------------------------------
@@ -102,8 +102,12 @@ def find_start(c: Config, newest: Path | None) -> tuple[dict | None, dict | None
     is_new = c.init_from in ("scratch", "auto")
     others = sorted(Path(c.out_dir).glob("*.pt"))
     if others and (is_new or not c.eval_only):
-        ways = "--init_from=auto resumes ckpt-*.pt; for a new run: another --out_dir"
-        raise UserError(f"out_dir: {others[-1]} is of an earlier run; {ways}")
+        way = "--init_from=auto resumes it"
+        if not checkpoint.list_checkpoints(Path(c.out_dir)):  # best.pt alone, or nanoGPT's ckpt.pt
+            way = f"--init_from={others[0]} with another --out_dir starts from its weights"
+        raise UserError(
+            f"out_dir: {others[-1]} is of an earlier run; {way}; for a new run: another --out_dir"
+        )
     if is_new:
         return None, None  # random weights
     block_size = c.block_size if "block_size" in c.given else None
@@ -122,7 +126,12 @@ def settle(c: Config, resumed: dict | None, initial: dict | None, world_size: in
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
     elif initial:
-        c, problems = keep_values(c, ARCHITECTURE, initial["model_config"], c.init_from)
+        saved = initial["model_config"]
+        names = ARCHITECTURE
+        if saved["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
+            saved = saved | dict(pad_vocab_multiple=1)
+            names = [*names, "pad_vocab_multiple"]
+        c, problems = keep_values(c, names, saved, c.init_from)
     problems += hardware.check_device(c)
     problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c)
@@ -181,8 +190,8 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, initial: dict | N
     source = c.out_dir if resumed else c.init_from
     theirs, ours = initial["tokenizer"], data.tokenizer
     if theirs != ours and "unknown" not in (theirs["kind"], ours["kind"]):
-        kinds = f"is tokenized with {ours['kind']}, but {source} was trained with {theirs['kind']}"
-        raise UserError(f"dataset: {data.source} {kinds}; give data made with that tokenizer")
+        kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
+        raise UserError(f"dataset: {data.source} has {kinds}; give data made with that one")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         hint = "or has changed since; for a new run give another --out_dir"
@@ -196,7 +205,8 @@ def say_start(c: Config, resumed: dict | None, initial: dict | None) -> None:
     """Print where the run begins, and on a resume what has changed since the checkpoint."""
     if not resumed:
         if initial:
-            say(f"weights: {initial['source']}; iterations and learning rate start from 0")
+            rest = "" if c.eval_only else "; iterations and learning rate start from 0"
+            say(f"weights: {initial['source']}{rest}")
         elif c.eval_only:
             say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
         return
@@ -204,7 +214,8 @@ def say_start(c: Config, resumed: dict | None, initial: dict | None) -> None:
     say(f"resume: {checkpoint.checkpoint_path(c.out_dir, it)}, iteration {it:,}")
     for name, value in config_values(c).items():
         before = resumed["config"].get(name, FIELDS[name].default)
-        if value != before and name not in ("init_from", "wandb_run_name"):
+        is_news = name not in ("init_from", "wandb_run_name") and NEVER not in (value, before)
+        if value != before and is_news:
             say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
 
 
@@ -243,13 +254,13 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     of the first group. `dtype`: of Muon's matmuls.
 
     For another optimizer: a choice in configurator.py, and a line here. Each weight is in one
-    group, as (name, weight); a resume compares the names.
+    group, as (name, weight); a resume compares the names. With fused=True it must skip an update
+    when its found_inf is 1.
     """
     # a fused one can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (c.beta1, c.beta2)
     weights = [*model.named_parameters()]
-    optimizer: torch.optim.Optimizer
     if c.optimizer == "muon":
         groups = muon_groups(
             model,
@@ -259,7 +270,6 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
             betas=betas,
             weight_decay=c.weight_decay,
         )
-        optimizer = Muon(groups, dtype, fused)
     else:
         matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
         vectors = [(name, p) for name, p in weights if p.dim() < 2]  # biases and norms
@@ -268,13 +278,13 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
             dict(adam, params=matrices, weight_decay=c.weight_decay),
             dict(adam, params=vectors, weight_decay=0.0),
         ]
-        groups = [group for group in groups if group["params"]]
-        optimizer = torch.optim.AdamW(groups, fused=fused)
-    grouped = {name for group in optimizer.param_groups for name in group["param_names"]}
-    if lost := [name for name, _ in weights if name not in grouped]:
-        names = ", ".join(lost)
-        raise UserError(f"optimizer: {names}: in no group, so it would never change; add it to one")
-    return optimizer
+    groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
+    grouped = [name for group in groups for name, _ in group["params"]]
+    if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
+        raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
+    if c.optimizer == "muon":
+        return Muon(groups, dtype, fused)
+    return torch.optim.AdamW(groups, fused=fused)
 
 
 def get_lr(it: int, c: Config, share: float, peak: float) -> float:
@@ -366,7 +376,9 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | N
 
 
 @torch.no_grad()
-def evaluate(model, micro_batches: list[Batch], hw: Hardware, signals: StopSignals) -> tuple:
+def evaluate(
+    model, micro_batches: list[Batch], hw: Hardware, signals: StopSignals
+) -> tuple[float, int]:
     """
     Sum of the loss over all targets of `micro_batches` in nats, without dropout, and their number;
     of fewer of them if a signal comes. Leaves the model in training mode.
@@ -408,12 +420,13 @@ def estimate_loss(
     return means, None
 
 
-def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
-    """sample_tokens tokens from the model, drawn with the same random numbers each time."""
+def print_sample(model, data: Dataset, p: Progress, c: Config, hw: Hardware, log: Log) -> None:
+    """Print sample_tokens tokens from the model, drawn with the same random numbers each time."""
     try:
         text = Tokenizer(data.tokenizer)
     except UserError as error:  # offline, without its vocabulary
-        return f"no sample: {error}"
+        log.warn(p.iter_num, f"no sample: {error}")
+        return
     prompt = text.start_ids()
     idx = torch.tensor([prompt], device=hw.device)
     generator = torch.Generator(hw.device).manual_seed(c.seed)
@@ -421,7 +434,7 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
     with hw.autocast():
         ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
     model.train()
-    return text.decode(ids[0, len(prompt) :].tolist())
+    log.report_sample(p.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
 
 
 # -----------------------------------------------------------------------------
@@ -431,7 +444,15 @@ def sample_text(model, data: Dataset, c: Config, hw: Hardware) -> str:
 def state_to_save(
     c: Config, data: Dataset, model, optimizer, scaler, p: Progress, clock: Clock, log: Log
 ) -> dict:
-    """What a checkpoint holds: all that restore() and Clock need. All ranks take part."""
+    """
+    What a checkpoint holds: all that restore() and Clock need. All ranks take part. Raises RunError
+    if a weight is not finite: once saved, it would soon replace the good checkpoints.
+    """
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            problem = f"iter {p.iter_num}: {name} is not finite, so the weights are not saved"
+            hint = checkpoint.resume_hint(c.out_dir)
+            log.ranks.fail(f"{problem}; with a lower learning_rate, {hint}")
     return dict(
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
@@ -464,6 +485,11 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
         raise UserError(f"init_from: {problem}; a new --out_dir takes its weights alone") from None
     for group, hyperparameters in zip(optimizer.param_groups, ours, strict=True):
         group |= hyperparameters
+    # on a CPU they are mapped to the file, whose space the disk could not use again
+    for moments in optimizer.state.values():
+        for name, moment in moments.items():
+            if isinstance(moment, Tensor) and moment.device.type == "cpu":
+                moments[name] = moment.clone()
     if scaler.is_enabled() and resumed["scaler"]:
         scaler.load_state_dict(resumed["scaler"])
     if rank < len(resumed["rng"]):
@@ -497,17 +523,15 @@ def save(state: dict, c: Config, log: Log, signals: StopSignals, last: bool) -> 
 def try_to_save(state: dict, c: Config, log: Log) -> str:
     """Returns an error line if the disk is full or fails, else ""."""
     it = state["progress"]["iter_num"]
-    for name, tensor in state["model"].items():
-        if not tensor.isfinite().all():  # if saved, it would soon replace the good checkpoints
-            problem = f"iter {it}: {name} is not finite, so the weights are not saved"
-            hint = checkpoint.resume_hint(c.out_dir)
-            raise RunError(f"{problem}; with a lower learning_rate, {hint}")
-    if not Path(c.out_dir, "lock").exists():
-        log.warn(it, f"{c.out_dir} was deleted, with the log in it; making it again")
+    out_dir = Path(c.out_dir)
     try:
-        path = checkpoint.save_newest(state, Path(c.out_dir), c.keep_checkpoints, not log.has_saved)
+        if not out_dir.exists():
+            log.warn(it, f"{out_dir} was deleted, with the log in it; making it again")
+        path = checkpoint.save_newest(state, out_dir, c.keep_checkpoints, check=not log.has_saved)
     except OSError as error:
         return f"checkpoint {it} is not saved: {error.strerror or error}"
+    except UserError as error:  # the first one, read back
+        raise RunError(f"{error}; this disk does not keep what is written to it") from None
     log.report_save(it, path)
     return ""
 
@@ -546,7 +570,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     p = Progress()
     on_disk = None  # what is saved: (iteration, iteration of its last evaluation)
     if initial:
-        model.load_state_dict(initial["model"])
+        load_weights(model, initial)
     if resumed:
         p = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         on_disk = (p.iter_num, p.evaluated_at)
@@ -564,6 +588,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     del resumed, initial  # frees the loaded checkpoint
     clock.lap("start-up")
 
+    if c.compile and not hw.can_compile:
+        say("compile: off; torch's compiler for MPS is an early prototype")
     if compiles:
         say("compiling: this takes about a minute")
         if not compile_or_warn(model, c.batch_size, data.vocab, hw):
@@ -576,7 +602,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         say(f"compile: {seconds:.1f}s")
     accum = c.gradient_accumulation_steps // ranks.world_size
     autocast = hw.autocast()
-    skipped = torch.zeros((), device=hw.device)  # updates in a row
+    in_a_row = torch.zeros((), device=hw.device)  # updates skipped, up to the last one
+    since_line = torch.zeros((), device=hw.device)  # updates skipped since the last log line
     signals = StopSignals(ranks)  # from here on a signal asks the loop to save and stop
 
     while True:
@@ -608,21 +635,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             else:
                 train_loss, p.val_loss = losses
                 p.evaluated_at = it
-                if it == 0:  # what becomes best.pt must be better than the start
+                if it == 0 and math.isfinite(p.val_loss):  # best.pt must be better than the start
                     p.best_val_loss = p.val_loss
                     p.best_iter = 0
                 log.report_eval(it, p.tokens, train_loss, p.val_loss)
                 if c.sample_tokens and ranks.is_main and it > 0 and math.isfinite(p.val_loss):
-                    log.report_sample(it, sample_text(eval_model, data, c, hw))
+                    print_sample(eval_model, data, p, c, hw, log)
             clock.lap("evaluation", done=not cut_short)
 
         # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
         is_evaluated = p.evaluated_at == it
         is_best = is_evaluated and p.val_loss < p.best_val_loss
-        save_due = now.save or (c.checkpoint_interval and it % c.checkpoint_interval == 0)
-        save_due = save_due or is_best or (is_evaluated and c.always_save_checkpoint)
-        save_due = (save_due and it > 0 and now.has_time) or now.retry or stop
-        if save_due and on_disk != (it, p.evaluated_at) and not c.eval_only:
+        by_interval = it % c.checkpoint_interval == 0 if c.checkpoint_interval else now.save
+        save_due = by_interval or is_best or (is_evaluated and c.always_save_checkpoint)
+        may_save = it > 0 and now.has_time
+        is_new = on_disk != (it, p.evaluated_at) and not c.eval_only
+        if is_new and (stop or now.retry or (save_due and may_save)):
             clock.lap("steps")
             to_save = replace(p)  # p changes only if the save succeeds: its best is that of a file
             if is_best:
@@ -645,7 +673,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
         )
-        skipped = (skipped + 1) * ~grad_norm.isfinite()
+        skips = ~grad_norm.isfinite()  # all ranks have the same gradients
+        in_a_row = (in_a_row + 1) * skips
+        since_line = since_line + skips
         tokens_before = p.tokens
         p.iter_num += 1
         p.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
@@ -662,15 +692,18 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             norm = grad_norm.item()
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens_before, p.tokens, loss, lr, norm, batches.waited)
-            if skipped:  # all ranks have the same gradients
-                log.warn(it, f"{int(skipped)} updates skipped in a row: a gradient was not finite")
-            if skipped >= MAX_SKIPS:
+            if since_line:
+                skipped = f"{int(since_line)} updates skipped since the last line"
+                log.warn(it, f"{skipped}: a gradient was not finite")
+                since_line = torch.zeros_like(since_line)
+            if in_a_row >= MAX_SKIPS:
                 hint = "try a lower learning_rate or dtype=float32"
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     batches.close()
     clock.lap("steps")  # the last seconds, before the log says where all of them went
     log.finish(stop, stop in COMPLETE, p.iter_num, p.tokens, batches.waited)
+    signals.close()
     if stop == "data":  # the rank that cannot read raises its error
         raise batches.error or RunError()
     return 128 + signal.Signals[stop] if stop == signals.name else 0
@@ -680,7 +713,11 @@ def explain(error: Exception, argv: list[str]) -> str:
     """The error line for an exhausted memory or a lost rank; empty for other errors."""
     if not hardware.is_out_of_memory(error):
         return lost_rank(error)
-    c, _ = resolve(read_config(argv))
+    c = read_config(argv)
+    newest = newest_checkpoint(c)
+    if newest:  # which decides some keys
+        c = settle(c, *find_start(c, newest), world_size=1)
+    c, _ = resolve(c)
     return hardware.out_of_memory_line(c, int(os.environ.get("WORLD_SIZE", 1)))
 
 

@@ -69,7 +69,7 @@ def remove_temporaries(folder: Path, *names: str) -> None:
     of the folder, because another process may be writing one.
     """
     for name in names:
-        for path in folder.glob(f"{name}*.tmp"):
+        for path in folder.glob(f"{name}.[0-9]*.tmp"):
             patiently(path.unlink, True)  # True: it may be missing
 
 

@@ -200,8 +200,7 @@ def missing_dataset_message(name: str, tokens: int) -> str:
     folder = dataset_folder(name)
     problem = f"dataset: there is no folder {folder}"
     if folder == Path(name) and not folder.is_absolute():  # the shell may be in another one
-        where = "nor beside the config file or one folder above; cd to where it is"
-        problem += f" in {Path.cwd()}, {where}"
+        problem += f" in {Path.cwd()}; cd to where it is"
     if name == "openwebtext":  # the default of --dataset: most likely not asked for
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]

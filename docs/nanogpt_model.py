@@ -40,7 +40,10 @@ class GPT(model.GPT):
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         given = dict(weight_decay=weight_decay, learning_rate=learning_rate)
         config = Config(**given, beta1=betas[0], beta2=betas[1])
-        return build_optimizer(self, config, self.lm_head.weight.dtype)
+        optimizer = build_optimizer(self, config, self.lm_head.weight.dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]  # as train.py's loop does
+        return optimizer
 
     def crop_block_size(self, block_size):
         assert block_size <= self.config.block_size

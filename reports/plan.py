@@ -451,7 +451,8 @@ def plan(config: Config, options: Namespace) -> dict:
     card, pace = card_and_pace(config, model, options)
     p = make_plan(config, model, card, pace, options, hours_by_clock(config))
     if p["epochs"] and p["epochs"] > MOST_EPOCHS and not config.dropout:
-        warn(f"{p['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little")
+        little = f"{p['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little"
+        warn(f"{little}; prepare a larger dataset, or add --dropout=0.1")
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B

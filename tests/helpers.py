@@ -123,7 +123,7 @@ def load(out_dir: Path, iter_num: int) -> dict:
 
 
 def load_newest(out_dir: Path) -> dict:
-    return checkpoint.load_newest(out_dir)
+    return checkpoint.load(checkpoint.find_newest(out_dir))
 
 
 def assert_same_state(a: dict, b: dict) -> None:

@@ -155,7 +155,8 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     X = (matrix / (matrix.norm() + 1e-7)).to(dtype)
     for _ in range(5):
         A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+        B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        X = torch.addmm(X, B, X, beta=3.4445)
     return X.float()
 
 

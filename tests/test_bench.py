@@ -21,9 +21,10 @@ from common.console import UserError
 from configurator import Config, load_config
 from data.shards import open_dataset
 from reports import plan
+from reports.cards import short_name
 from reports.plan import count_pauses
 from training import hardware
-from training.gpus import read_gpu_table, row_peak, short_name
+from training.gpus import read_gpu_table, row_peak
 
 GPT40M, GPT124M = f"{ROOT}/config/gpt40m_4070.py", f"{ROOT}/config/gpt124m_4070.py"
 FAST124M = f"{ROOT}/config/fast124m_4070.py"
@@ -305,7 +306,7 @@ def test_a_card_without_bfloat16_is_told_float16(gpu, tmp_path):
 
 def test_a_plan_until_a_clock_time_says_that_it_counts_from_now(tmp_path, monkeypatch, capsys):
     evening = datetime(2026, 3, 4, 22, 30).timestamp()
-    monkeypatch.setattr(plan, "wall", lambda: evening)
+    monkeypatch.setattr(plan.time, "time", lambda: evening)
     p = run(tmp_path, "plan", GPT124M, "--gpu=4070", "--until=07:00")
     assert p["hours_total"] == pytest.approx(8.5, rel=0.01)
     assert capsys.readouterr().out.startswith("until    07:00, 8.5 h from now\n")
@@ -651,6 +652,22 @@ def test_every_point_out_of_memory_is_one_line(tmp_path):
     assert code == 2 and [said in line for line in err if line.startswith("error: ")] == [True]
 
 
+KILLED = """
+import os
+def killed(*_):
+    os.kill(os.getpid(), 9)
+bench.build_and_measure = killed
+"""
+
+
+def test_a_measurement_that_the_system_kills_was_out_of_memory(tmp_path):
+    """Linux ends a process that takes too much, and the pool says only that it is broken."""
+    one = small(batch_size=1, gradient_accumulation_steps=1)
+    code, err, _ = run_forking(tmp_path, "sweep", *one, code=KILLED)
+    assert code == 2
+    assert "batch_size: 1 all ran out of memory" in err[-1]
+
+
 def test_out_of_memory_in_the_middle_of_a_sweep_is_marked(tmp_path, monkeypatch, capsys):
     fake = fake_measurement(lambda config: 1000 * config.batch_size, most=4)
     monkeypatch.setattr(bench, "measure_apart", fake)
@@ -699,7 +716,7 @@ def test_ladder_changes_one_thing_a_row_and_multiplies_the_gains(tmp_path, monke
         return rate * 1.05 if padded and not config.tie_weights else rate
 
     monkeypatch.setattr(bench, "measure_apart", fake_measurement(rate))
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: (torch.bfloat16, ""))
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
     r = run(tmp_path, "ladder", *small(dtype="bfloat16"), f"--png={tmp_path}/ladder.png")
     rows = {row["name"]: row for row in r["rows"]}
     assert "TF32" not in rows  # needs a GPU
@@ -722,7 +739,7 @@ def test_a_ladder_row_out_of_memory_is_marked_and_gains_skip_it(tmp_path, monkey
         return fake_measurement(lambda config: rate, most)(config, trials, **how)
 
     monkeypatch.setattr(bench, "measure_apart", attempt)
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: (torch.bfloat16, ""))
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: torch.bfloat16)
     rows = run(tmp_path, "ladder", *small(dtype="bfloat16"))["rows"]
     assert "gain" not in rows[0] and rows[-1]["total_gain"] == 1.5
     assert "float32                4 out of memory" in capsys.readouterr().out
@@ -753,8 +770,6 @@ NANOGPT = """
 import torch
 from dataclasses import dataclass
 from model import GPT as Ours, GPTConfig as OurConfig
-from configurator import Config
-from training.build import adamw_groups
 @dataclass
 class GPTConfig:
     block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int
@@ -770,7 +785,11 @@ class GPT(Ours):
         self.config = theirs
         return None, SCALE * loss
     def configure_optimizers(self, decay, lr, betas, device_type):
-        return torch.optim.AdamW(adamw_groups(self, Config(weight_decay=decay)), lr=lr)
+        groups = [
+            dict(params=[p for p in self.parameters() if p.dim() >= 2], weight_decay=decay),
+            dict(params=[p for p in self.parameters() if p.dim() < 2], weight_decay=0.0),
+        ]
+        return torch.optim.AdamW(groups, lr=lr)
 """
 
 

@@ -11,7 +11,7 @@ from helpers import ON_WINDOWS, run_process
 from common.console import UserError
 from common.files import remove_temporaries, replacing
 from training import checkpoint
-from training.checkpoint import link, list_checkpoints, load_newest, prune, save
+from training.checkpoint import find_newest, link, list_checkpoints, load, prune, save
 
 
 def state(value=1.0):
@@ -81,17 +81,17 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(tmp_path,
     save(state(2.0), path(tmp_path, 2))
     with open(path(tmp_path, 2), "r+b") as file:
         file.truncate(500)
-    assert load_newest(tmp_path)["progress"]["iter_num"] == 1
+    assert load(find_newest(tmp_path))["progress"]["iter_num"] == 1
     assert "ckpt-00000002.pt" in capsys.readouterr().err
     path(tmp_path, 1).write_bytes(b"")
     with pytest.raises(UserError, match="none of its 2 checkpoints can be resumed"):
-        load_newest(tmp_path)
+        load(find_newest(tmp_path))
 
 
 def test_the_newest_is_chosen_by_iteration_not_by_date(tmp_path):
     for n in (900, 10000, 20):
         save(state(n), path(tmp_path, n))
-    assert load_newest(tmp_path)["progress"]["iter_num"] == 10000
+    assert load(find_newest(tmp_path))["progress"]["iter_num"] == 10000
 
 
 def test_retention_keeps_the_newest_and_best(tmp_path):
@@ -151,7 +151,7 @@ def test_a_file_that_runs_code_is_refused(tmp_path, capsys):
     file = path(tmp_path, 1)
     torch.save(dict(model=Evil()), file)
     with pytest.raises(UserError, match="none of its 1"):
-        load_newest(tmp_path)
+        load(find_newest(tmp_path))
     assert "not a checkpoint of tensors and plain values" in capsys.readouterr().err
     with pytest.raises(UserError, match="not a checkpoint"):
         checkpoint.load(file)
@@ -182,8 +182,8 @@ def test_two_processes_write_one_picture_at_a_time(tmp_path):
 
 
 def test_what_killed_saves_have_left_goes_and_files_of_others_stay(tmp_path):
-    left = ["ckpt-00000004.pt.tmp", "ckpt-00000004.pt.77.tmp", "best.pt.tmp", "best.pt.77.tmp"]
-    others = ["ckpt-00000004.pt", "best.pt", "loss.png.77.tmp", "notes.tmp"]
+    left = ["ckpt-00000004.pt.77.tmp", "best.pt.77.tmp"]
+    others = ["ckpt-00000004.pt", "best.pt", "best.pt.old.tmp", "loss.png.77.tmp", "notes.tmp"]
     for name in (*left, *others):
         (tmp_path / name).write_bytes(b"")
     remove_temporaries(tmp_path, "ckpt-*.pt", "best.pt")

@@ -47,6 +47,10 @@ def hand(monkeypatch) -> Time:
 
 def make_clock(resumed: dict | None = None, began: float = 0.0, **changes) -> Clock:
     keys = dict(max_iters=NEVER, eval_interval=NEVER) | changes
+    if resumed:
+        resumed = (
+            dict(config=dict(hours=keys.get("hours", 0.0), until=keys.get("until", ""))) | resumed
+        )
     return Clock(Config(**keys), began, lambda: None, resumed)
 
 

@@ -539,7 +539,7 @@ def test_an_error_while_the_reader_is_busy_does_not_abort_the_process(dataset, t
         "loader.Batches.load = slow\n"
         "def fail(*_):\n"
         "    raise console.UserError('the next step of the start')\n"
-        "train.Signals = fail\n"
+        "train.StopSignals = fail\n"
         "console.run_main(train.main)\n"
     )
     code, _, err = run_process("-c", code, *flags(dataset, tmp_path), WHOLE_END="1")

@@ -23,10 +23,11 @@ from matplotlib.figure import Figure
 from packaging.requirements import Requirement
 
 import bench
-from configurator import FIELDS, load_config
+from configurator import FIELDS, find_keys, load_config
 from reports import plan as planning
-from training.gpus import read_gpu_table, short_name
-from training.hardware import CUDA_BUILD
+from reports.cards import short_name
+from sample import SampleConfig
+from training.gpus import read_gpu_table
 
 README = ROOT / "README.md"
 PAGES = [
@@ -70,7 +71,9 @@ def known_flags(script: str, arguments: list[str], capsys) -> set[str]:
     """The names of the flags that a script documents."""
     if script in ("train.py", "configurator.py"):
         experiments = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
-        return {*FIELDS, *re.findall(r"^\+    (\w+): \w+ = key\(", experiments, re.MULTILINE)}
+        return {*FIELDS, *re.findall(r"^\+    (\w+): \w+ = ", experiments, re.MULTILINE)}
+    if script == "sample.py":
+        return {*find_keys(SampleConfig)}
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     subcommand = arguments[:1] if script in ("bench.py", "convert.py") else []
     with contextlib.suppress(SystemExit):
@@ -148,13 +151,6 @@ def test_a_laptops_4070_has_room_for_the_configs_that_the_install_page_gives_it(
         out = capsys.readouterr().out
         modelled, room = (float(n) for n in re.findall(r"([\d.]+) GiB(?: estimated|[;,])", out)[:2])
         assert (modelled + 1 < room) is fits
-
-
-def test_the_program_names_the_command_of_the_install_page():
-    """For a torch without CUDA: the same version, and `+cu130`, or pip would leave a CPU build."""
-    (tested,) = constraint("torch").specifier
-    assert f"torch=={tested.version}+cu130 " in CUDA_BUILD
-    assert CUDA_BUILD in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 
 def test_the_workflow_runs_what_people_run():

@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import write_dataset
-from training.build import model_config
-from training.memory import (
+
+import bench
+from common.console import UserError
+from configurator import Config, divisors, load_config
+from model import GPTConfig
+from reports.cards import resolve_gpu, short_name
+from reports.memory import (
     CONTEXT_BYTES,
     block_bytes,
     fitting_batch,
     memory_bytes,
     memory_needed,
 )
-
-import bench
-from common.console import UserError
-from configurator import Config, divisors, load_config
-from model import GPTConfig
+from train import model_config
 from training import hardware
-from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
+from training.gpus import GIB, read_gpu_table
 
 BF16 = "bfloat16"
 PEAKS = ("bf16_tflops", "fp16_tflops")
@@ -37,6 +38,10 @@ CONFIG_FILES = [
 SIMULATED = json.loads((ROOT / "results" / "nullgpu.json").read_text())["rows"]
 SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] != "nanoGPT"}
 GPT40M = GPTConfig(n_embd=384, n_head=6, bias=False)
+
+
+def model_of(config: Config) -> GPTConfig:
+    return model_config(config, 50257, flash=config.flash, compiled=config.compile)
 
 
 def peak_bytes(trainee: bench.Trainee) -> int:
@@ -93,7 +98,7 @@ def test_the_example_in_memory_md_is_what_the_model_counts():
     text = text.split("\n## An example\n")[1].split("\n## ")[0]
     rows = dict((r[0], r[1:]) for r in re.findall(r"^\| (\S+) \| (.*?) ?\| (\S+) \|$", text, re.M))
     config = load_config([str(CONFIG_FOLDER / "gpt124m_4070.py")])
-    parts = memory_bytes(config, model_config(config, 50257), BF16, config.batch_size)
+    parts = memory_bytes(config, model_of(config), BF16, config.batch_size)
     for name, size in parts.items():
         formula, shown = rows[name]
         assert float(shown) == pytest.approx(size / 1e9, abs=0.0051), name
@@ -180,7 +185,7 @@ def test_what_a_configs_comments_say_about_memory_is_estimated(path):
     for batch_size, gib in re.findall(r"(\d+) would need ([\d.]+) GiB", line):
         claims[int(batch_size)] = float(gib)
     for batch_size, gib in claims.items():
-        needed = memory_needed(config, model_config(config, 50257), config.dtype, batch_size)
+        needed = memory_needed(config, model_of(config), config.dtype, batch_size)
         assert gib == pytest.approx(needed / 2**30, abs=0.06)
         assert batch_size * config.block_size * 50304 < 2**31  # logits, for 32-bit indices
 
@@ -201,7 +206,7 @@ def test_memory_is_within_a_twentieth_of_the_allocators(name):
     """Of the tensors at the peak, and within a tenth of what the allocator reserves for them."""
     row = SIMULATED[name]
     config = load_config(row["command"].split())
-    sizes = (config, model_config(config, 50257), config.dtype, config.batch_size)
+    sizes = (config, model_of(config), config.dtype, config.batch_size)
     assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
     reserved = memory_needed(*sizes) - CONTEXT_BYTES
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
@@ -348,7 +353,7 @@ def test_memory_of_a_process_is_what_it_grew_by():
     flags = [f"--{name}={value}" for name, value in keys.items()]
     config = load_config(flags)
     result = bench.measure_apart(config, trials=1)
-    needed = memory_needed(config, model_config(config, 50257), "float32", config.batch_size)
+    needed = memory_needed(config, model_of(config), "float32", config.batch_size)
     modelled = (needed - CONTEXT_BYTES) / GIB
     assert 0.9 < result["mem_training_gib"] / modelled < 2.5
     assert result["mem_gib"] > result["mem_training_gib"] and ballast.sum() == 3 * 2**28

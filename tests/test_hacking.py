@@ -17,7 +17,7 @@ NAMES = ("key", "mixture", "documents", "optimizer", "loss", "average", "figure"
 DIFFS = dict(zip(NAMES, code_blocks(PAGE, "diff"), strict=True))
 HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n|\n)+?)(?=@@|---|\Z)", re.MULTILINE)
 LION = dict(optimizer="lion", learning_rate=1e-3)
-SCHEDULE = dict(lr_schedule="wsd_sqrt", decay_fraction=0.5)
+SCHEDULE = dict(lr_schedule="wsd", decay_fraction=0.5)
 RATES = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two of warm-up, then the highest up to iteration 4
 RATES += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
 
@@ -186,17 +186,18 @@ def resumes(train):
 # In the copy: logits through the caches, one token after another, against a full forward pass.
 SAMPLED_RIGHT = """
 import sys, torch
-from model import GPTConfig
-from training.build import build_model
+from model import KVCache
+from model_fast import build_model, config_from_dict
 state = torch.load(sys.argv[1], weights_only=True)
-model = build_model(GPTConfig(**state["model_config"])).eval()
+model = build_model(config_from_dict(state["model_config"])).eval()
 model.load_state_dict(state["model"])
 torch.manual_seed(0)
 idx = torch.randint(20, (2, 16))
 idx[0, [0, 5]] = idx[1, 9] = 0  # documents
-expected, caches = model(idx), model.new_caches(16)
+expected = model(idx)
+caches = [KVCache(16) for _ in model.transformer.h]
 for n in range(16):
-    new = model.next_logits(idx[:, n : n + 1], caches)
+    new = model.logits(model.hidden(idx[:, : n + 1], caches)[:, -1])
     torch.testing.assert_close(new, expected[:, n], atol=1e-4, rtol=1e-4)
 """
 
@@ -207,14 +208,12 @@ def assert_sampled_right(folder: Path, out: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_mixture_counts_what_runs_and_resumes(dataset, tmp_path, train, resumes):
+def test_the_mixture_counts_no_flops_and_resumes(dataset, tmp_path, train, resumes):
     folder = copy_program(tmp_path / "copy", "mixture")
     state = resumes(folder, experts=4)
     assert state["model"]["transformer.h.1.mlp.router.weight"].shape == (4, 32)
     assert_sampled_right(folder, "straight")
-    matrices = 128 * 32 + 2 * (12 * 32**2 + 4 * 32)  # the head, and of a block one expert
-    flops = first(folder / "straight", "start")["flops_per_token"]
-    assert flops == pytest.approx(6 * matrices + 12 * 2 * 32 * 16, rel=1e-6)
+    assert first(folder / "straight", "start")["flops_per_token"] is None
     # a loss weight may be changed, the number of experts not; and Muon asks the router
     more = dict(experts=4, balance=0.1, optimizer="muon", learning_rate=0.02)
     train(folder, "muon", **more)

@@ -5,15 +5,14 @@ Device, dtype, peaks and MFU, against numbers computed by hand from data sheets 
 import os
 import platform
 import re
+import runpy
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ON_WINDOWS, flags, records, run_here, run_process
-from training.build import count_flops
+from helpers import ON_WINDOWS, flags, run_here, run_process
 
 import train
 from common.console import run_main
@@ -21,7 +20,7 @@ from configurator import Config
 from model import GPTConfig
 from training import hardware
 from training.gpus import find_row, read_gpu_table, row_peak
-from training.hardware import Hardware
+from training.hardware import Hardware, count_flops
 from training.ranks import check_shares
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -81,7 +80,7 @@ def test_unverified_rows_have_no_peak(name, sm_count):
 
 
 def hw(peak_tflops, dtype=BF16):
-    return Hardware(torch.device("cpu"), dtype, "test", peak_tflops)
+    return Hardware(torch.device("cpu"), dtype, "test", peak_tflops, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
@@ -96,8 +95,8 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
     Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 %
     and 82.3 %.
     """
-    wide, _ = count_flops(GPTConfig(bias=False))
-    narrow, _ = count_flops(GPTConfig(bias=False, n_embd=384, n_head=6))
+    wide = count_flops(GPTConfig(bias=False))
+    narrow = count_flops(GPTConfig(bias=False, n_embd=384, n_head=6))
     assert hw(58.3).mfu(narrow, 524288 / 3.900) == pytest.approx(0.692, abs=0.0005)
     assert hw(58.3).mfu(wide, 524288 / 9.340) == pytest.approx(0.823, abs=0.0005)
     assert hw(312).mfu(narrow, 524288 / 3.900) == pytest.approx(0.129, abs=0.0005)
@@ -117,7 +116,7 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
 )
 def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
     """Context 512: 124M * 6 + 12 * 12 * 768 * 512 = 798 MFLOP/token, tied or not."""
-    flops, _ = count_flops(
+    flops = count_flops(
         GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True)
     )
     assert hw(peak).mfu(flops, tok_per_sec) == pytest.approx(mfu, abs=0.006)
@@ -138,8 +137,8 @@ def test_a_t4_that_claims_bfloat16_gets_float16(monkeypatch):
     """nanoGPT #525: is_bf16_supported() counts emulation. Each card answers for itself."""
     cards = {"cuda:0": (8, 6), "cuda:1": (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: cards[str(device)])
-    assert hardware.best_dtype(torch.device("cuda:0"))[0] == BF16
-    assert hardware.best_dtype(torch.device("cuda:1"))[0] == FP16
+    assert hardware.best_dtype(torch.device("cuda:0")) == BF16
+    assert hardware.best_dtype(torch.device("cuda:1")) == FP16
 
 
 @pytest.mark.parametrize(
@@ -161,17 +160,15 @@ def test_a_cpu_uses_bfloat16_where_its_products_are_faster(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(hardware, "cpu_name", lambda: name)
-    assert hardware.best_dtype(torch.device("cpu"))[0] == dtype
+    assert hardware.best_dtype(torch.device("cpu")) == dtype
 
 
-def test_a_mac_does_not_compile_and_trains_in_float32(monkeypatch, capsys):
+def test_a_mac_does_not_compile_and_trains_in_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    config = Config(compile=True)
-    assert hardware.set_up(config).dtype == FP32
-    assert not config.compile
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: compile: off; ")
+    hw = hardware.set_up(Config(compile=True))
+    assert hw.dtype == FP32
+    assert not hw.can_compile
 
 
 def test_dtype_is_chosen_for_the_device_that_was_asked_for(monkeypatch):
@@ -190,12 +187,16 @@ def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
     assert device in problem
 
 
+# docs/troubleshooting.md: PyPI's torch for Windows has no CUDA
+CUDA_BUILD = "pip install torch=="
+
+
 @pytest.mark.parametrize(
     "platform, build, hint",
     [
         ("linux", "13.0", "nvidia-smi"),
-        ("linux", None, hardware.CUDA_BUILD),
-        ("win32", None, hardware.CUDA_BUILD),
+        ("linux", None, CUDA_BUILD),
+        ("win32", None, CUDA_BUILD),
         ("darwin", None, "nvidia-smi"),
     ],
 )
@@ -215,14 +216,9 @@ def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
     large = dict(batch_size=6400, gradient_accumulation_steps=1, eval_tokens=6400 * 16)
     run_here(dataset, tmp_path / "large", device="auto", max_iters=1, **large)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "sees no GPU" in line]
-    assert hardware.CUDA_BUILD in line
+    assert CUDA_BUILD in line
     run_here(dataset, tmp_path / "small", device="auto", max_iters=1)
     assert "sees no GPU" not in capsys.readouterr().err
-
-
-def test_only_float16_scales_its_loss():
-    assert hw(None, FP16).grad_scaler().is_enabled()
-    assert not hw(None, BF16).grad_scaler().is_enabled()
 
 
 def test_out_of_memory_is_known_in_any_form():
@@ -235,7 +231,6 @@ def test_out_of_memory_is_known_in_any_form():
         wrapped,
         caused,
         MemoryError(),
-        BrokenProcessPool("killed"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     ):
         assert hardware.is_out_of_memory(error), error
@@ -338,7 +333,7 @@ def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(
     with pytest.raises(SystemExit):
         run_main(train.main, train.explain)
     pair = "--batch_size=6 --gradient_accumulation_steps=2"
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f": {pair}")
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": {pair} --eval_tokens=256")
 
 
 def test_other_errors_are_not_explained():
@@ -364,7 +359,7 @@ def test_other_errors_are_not_explained():
 def test_plain_attention_where_it_is_faster_on_a_cpu_and_on_a_mac(
     device, dtype, tokens, flash, fused
 ):
-    machine = Hardware(torch.device(device), dtype, "test", None)
+    machine = Hardware(torch.device(device), dtype, "test", None, None)
     assert machine.flash(Config(block_size=tokens, flash=flash)) is fused
 
 
@@ -376,11 +371,16 @@ def fresh_linux(monkeypatch):
     """A Linux whose user has set none of the allocator's variables."""
     monkeypatch.setattr(os, "environ", {"HOME": "/home/user"})
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(hardware, "IN_WSL", False)
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
+
+
+def set_environment():
+    """What hardware.py does where it is first imported."""
+    runpy.run_path(hardware.__file__)
 
 
 def test_the_allocator_is_set_where_the_user_has_not(fresh_linux):
-    hardware.set_environment()
+    set_environment()
     found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
@@ -388,7 +388,7 @@ def test_the_allocator_is_set_where_the_user_has_not(fresh_linux):
 @pytest.mark.parametrize("name", ALLOCATOR_NAMES)
 def test_the_users_own_allocator_setting_stays(name, fresh_linux):
     os.environ[name] = "max_split_size_mb:64"
-    hardware.set_environment()
+    set_environment()
     found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
     assert found == {name: "max_split_size_mb:64"}
 
@@ -398,15 +398,15 @@ def test_compiled_code_is_kept_in_a_home_that_can_be_written(home, fresh_linux, 
     """A container's user may have none, and torch makes the folder when it is imported."""
     (tmp_path / "home").mkdir()
     os.environ["HOME"] = os.environ["USERPROFILE"] = str(tmp_path / home)
-    hardware.set_environment()
+    set_environment()
     expected = f"{tmp_path}/home/.cache/torchinductor" if home == "home" else None
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == expected
 
 
 def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
     """pytorch #192330: expandable segments crash its driver."""
-    monkeypatch.setattr(hardware, "IN_WSL", True)
-    hardware.set_environment()
+    monkeypatch.setattr(platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
+    set_environment()
     assert not any(name in os.environ for name in ALLOCATOR_NAMES)
 
 
@@ -434,12 +434,10 @@ def test_windows_and_wsl_limit_torch_to_the_free_memory(platform_name, in_wsl, l
     assert seen == limits
 
 
-@pytest.mark.parametrize("hip, lines", [("7.2.0", 1), (None, 0)])
-def test_a_rocm_build_is_let_through_with_one_line(hip, lines, monkeypatch, capsys):
+def test_a_rocm_build_is_let_through(monkeypatch):
     """It calls itself cuda, and its cards' names are in the table."""
-    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: (BF16, ""))
+    monkeypatch.setattr(hardware, "best_dtype", lambda device: BF16)
     card = SimpleNamespace(multi_processor_count=304)
     for name, value in (
         ("is_available", True),
@@ -451,7 +449,6 @@ def test_a_rocm_build_is_let_through_with_one_line(hip, lines, monkeypatch, caps
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert hardware.check_device(Config(device="cuda")) == []
     assert hardware.set_up(Config(device="cuda")).peak_tflops == 1307.4
-    assert capsys.readouterr().err.count("nobody has tried this program with it\n") == lines
 
 
 @pytest.mark.parametrize("local_rank, gpus, device", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
@@ -460,6 +457,7 @@ def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, device, monke
     monkeypatch.setattr(hardware, "find_row", lambda *_: None)
     monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     card = SimpleNamespace(multi_processor_count=1)
@@ -503,71 +501,3 @@ print(grown())
     assert exit_code == 0, err
     without, with_set_up = map(float, out.split())
     assert without < 100 and with_set_up > 200
-
-
-@pytest.mark.parametrize(
-    "threads, wall, processor, says",
-    [
-        (
-            2,
-            60,
-            30,
-            "the 2 CPU threads were busy for 25% of the time: .*; try OMP_NUM_THREADS=1 before",
-        ),
-        (
-            16,
-            10,
-            64,
-            "the 16 CPU threads were busy for 40% of the time: .*; try OMP_NUM_THREADS=6 before",
-        ),
-        (2, 60, 114, "^$"),  # an idle machine
-        (2, 4.9, 1, "^$"),  # too short a time to tell
-        (1, 60, 20, "^$"),  # one thread waits for no other
-    ],
-)
-def test_threads_that_wait_for_one_another_are_counted(threads, wall, processor, says, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert re.search(says, hw(None).too_many_threads(wall, processor))
-
-
-def test_on_windows_the_number_of_threads_is_set_as_its_shells_do_it(monkeypatch):
-    """`OMP_NUM_THREADS=6 python train.py` is no command there."""
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    hint = "; try $env:OMP_NUM_THREADS=6 (cmd: set OMP_NUM_THREADS=6) on a line before the command"
-    assert hw(None).too_many_threads(10, 64).endswith(hint)
-
-
-def test_a_run_on_a_busy_cpu_is_told_so_once(dataset, tmp_path, monkeypatch, capsys):
-    """A processor clock that stands still: no core has computed anything of this run."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(hardware, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr("time.process_time", lambda: 1.0)
-    run_here(dataset, tmp_path, max_iters=4, log_interval=1)
-    assert capsys.readouterr().err.count("OMP_NUM_THREADS=1 before the command") == 1
-    (event,) = [r for r in records(tmp_path, "event") if "OMP_NUM_THREADS" in r["message"]]
-    assert "the 2 CPU threads were busy for 0% of the time" in event["message"]
-
-
-def test_each_log_line_counts_the_processor_time_of_its_own_iterations(
-    dataset, tmp_path, monkeypatch
-):
-    """A processor clock that an update moves by a second, and an evaluation by a thousand."""
-    processor, seen, step, look = [0.0], [], train.train_step, train.estimate_loss
-
-    def counted_step(*arguments):
-        processor[0] += 1
-        return step(*arguments)
-
-    def counted_look(*arguments):
-        processor[0] += 1000
-        return look(*arguments)
-
-    monkeypatch.setattr(train, "train_step", counted_step)
-    monkeypatch.setattr(train, "estimate_loss", counted_look)
-    monkeypatch.setattr("time.process_time", lambda: processor[0])
-    monkeypatch.setattr(
-        Hardware, "too_many_threads", lambda hw, wall, processor: seen.append(processor) or ""
-    )
-    run_here(dataset, tmp_path, max_iters=6, log_interval=2)
-    assert seen == [1, 2, 2, 1]  # of iterations 0, 1 and 2, 3 and 4, and the last

@@ -6,6 +6,7 @@ switch thrown.
 import functools
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from model import (
 )
 from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
 from train import build_optimizer
+from training import checkpoint
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
@@ -576,4 +578,5 @@ def test_a_config_comes_back_from_a_checkpoint_with_defaults_for_what_that_does_
 
 def test_the_config_of_a_checkpoint_that_gave_gpt2_the_fast_models_fields_is_read():
     values = config_to_dict(GPTConfig(**BASE)) | dict(value_tables=0, bigram_rows=0)
-    assert config_from_dict(values) == GPTConfig(**BASE)
+    state = checkpoint.upgrade(dict(model_config=values), Path("ckpt.pt"))
+    assert config_from_dict(state["model_config"]) == GPTConfig(**BASE)

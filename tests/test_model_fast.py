@@ -267,9 +267,9 @@ def test_adamw_trains_the_fast_model_and_muon_gpt2(dataset, tmp_path):
 
 def test_a_checkpoint_of_one_model_or_optimizer_is_none_of_the_other(dataset, tmp_path):
     run_here(dataset, tmp_path / "gpt2")
-    with pytest.raises(UserError, match="optimizer: .*adamw"):
+    with pytest.raises(UserError, match="optimizer 'adamw'"):
         run_here(dataset, tmp_path / "gpt2", init_from="resume", max_iters=9, optimizer="muon")
-    with pytest.raises(UserError, match="model: .*gpt2"):
+    with pytest.raises(UserError, match="model 'gpt2'"):
         run_here(dataset, tmp_path / "x", init_from=tmp_path / "gpt2", **FAST)
 
 

@@ -15,8 +15,7 @@ from helpers import FAST, ROOT, TINY, assert_same_state, flags, load, records, s
 import bench
 import train
 from common import child, console
-from training import hardware
-from training.checkpoint import load_newest
+from training import checkpoint, hardware
 
 simulated = pytest.mark.skipif(sys.platform != "linux", reason="simulates Windows on Linux")
 
@@ -173,7 +172,7 @@ def test_ctrl_c_and_ctrl_break_save_and_until_then_a_second_run_is_refused(
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code and "stopping after this iteration" in err
-    iter_num = load_newest(tmp_path / "my run")["progress"]["iter_num"]
+    iter_num = checkpoint.load(checkpoint.find_newest(tmp_path / "my run"))["progress"]["iter_num"]
     assert f"checkpoint {iter_num}: " in out
     # in double quotes, which cmd and PowerShell both know
     command = out.partition("to continue: ")[2]
@@ -221,7 +220,7 @@ def test_the_fast_recipe_streams_and_resumes(run, tmp_path):
     for more in ([], ["--init_from=resume", "--max_iters=12"]):
         out, err = run(TRAIN, *arguments, *more)
         assert "code: 0" in out, err
-    assert load_newest(tmp_path / "out")["progress"]["iter_num"] == 12
+    assert checkpoint.load(checkpoint.find_newest(tmp_path / "out"))["progress"]["iter_num"] == 12
 
 
 # -----------------------------------------------------------------------------

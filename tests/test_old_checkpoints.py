@@ -46,11 +46,11 @@ def keys(data, tmp_path, monkeypatch):
     return resume
 
 
-def assert_went_on(name: str, out_dir: Path, loss=1e-4, lr=1e-6) -> dict:
+def assert_went_on(name: str, out_dir: Path, loss=2e-5, lr=1e-6) -> dict:
     """
-    Ten iterations with b22bbcc's figures, within these relative tolerances: other data, moments or
-    rates move losses by 1e-3 and more, other processors by less than 1e-5. Returns the checkpoint
-    behind them.
+    Ten iterations with b22bbcc's figures, within these relative tolerances: other data or moments
+    move losses by 1e-3 and more, a rate of one group by 6e-5, other processors by less than 1e-5.
+    Returns the checkpoint behind them.
     """
     first = SAVED_AT[name]
     last = first + 10
@@ -70,7 +70,7 @@ def assert_went_on(name: str, out_dir: Path, loss=1e-4, lr=1e-6) -> dict:
 @pytest.mark.parametrize("name", [name for name in BY_ITERATIONS if name != "ranks"])
 def test_a_run_by_iterations_goes_on_as_it_did(name, keys, tmp_path):
     train(**keys(name))
-    state = assert_went_on(name, tmp_path)
+    state = assert_went_on(name, tmp_path, loss=1e-4 if name == "float16" else 2e-5)
     if name == "float16":
         # 4096, doubled after the second of these updates
         assert state["scaler"]["scale"] == 8192

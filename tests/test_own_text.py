@@ -3,7 +3,6 @@ A small text read many times: the config file that prepare_text.py writes for it
 whose validation has turned, and sample.py after it.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -72,27 +71,6 @@ def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypa
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
 
 
-@pytest.mark.parametrize("name", ["config/my.py", "my.py"])
-def test_a_written_config_finds_its_text_and_its_run_from_any_folder(
-    name, tmp_path, script, monkeypatch
-):
-    """A class opens its shell in any folder: no second run begins there."""
-    monkeypatch.chdir(tmp_path)
-    Path("my.txt").write_text(LINES * 300)
-    assert script(prepare_text.main, "my.txt", f"--write={name}")[0] == 0
-    assert load_config([name]).out_dir == "out/my"  # in its own folder nothing changes
-    for folder in ("data", "elsewhere/deep"):
-        Path(tmp_path, folder).mkdir(parents=True, exist_ok=True)
-        monkeypatch.chdir(tmp_path / folder)
-        flags = [os.path.relpath(tmp_path / name), "--max_iters=1", "--sample_tokens=0", *CPU]
-        code, _, err = script(train.main, *flags)
-        assert code == 0, err
-        flags = [flags[0], "--start=To", "--max_new_tokens=2", "--device=cpu"]
-        assert script(sample.main, *flags)[1].startswith("To")
-    assert len(list(tmp_path.glob("out/my/ckpt-*.pt"))) == 1
-    assert sorted(path.name for path in tmp_path.rglob("out")) == ["out"]
-
-
 def test_a_config_copied_without_its_text_is_told_where_it_was_looked_for(
     tmp_path, script, monkeypatch
 ):
@@ -101,11 +79,9 @@ def test_a_config_copied_without_its_text_is_told_where_it_was_looked_for(
         Path("anna.py"), Path("data/anna"), SimpleNamespace(kind="byte", vocab=256), 9000
     )
     code, _, err = script(train.main, "anna.py", *CPU)
-    places = f"in {tmp_path}, nor beside the config file or one folder above; cd to where it is"
-    make = "make it with: python data/prepare_text.py FILE --out=data/anna; or give its folder"
-    assert code == 2 and err[0].startswith(
-        f"error: dataset: there is no folder data/anna {places}; {make}"
-    )
+    assert code == 2
+    assert err[0].startswith(f"error: dataset: there is no folder data/anna in {tmp_path}")
+    assert "make it with: python data/prepare_text.py FILE --out=data/anna; or give" in err[0]
 
 
 def test_a_config_of_another_dataset_is_not_next(tmp_path, script, monkeypatch):
@@ -197,26 +173,9 @@ def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
 def evaluated(losses: list[tuple[float, float]], dataset, out_dir, monkeypatch, **changes) -> None:
     """A run whose evaluations, every two iterations, are these: of training and validation."""
     left = iter(losses)
-    monkeypatch.setattr(train, "estimate_loss", lambda *_: next(left))
+    monkeypatch.setattr(train, "estimate_loss", lambda *_: ([*next(left)], None))
     iters = 2 * (len(losses) - 1)
     run_here(dataset, out_dir, max_iters=iters, eval_interval=2, **changes)
-
-
-def test_a_run_says_once_that_validation_has_turned(dataset, tmp_path, monkeypatch, capsys):
-    losses = [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.1), (2.2, 3.2)]
-    evaluated(losses, dataset, tmp_path, monkeypatch)
-    warnings = capsys.readouterr().err.splitlines()
-    assert [line for line in warnings if "validation" in line] == [
-        "warning: iter 6: validation has not improved since step 2 (3.0000); "
-        "best.pt keeps that model"
-    ]
-    assert read_weights(str(tmp_path / "best.pt"))["progress"]["iter_num"] == 2
-
-
-def test_the_noise_of_a_plateau_is_no_such_thing(dataset, tmp_path, monkeypatch, capsys):
-    losses = [(4.0, 4.0), (2.5, 3.0), (2.4, 3.02), (2.3, 3.01), (2.2, 2.9)]
-    evaluated(losses, dataset, tmp_path, monkeypatch)
-    assert "validation" not in capsys.readouterr().err
 
 
 def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch, capsys):
@@ -229,10 +188,8 @@ def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch,
     assert read_weights(str(tmp_path / "best.pt"))["progress"]["best_val_loss"] == 3.1
 
 
-def test_fine_tuning_that_only_harms_says_so(dataset, tmp_path, monkeypatch, capsys):
-    """The weights it began with are in no best.pt."""
+def test_fine_tuning_that_only_harms_leaves_no_best_pt(dataset, tmp_path, monkeypatch):
     evaluated([(3.0, 3.0), (2.9, 3.1), (2.8, 3.2)], dataset, tmp_path, monkeypatch)
-    assert "step 0 (3.0000); lower learning_rate" in capsys.readouterr().err
     assert not (tmp_path / "best.pt").exists()
 
 
@@ -293,7 +250,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
         assert train.main(run) == 0
         before, *_, after = records(out_dir, "eval")
         assert after["val_loss"] < before["val_loss"]
-        with pytest.raises(UserError, match="holds an earlier run"):
+        with pytest.raises(UserError, match="is of an earlier run"):
             train.main(run)
         assert train.main([*run, "--init_from=resume", "--max_iters=7"]) == 0
 

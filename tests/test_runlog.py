@@ -17,7 +17,7 @@ from helpers import needs_a_full_disk, records, run_here
 from common import console
 from common.console import count, duration, print_err, say, warn
 from common.files import plain
-from configurator import Config
+from configurator import Config, config_values
 from training.clock import CATEGORIES, Clock
 from training.hardware import Hardware
 from training.log import Log, Tracker, drop_records, tokenizer_name
@@ -54,6 +54,8 @@ def make_log(tmp_path, resumed: dict | None = None, dtype=torch.bfloat16, **chan
         **changes,
     )
     hw = Hardware(torch.device("cpu"), dtype, "test", 58.3, "test")
+    if resumed:
+        resumed = resumed | dict(config=config_values(config))
     clock = Clock(config, time.perf_counter(), hw.synchronize, resumed)
     log = Log(config, clock, hw, Ranks())
     log.file = open(tmp_path / "metrics.jsonl", "ab", buffering=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import run_here, run_process
+from helpers import load_newest, run_here, run_process
 from weights import as_transformers, assert_refused
 
 import convert
@@ -24,7 +24,6 @@ from data.writer import write_shard
 from model import GPT, GPTConfig, generate, sample_next
 from model_fast import config_from_dict, config_to_dict
 from training import checkpoint, hardware
-from training.checkpoint import find_newest
 from training.pretrained import read_weights
 
 GREEDY = 0.0  # temperature
@@ -126,7 +125,7 @@ def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
         "--device=cpu",
     ]
     code, out, err = script(sample.main, *arguments)
-    val_loss = find_newest(run)[1]["progress"]["best_val_loss"]
+    val_loss = load_newest(run)["progress"]["best_val_loss"]
     assert code == 0
     assert err == [f"model: {run / 'best.pt'}, iteration 20, val loss {val_loss:.4f}"]
     samples = out.split(f"\n{sample.RULER}\n")
@@ -138,8 +137,8 @@ def test_samples_of_a_real_run_repeat_with_their_seed(run, script):
 
 
 def test_the_loss_is_that_of_the_checkpoint_the_best_or_not(run, tmp_path, monkeypatch):
-    losses = iter([(4.0, 4.0), (3.0, 3.25), (3.0, 3.5)])
-    monkeypatch.setattr(train, "estimate_loss", lambda *_: next(losses))
+    losses = iter([[4.0, 4.0], [3.0, 3.25], [3.0, 3.5]])
+    monkeypatch.setattr(train, "estimate_loss", lambda *_: (next(losses), None))
     run_here(run.parent, tmp_path, max_iters=4, eval_interval=2, checkpoint_interval=3)
     best, newest = tmp_path / "best.pt", tmp_path / "ckpt-00000004.pt"
     assert read_weights(str(best))["source"] == f"{best}, iteration 2, val loss 3.2500"
@@ -160,7 +159,7 @@ def test_greedy_samples_are_those_of_an_uncached_model(run, script):
         "--device=cpu",
         "--dtype=float32",
     )
-    state = find_newest(run)[1]
+    state = load_newest(run)
     model = GPT(config_from_dict(state["model_config"])).eval()
     model.load_state_dict(state["model"])
     reference, idx = as_transformers(model), torch.tensor([list(b"def test")])
@@ -257,7 +256,7 @@ SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu")
 def test_of_a_run_the_best_model_is_taken_and_else_the_newest(run, tmp_path, script, monkeypatch):
     """Also where it has been trained on since; best.pt does not hold what it was before."""
     losses = iter([[4.0, 4.0], [3.0, 3.25], [3.0, 3.5]])
-    monkeypatch.setattr(train, "estimate_loss", lambda *_: next(losses))
+    monkeypatch.setattr(train, "estimate_loss", lambda *_: (next(losses), None))
     run_here(run.parent, tmp_path, max_iters=4, eval_interval=2, always_save_checkpoint=True)
     best, newest = tmp_path / "best.pt", tmp_path / "ckpt-00000004.pt"
     _, _, err = script(sample.main, f"--out_dir={tmp_path}", *SHORT)
@@ -464,7 +463,7 @@ def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(run, script, monke
 
 def test_bad_input_is_one_line_each_and_exit_2(run, tmp_path, script):
     unknown = tmp_path / "unknown.pt"
-    checkpoint.save(find_newest(run)[1] | dict(tokenizer=dict(kind="unknown")), unknown)
+    checkpoint.save(load_newest(run) | dict(tokenizer=dict(kind="unknown")), unknown)
     cut = tmp_path / "cut.pt"
     cut.write_bytes(next(run.glob("ckpt-*.pt")).read_bytes()[:-1000])
     for arguments, *words in (
@@ -497,7 +496,7 @@ def test_a_missing_vocabulary_is_one_line(run, tmp_path, script, monkeypatch):
         raise ConnectionError
 
     monkeypatch.setattr("tiktoken.get_encoding", offline)
-    state = find_newest(run)[1] | dict(tokenizer=dict(kind="gpt2"))
+    state = load_newest(run) | dict(tokenizer=dict(kind="gpt2"))
     checkpoint.save(state, tmp_path / "x.pt")
     words = ("go online once, or set TIKTOKEN_CACHE_DIR",)
     assert_refused(

@@ -251,11 +251,11 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
         out = tmp_path / "run" if options["init_from"] == "resume" else tmp_path / "new"
         code, _, err = run_flags(script, another, out, **options)
         assert code == 2 and len(err) == 1 and err[0].startswith("error: dataset: "), err
-    assert "another one, bpe; give data that has that one" in err[0]
+    assert "another tokenizer" in err[0]
     bytes_run = tmp_path / "bytes"
     run_here(prepare_rows(tmp_path, TEXTS, "byte"), bytes_run, max_iters=1)
     code, _, err = run_flags(script, mine, tmp_path / "new", init_from=bytes_run)
-    assert code == 2 and len(err) == 1 and "has the tokenizer bpe, the weights of" in err[0]
+    assert code == 2 and len(err) == 1 and "another tokenizer (bpe)" in err[0]
 
 
 def run_flags(script, dataset, out_dir, **options):
@@ -275,11 +275,9 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, s
     assert train.main([*flags, "--batch_size=4", "--max_iters=3"]) == 0
     options |= dict(init_from="resume", max_iters=4, tokenizer=another / "tokenizer.json")
     code, _, err = run_flags(script, source, tmp_path / "run", **options)
-    assert (
-        code == 2
-        and len(err) == 1
-        and "another one, bpe; for a new run give another --out_dir" in err[0]
-    )
+    assert code == 2
+    assert len(err) == 1
+    assert "another tokenizer" in err[0]
 
 
 def test_a_preparation_that_has_written_no_tokenizer_yet_is_read_as_unfinished(mine, tmp_path):

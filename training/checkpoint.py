@@ -33,6 +33,10 @@ from common.files import (
 # One file
 
 
+class TooOld(UserError):
+    """A checkpoint of a format that this version does not read."""
+
+
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path`, all or nothing. Raises OSError, leaving `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +54,9 @@ def save(state: dict, path: Path) -> None:
 
 def load(path: Path) -> dict:
     """
-    The state in a file, its checksums compared. Runs no code from it. Raises UserError if it is
-    damaged.
+    The state in a file, its checksums compared. Runs no code from it. Its tensors are mapped: the
+    processes of a machine share their pages, which are read when they are used. Raises UserError if
+    it is damaged.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -61,7 +66,7 @@ def load(path: Path) -> dict:
     if record:
         raise UserError(f"{path}: bytes of its record {record} have changed")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # another program's, or one that holds code
         problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
         raise UserError(f"{path}: {problem}") from None
@@ -71,11 +76,11 @@ def load(path: Path) -> dict:
 def upgrade(state: dict, path: Path) -> dict:
     """
     A checkpoint as this version writes it. This is the one door for older files: it knows those of
-    release b22bbcc. Raises UserError for still older ones.
+    release b22bbcc. Raises TooOld for still older ones.
     """
     if "progress" in state and "shards_read" not in state:
         hint = "git checkout b22bbcc reads it, and writes one that this version reads"
-        raise UserError(f"{path}: its format is too old for this version; {hint}")
+        raise TooOld(f"{path}: its format is too old for this version; {hint}")
     if state.get("model_config", {}).get("model") != "gpt2":
         return state
     # b22bbcc gave GPT-2's config the fast model's fields too, as 0
@@ -122,6 +127,8 @@ def find_newest(out_dir: Path) -> Path | None:
         try:
             load(path)
             return path
+        except TooOld:
+            raise  # the one before is no younger
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:
@@ -152,10 +159,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
     it = progress["iter_num"] if progress else -1
     newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
-    overtaken = any(is_whole(path) for path in newer)
-    if progress and not checkpoint_path(out_dir, it).exists():
-        overtaken = True
-    if overtaken:
+    if any(is_whole(path) for path in newer):
         hint = "give the command again, or another --out_dir"
         raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
     for path in newer:
@@ -212,7 +216,7 @@ def link(path: Path, name: Path) -> None:
     Give a file a second name, atomically; or make a copy, if the file system has no links or, on
     Windows, another program has it open. Raises OSError.
     """
-    temporary = name.with_name(f"{name.name}.tmp")
+    temporary = name.with_name(f"{name.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
         os.link(path, temporary)

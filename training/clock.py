@@ -50,9 +50,11 @@ class Clock:
         self.lapped_at = began  # the moment up to which the ledger counts
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         saved: dict = {}
+        before = None
         if resumed:
             self.seconds |= resumed["ledger"]
             saved = resumed["clock"]
+            before = (resumed["config"]["hours"], resumed["config"]["until"])
         # used before the first iteration
         self.setup_seconds: float | None = saved.get("setup_seconds")
         self.deadline: float | None = None
@@ -62,7 +64,10 @@ class Clock:
                 self.deadline = min(self.deadline, saved["deadline"])
         # Shares of the schedule: at the previous call of decide(), now, and at the last evaluation
         self.last_share = self.share = saved.get("share", 0.0) if config.by_clock else 0.0
-        self.evaluated_share: float = saved.get("evaluated_share", -1.0)
+        self.evaluated_share = -1.0
+        if resumed and (config.hours, config.until) == before:
+            # with other hours the same moment has another share, and an evaluation is due soon
+            self.evaluated_share = saved.get("evaluated_share", -1.0)
         # seconds that the last evaluation, save and iteration took
         self.seconds_per: dict[str, float] = dict(saved.get("prices", {}))
         self.saved_at = self.used()

@@ -31,6 +31,8 @@ IN_WSL = "microsoft" in platform.release().lower()
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
+# with `+cu130` pip also replaces a CPU build of the same version
+CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
@@ -117,10 +119,20 @@ def check_device(config: Config) -> list[str]:
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
-        return [f"device: {wanted}, but {seen}; check nvidia-smi, or --device=cpu"]
+        return [f"device: {wanted}, but {seen}; {cuda_hint()}, or --device=cpu"]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    if kind != "cpu" and gpus and here > gpus:
+        return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
     return []
+
+
+def cuda_hint() -> str:
+    """The hint if torch sees no GPU. On Windows PyPI's torch cannot see one."""
+    has_cuda = torch.version.cuda or torch.version.hip or sys.platform == "darwin"
+    return "check the driver with nvidia-smi" if has_cuda else f"it has no CUDA: {CUDA_BUILD}"
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
@@ -275,6 +287,8 @@ def count_flops(config: GPTConfig) -> float | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
+    cpu = torch.device("cpu")
+    random_states = get_rng_state(cpu)  # building the model draws numbers
     try:
         # tensors without memory; torch has no count for the fused attention of a CPU
         with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -284,6 +298,8 @@ def count_flops(config: GPTConfig) -> float | None:
                 model(idx, idx)
     except Exception:  # changed models can raise anything
         return None
+    finally:
+        set_rng_state(random_states, cpu)
     return 3 * counter.get_total_flops() / config.block_size
 
 

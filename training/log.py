@@ -25,10 +25,11 @@ from configurator import NEVER, Config, config_values
 from data.shards import Dataset
 from training.checkpoint import claim_folder
 from training.clock import Clock, clock_time
-from training.hardware import Hardware, count_flops
+from training.hardware import Hardware, count_flops, cuda_hint
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
+CPU_TOKENS = 100_000  # per iteration; more is rarely meant for a CPU
 FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
 SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
 PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
@@ -110,6 +111,8 @@ class Log:
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.warn_of_space(parameters)
+        if hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
+            warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
         if c.until and self.clock.left_of_run() > FAR_AWAY and self.ranks.is_main:
             hours = self.clock.left_of_run() / 3600
             warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
@@ -136,7 +139,7 @@ class Log:
         """Warn if the disk cannot hold all checkpoints of the run."""
         if not self.file:
             return
-        files = self.config.keep_checkpoints + 1  # and best.pt
+        files = max(2, self.config.keep_checkpoints) + 1  # the newest stays during a write; best.pt
         size = 12 * parameters  # weights and two moments in float32
         # best.pt is usually a link to one of them
         there = {path.stat().st_ino: path.stat().st_size for path in self.out_dir.glob("*.pt")}

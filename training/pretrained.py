@@ -53,6 +53,18 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     return dict(known, model=weights, model_config=config_to_dict(config))
 
 
+def load_weights(model, state: dict) -> None:
+    """Fill the model. Raises UserError if the weights do not fit it, or are not finite."""
+    source = state.get("source", "the checkpoint")
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:  # names or shapes
+        raise UserError(f"{source}: {error}") from None
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{source}: {name} is not finite; give an older checkpoint")
+
+
 # -----------------------------------------------------------------------------
 # Which file
 
@@ -105,9 +117,6 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     path = find_weights(name_or_path, best)
     try:
         state = read_hf(path) if path.is_dir() else read_checkpoint(path)
-        for name, weight in state["model"].items():
-            if not weight.isfinite().all():
-                raise UserError(f"{path}: {name} is not finite; give an older checkpoint")
         if state["tokenizer"]["kind"] == "unknown":
             state["tokenizer"] = find_characters(state, path)
         return state | dict(source=describe_source(state, path))

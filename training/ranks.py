@@ -10,7 +10,9 @@ its own values.
 
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -189,8 +191,13 @@ class StopSignals:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.received = 0  # the number of the first one
-        self.stopped_at: float | None = None
+        self.answered = threading.Event()  # the first one is confirmed on the console
         self.name: str | None = None  # of the signal that all ranks have agreed on
+        # Python calls a handler when the main thread is back from its kernel or collective, which
+        # may take minutes. So each number is also written into a socket, and a thread answers.
+        reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        signal.set_wakeup_fd(self.writer.fileno())
         for name in ASK_TO_STOP:
             number = getattr(signal, name, None)
             if not number:  # on Windows
@@ -198,27 +205,44 @@ class StopSignals:
             # nohup ignores SIGHUP, which a terminal sends when it closes
             if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
+        threading.Thread(target=self.answer, args=(reader,), daemon=True).start()
 
-    def receive(self, number: int, frame) -> None:
-        if not self.received and self.ranks.is_main:
-            print_err(
-                "stopping after this iteration; a second signal stops at once and saves nothing"
-            )
+    def receive(self, number: int, frame=None) -> None:
         self.received = self.received or number
-        if signal.Signals(number).name in STOP_AT_ONCE:
-            now = time.monotonic()
-            if self.stopped_at is not None and now - self.stopped_at > SAME_STOP:
-                os._exit(128 + number)
-            self.stopped_at = self.stopped_at or now
+
+    def answer(self, reader: socket.socket) -> None:
+        """Confirm the first signal at once, and end the process at the second stop."""
+        stopped_at = None
+        while received := reader.recv(1):  # nothing: the other end is closed
+            number = received[0]
+            self.receive(number)
+            if self.ranks.is_main and not self.answered.is_set():
+                print_err(
+                    "stopping after this iteration; a second signal stops at once and saves nothing"
+                )
+            self.answered.set()
+            if signal.Signals(number).name in STOP_AT_ONCE:
+                now = time.monotonic()
+                if stopped_at is not None and now - stopped_at > SAME_STOP:
+                    os._exit(128 + number)
+                stopped_at = stopped_at or now
+        reader.close()
+
+    def close(self) -> None:
+        """After the run: from here on signals are not answered."""
+        signal.set_wakeup_fd(-1)
+        self.writer.close()
 
     def agree(self, *values: float) -> list[float]:
         """
-        All ranks look together: `name` is set if any of them has received a signal. Returns each
-        value's maximum over all ranks.
+        All ranks look together, and wait for each other: `name` is set if any of them has received
+        a signal. Returns each value's maximum over all ranks.
         """
         number, *most = self.ranks.max(self.received, *values)
         if number and not self.name:
             self.name = signal.Signals(int(number)).name
+            if self.received:
+                self.answered.wait(1)  # its line comes before those of the end
         return most
 
     def stop_asked(self) -> bool:

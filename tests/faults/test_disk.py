@@ -154,14 +154,14 @@ def test_with_too_little_room_and_no_links_nothing_is_lost_that_is_saved(
 
 def stop_waiting(monkeypatch) -> None:
     """Send SIGTERM in the first wait for room."""
-    wait = train.Signals.wait
+    wait = train.StopSignals.wait
 
     def hurry(signals, seconds):
         if seconds:
             signal.raise_signal(signal.SIGTERM)
         return wait(signals, seconds)
 
-    monkeypatch.setattr(train.Signals, "wait", hurry)
+    monkeypatch.setattr(train.StopSignals, "wait", hurry)
 
 
 def test_older_checkpoints_go_before_the_new_one_is_written(dataset, make_disk, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_run_that_starts_on_a_full_disk_saves_once_there_is_room(
     filler = fill(disk)
     with open(filler, "r+b") as file:  # 64 kB for the log
         file.truncate(filler.stat().st_size - (1 << 16))
-    monkeypatch.setattr(train.Signals, "wait", lambda signals, seconds: freed(filler, seconds))
+    monkeypatch.setattr(train.StopSignals, "wait", lambda signals, seconds: freed(filler, seconds))
     assert run_here(dataset, disk / "run", **BIG) == 0
     err = capsys.readouterr().err
     assert "iter 2: checkpoint 2 is not saved: " in err

@@ -29,7 +29,7 @@ from training import checkpoint
 
 
 def load_newest(folder: Path) -> dict:
-    return checkpoint.load_newest(folder)
+    return checkpoint.load(checkpoint.find_newest(folder))
 
 
 def full_disk_at(monkeypatch, iter_num: int) -> None:
@@ -79,7 +79,9 @@ def test_the_best_of_the_saved_is_best_after_a_save_that_failed(
     assert (tmp_path / "ckpt-00000006.pt").samefile(tmp_path / "best.pt")
 
 
-def test_of_two_runs_that_start_together_one_has_the_folder(dataset, tmp_path, monkeypatch):
+def test_of_two_runs_that_start_together_the_later_one_leaves_the_folder_alone(
+    dataset, tmp_path, monkeypatch
+):
     out_dir, open_data, codes = tmp_path / "run", train.open_data, []
     # as an earlier run has left it
     out_dir.mkdir()
@@ -91,8 +93,10 @@ def test_of_two_runs_that_start_together_one_has_the_folder(dataset, tmp_path, m
         return open_data(*args)
 
     monkeypatch.setattr(train, "open_data", slow)
-    assert run_here(dataset, out_dir, init_from="auto") == 0 and codes == [2]
-    assert load_newest(out_dir)["config"]["seed"] == 1337
+    with pytest.raises(UserError, match="another run has just written"):
+        run_here(dataset, out_dir, init_from="auto")
+    assert codes == [0]
+    assert load_newest(out_dir)["config"]["seed"] == 5
 
 
 def test_the_one_resumed_from_stays_until_the_next_is_whole(dataset, tmp_path, monkeypatch):

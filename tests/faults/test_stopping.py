@@ -81,7 +81,7 @@ def test_a_signal_saves_and_the_resumed_run_equals_an_unbroken_one(
     with monkeypatch.context() as patch:
         send_at(patch, *MOMENTS[moment], number)
         assert run_here(dataset, tmp_path, **STOPPED) == exit_code
-    assert checkpoint.load_newest(tmp_path)
+    assert checkpoint.load(checkpoint.find_newest(tmp_path))
     assert records(tmp_path, "end")[0]["reason"] == number.name
     assert run_here(dataset, tmp_path, init_from="resume", **STOPPED) == 0
     assert_same_state(load(tmp_path, 8), load(straight, 8))
@@ -120,7 +120,7 @@ def test_a_terminal_that_closes_ends_with_129_after_saving(dataset, tmp_path):
     os.close(its_end)
     os.close(terminal)  # every further line to it fails
     assert process.wait(60) == 129
-    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
+    assert checkpoint.load(checkpoint.find_newest(tmp_path))["progress"]["iter_num"] >= 3
 
 
 @needs_signals
@@ -134,7 +134,7 @@ def test_a_real_signal_ends_with_128_and_its_number_after_saving(name, dataset, 
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number == dict(SIGTERM=143, SIGUSR1=138)[name]
     assert "stopping after this iteration" in err and "Traceback" not in err
-    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] >= 3
+    assert checkpoint.load(checkpoint.find_newest(tmp_path))["progress"]["iter_num"] >= 3
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
@@ -160,7 +160,7 @@ def test_a_stop_that_is_sent_twice_is_one_stop(dataset, tmp_path):
     process = start_process("-c", twice, *flags(dataset, tmp_path))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and err.count("stopping after this iteration") == 1
-    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 3
+    assert checkpoint.load(checkpoint.find_newest(tmp_path))["progress"]["iter_num"] == 3
 
 
 @needs_signals
@@ -182,7 +182,7 @@ def test_a_second_signal_ends_at_once_and_harms_nothing(dataset, tmp_path):
     began = time.perf_counter()
     process.communicate(timeout=30)
     assert process.returncode == 130 and time.perf_counter() - began < 5
-    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 4
+    assert checkpoint.load(checkpoint.find_newest(tmp_path))["progress"]["iter_num"] == 4
 
 
 @needs_signals

@@ -15,7 +15,7 @@ from test_stopping import send_at
 
 import train
 from training import checkpoint
-from training.ranks import Ranks, Signals
+from training.ranks import Ranks, StopSignals
 
 pytest.importorskip("fcntl", reason="signals and shells of POSIX")
 PAGE = (ROOT / "docs" / "unattended.md").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def block(language: str) -> str:
 def test_the_page_names_every_exit_code(monkeypatch):
     handled = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
-    Signals(Ranks())
+    StopSignals(Ranks())
     assert set(SAVING.values()) == set(handled)
     unseen = {0, 1, 2, 128 + signal.SIGKILL, 149}
     assert set(ROWS) == {*unseen, *(128 + number for number in handled)}
@@ -43,7 +43,7 @@ def test_the_page_names_every_exit_code(monkeypatch):
 def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, dataset, tmp_path, monkeypatch):
     send_at(monkeypatch, train, "train_step", 2, SAVING[code])
     assert run_here(dataset, tmp_path) == code
-    assert checkpoint.load_newest(tmp_path)["progress"]["iter_num"] == 3
+    assert checkpoint.load(checkpoint.find_newest(tmp_path))["progress"]["iter_num"] == 3
 
 
 def test_a_complete_run_ends_with_0_also_when_it_is_started_again(dataset, tmp_path):
