@@ -234,8 +234,8 @@ class Night:
     def time(self) -> float:
         return self.EVENING + self.now
 
-    def launch(self, **keys) -> Result:
-        """`python train.py --KEY=VALUE ...`"""
+    def launch(self, *files, **keys) -> Result:
+        """`python train.py FILE ... --KEY=VALUE ...`"""
         save = torch.save
 
         def before_forward(module, arguments):
@@ -268,7 +268,7 @@ class Night:
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
-            return run("train.py", *flags(**keys))
+            return run("train.py", *files, *flags(**keys))
 
 
 # -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ A full disk is a real tmpfs. The moments are calls of torch and of the system: s
 """
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
+import plain
 import pytest
 import torch
 from moments import (
@@ -413,14 +415,16 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_run_goes_
 
     def rename(source, target):
         found = os.stat(source)
-        if Path(target).name.startswith("ckpt-"):
+        if Path(target).name.startswith(("ckpt-", "metrics.jsonl")):
             calls.append(("rename", found.st_ino, found.st_size))
         replace(source, target)
 
     with mock.patch("os.fsync", sync), mock.patch("os.replace", rename):
         train_tiny(tokens, tmp_path / "run")
+        train_tiny(tokens, tmp_path / "run", max_iters=12, init_from="resume")
     renames = [n for n, call in enumerate(calls) if call[0] == "rename"]
-    assert len(renames) == 2
+    # at 4, 8 and 12, and the log of the first launch
+    assert len(renames) == 4
     for n in renames:
         assert calls[n - 1] == calls[n][1:]
         assert calls[n + 1] == "folder"
@@ -546,11 +550,11 @@ def cut(shard: Path) -> None:
 
 
 def invalid(shard: Path) -> None:
-    """Ids outside the vocabulary."""
+    """Ids outside the vocabulary, which ends with 60."""
     size = shard.stat().st_size
     with open(shard, "r+b") as file:
         file.seek(1024)
-        file.write(b"\xff" * (size - 1024))
+        file.write(b"\x3d\x00" * ((size - 1024) // 2))
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, cut, invalid])
@@ -580,6 +584,26 @@ def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
     shutil.copytree(tokens, data, dirs_exist_ok=True)
     train_tiny(data, out_dir, init_from="resume", **options)
     assert_same_run(tmp_path / "straight", out_dir, 12)
+
+
+def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
+    """Which is found out earlier, as a thread reads ahead."""
+    data = write_tokens(tmp_path / "tokens", [1200], [250])
+    options = dict(eval_tokens=16, eval_interval=10**6, seed=5)
+    *_, eleventh = itertools.islice(plain.batches(data, TINY | options), 11)
+    ids = plain.split(data, "train")
+    (place,) = (n for n in range(len(ids) - 16) if (ids[n : n + 17] == eleventh[0]).all())
+
+    def spoil():
+        with open(data / "train_000001.bin", "r+b") as file:
+            file.seek(1024 + 2 * (place + 8))
+            file.write(b"\xff\xff")
+
+    with at_update(1, spoil):
+        result = run_tiny(data, tmp_path / "run", **options | dict(max_iters=12))
+    assert result.code == 1
+    assert checkpoints(tmp_path / "run") == [10]
+    assert column(tmp_path / "run", "step", "iter") == [*range(10)]
 
 
 # -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@ Runs by the clock, from outside: hours, until, max_minutes and the ten minutes b
 in time that the test turns by hand, and once in real time.
 """
 
+import errno
 import time
 from itertools import pairwise
 
@@ -12,10 +13,12 @@ from program import (
     checkpoints,
     column,
     finish,
+    finish_ranks,
     flags,
     records,
     sigterm,
     start,
+    start_ranks,
     write_tokens,
 )
 
@@ -127,6 +130,20 @@ def test_one_that_hangs_counts_at_most_twice_the_time_before_it(what, number, ni
     assert SECONDS - 20 <= night.now <= SECONDS
 
 
+def test_a_save_that_failed_is_no_measure_of_the_next(night, tiny):
+    """A full disk is noticed at once; the last save would find no time left for it."""
+
+    def fail():
+        night.now -= 59
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    night.seconds["save"] = 60.0
+    night.at["save", 2] = fail  # at iteration 40; one at 60 follows, before the last
+    night.launch(**tiny, hours=HOURS, eval_interval=20)
+    assert night.count["save"] == 5
+    assert night.now <= SECONDS
+
+
 def test_warmup_takes_at_most_a_tenth_of_the_time(night, tiny, tmp_path):
     night.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
     rate = rates(tmp_path)
@@ -141,6 +158,15 @@ def test_a_given_max_iters_ends_the_schedule_earlier(night, tiny, tmp_path):
     assert len(rates(tmp_path)) == 41
     assert rates(tmp_path)[20] == pytest.approx(0.5)
     assert rates(tmp_path)[-1] == 0.0
+
+
+def test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock(night, tiny, tmp_path):
+    """They are those of a run by iterations."""
+    file = tmp_path / "config.py"
+    file.write_text("max_iters = 5\nlr_decay_iters = 4\n")
+    night.launch(file, **tiny, hours=HOURS)
+    assert len(rates(tmp_path)) > 50
+    assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
 
 
 def test_time_that_is_up_before_the_first_update_still_ends_well(night, tiny, tmp_path):
@@ -170,6 +196,37 @@ def test_real_hours_end_on_time(tiny, tmp_path):
     assert rate_at(tmp_path, half) == pytest.approx(0.005, rel=0.15)
     # one at the start, and one in each twentieth unless the machine was held up
     assert 15 <= len(records(tmp_path, "eval")) <= 21
+
+
+# ten seconds an iteration for one rank, and seven for the other
+TWO_CLOCKS = """
+import os, runpy, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+now = 0
+
+def updated(optimizer, *_):
+    global now
+    if not optimizer.param_groups[0]["params"][0].is_meta:
+        now += (10, 7)[int(os.environ["RANK"])]
+
+register_optimizer_step_post_hook(updated)
+time.perf_counter = lambda: now
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
+    """On its own the second would go on when the first has left, and meanwhile at other rates."""
+    keys = tiny | dict(gradient_accumulation_steps=2, hours=0.1, learning_rate=0.01)
+    processes = start_ranks(2, *flags(**keys), script=("-c", TWO_CLOCKS))
+    results = finish_ranks(processes, timeout=60)
+    assert [result.code for result in results] == [0, 0]
+    assert len(rates(tmp_path)) in (35, 36)
+    assert rates(tmp_path)[-1] == 0.0
+    # of an iteration, that of the slowest rank
+    assert set(column(tmp_path, "step", "step_ms")) == {10_000}
 
 
 # -----------------------------------------------------------------------------

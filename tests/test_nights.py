@@ -23,12 +23,14 @@ from program import (
     checkpoints,
     column,
     finish,
+    finish_ranks,
     flags,
     records,
     run,
     same,
     sigterm,
     start,
+    start_ranks,
     train,
     wait_for_line,
     write_tokens,
@@ -183,6 +185,15 @@ def test_the_random_states_of_python_and_numpy_are_resumed_too(tiny, tmp_path):
     assert drawn[12:] == drawn[:12]
 
 
+def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, tmp_path):
+    train(**tiny | dict(max_iters=8), out_dir=tmp_path)
+    others = dict(learning_rate=5e-3, lr_schedule="constant", beta1=0.7, weight_decay=0.3)
+    train(**tiny | others, out_dir=tmp_path, init_from="resume")
+    assert column(tmp_path, "step", "lr")[8:] == [5e-3] * 4
+    group = checkpoint(tmp_path, 12)["optimizer"]["param_groups"][0]
+    assert (group["betas"][0], group["weight_decay"]) == (0.7, 0.3)
+
+
 def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path / "unbroken")
     night = Night()
@@ -236,10 +247,14 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def start_watched(action: str, **keys):
+def watched(action: str) -> list[str]:
     """train.py in a process of its own, which runs some lines of Python after its n-th update."""
     lines = textwrap.indent(textwrap.dedent(action), "    ")
-    return start("-c", WATCHED.replace("ACTION", lines), *flags(**keys))
+    return ["-c", WATCHED.replace("ACTION", lines)]
+
+
+def start_watched(action: str, **keys):
+    return start(*watched(action), *flags(**keys))
 
 
 @needs_signals
@@ -379,14 +394,22 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
     assert column(tmp_path, "step", "iter") == [*range(12)]
 
 
-@pytest.mark.parametrize("skipped, code", [(19, 0), (20, 1)])
-def test_twenty_skipped_updates_in_a_row_end_the_run(skipped, code, tiny, tmp_path):
+SKIPPED = {
+    "19": (range(3, 22), 0),
+    "20": (range(3, 23), 1),
+    "24, but not in a row": ([*range(12), *range(13, 25)], 0),
+}
+
+
+@pytest.mark.parametrize("updates", SKIPPED)
+def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
     """Float16 may need 16 to find its scale."""
+    skipped, code = SKIPPED[updates]
     backward = torch.Tensor.backward
     iterations = iter(range(40))
 
     def spoilt(loss):
-        is_bad = 3 <= next(iterations) < 3 + skipped
+        is_bad = next(iterations) in skipped
         backward(loss * torch.nan if is_bad else loss)
 
     keys = tiny | dict(gradient_accumulation_steps=1, max_iters=25, eval_interval=100)
@@ -419,6 +442,30 @@ def test_a_signal_saves_and_ends_with_128_and_its_number(name, tiny, tmp_path):
     assert end["iters"] >= 6
     assert checkpoints(tmp_path) == [end["iters"]]
     assert column(tmp_path, "step", "iter") == [*range(end["iters"])]
+
+
+@needs_signals
+def test_a_signal_to_all_ranks_is_one_stop(tiny, tmp_path):
+    """As a terminal or a batch system sends it."""
+    at_5 = """
+        if n == 5:
+            signal.raise_signal(signal.SIGTERM)
+    """
+    keys = tiny | dict(gradient_accumulation_steps=4, out_dir=tmp_path)
+    results = finish_ranks(start_ranks(2, *flags(**keys), script=watched(at_5)), timeout=60)
+    assert [result.code for result in results] == [143, 143]
+    (end,) = records(tmp_path, "end")
+    assert (end["reason"], end["iters"]) == ("SIGTERM", 5)
+    assert checkpoints(tmp_path) == [4, 5]
+
+
+@needs_signals
+def test_a_run_under_nohup_outlives_its_terminal(tiny, tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    night = Night()
+    night.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGHUP)
+    assert night.launch(**tiny, out_dir=tmp_path).code == 0
+    assert checkpoints(tmp_path)[-1] == 12
 
 
 @needs_signals

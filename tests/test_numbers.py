@@ -183,32 +183,35 @@ def test_a_run_from_scratch_starts_with_gpt2s_weights_and_a_loss_of_ln_v(tokens,
 
 
 # linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3
-SCHEDULES = dict(
-    cosine=[
+LINEAR = [
+    *(2.5e-3, 5e-3, 7.5e-3),
+    *(1e-2, 8.875e-3, 7.75e-3, 6.625e-3, 5.5e-3, 4.375e-3, 3.25e-3, 2.125e-3, 1e-3),
+    *(1e-3, 1e-3),
+]
+SCHEDULES = {
+    "cosine": [
         *(2.5e-3, 5e-3, 7.5e-3),
         *(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * eighth / 8)) for eighth in range(9)),
         *(1e-3, 1e-3),
     ],
-    linear=[
-        *(2.5e-3, 5e-3, 7.5e-3),
-        *(1e-2, 8.875e-3, 7.75e-3, 6.625e-3, 5.5e-3, 4.375e-3, 3.25e-3, 2.125e-3, 1e-3),
-        *(1e-3, 1e-3),
-    ],
+    "linear": LINEAR,
     # decays in the last two fifths of 11 iterations: 4 of them
-    wsd=[
+    "wsd": [
         *(2.5e-3, 5e-3, 7.5e-3),
         *(1e-2, 1e-2, 1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3, 1e-3),
         *(1e-3, 1e-3),
     ],
-    constant=[2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 11],
-)
+    "wsd from the warmup on": LINEAR,
+    "constant": [2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 11],
+}
+FRACTIONS = {"wsd": 0.4, "wsd from the warmup on": 1.0}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, trained, tmp_path):
     rates = SCHEDULES[schedule]
-    config = BASE | dict(max_iters=14, lr_schedule=schedule)
-    extra = dict(decay_fraction=0.4) if schedule == "wsd" else {}
+    config = BASE | dict(max_iters=14, lr_schedule=schedule.partition(" ")[0])
+    extra = dict(decay_fraction=FRACTIONS[schedule]) if schedule in FRACTIONS else {}
     weights = trained()
     train(**config, **extra, init_from=weights, dataset=tokens, out_dir=tmp_path)
     assert column(tmp_path, "step", "lr") == pytest.approx(rates, rel=1e-8)  # nine digits
@@ -218,10 +221,30 @@ def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, trained, tmp_pat
     assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
 
 
-def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
-    """In order, and evaluates on the same tokens as a run on them."""
-    monkeypatch.chdir(tmp_path)
-    texts = [f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in ("alpha", "beta", "zeta")]
+ORDERS = {
+    "tokens_per_iter last": (BASE | dict(tokens_per_iter=128), 128),
+    "accumulation last": (dict(tokens_per_iter=128) | BASE, TOKENS),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_of_tokens_per_iter_and_accumulation_the_last_one_wins(order, tokens, tmp_path):
+    keys, size = ORDERS[order]
+    train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
+    assert column(tmp_path, "start", "tokens_per_iter") == [size]
+
+
+def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
+    """Its train.py's optimizer, whose beta2 is not torch's."""
+    expected = dict(learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
+    keys = {name: value for name, value in BASE.items() if name not in {*expected, "min_lr"}}
+    train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
+    config = checkpoint(tmp_path, 0)["config"]
+    assert {name: config[name] for name in expected} == expected
+
+
+def prepare_source(texts: list[str]) -> Path:
+    """Makes text.jsonl here, and shards of it."""
     rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
     Path("text.jsonl").write_text("".join(rows))
     held_out = f"--val_tokens={BASE['eval_tokens']}"
@@ -233,18 +256,53 @@ def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkey
         "--out=shards",
     )
     assert prepare.code == 0
-    shards = Path("shards")
-    windows = len(plain.split(shards, "train")) // T
-    assert 72 < windows < 144  # the run of 144 reads all of them and begins again
+    return Path("shards")
 
-    train(**BASE, stream=True, tokenizer="byte", dataset="text.jsonl", out_dir="streamed")
-    train(**BASE | dict(max_iters=0), dataset="shards", out_dir="prepared")
-    streamed, prepared = (column(Path(name), "eval", *EVAL) for name in ("streamed", "prepared"))
-    assert streamed[0] == prepared[0]
+
+def assert_trained_in_order(out_dir: Path, shards: Path) -> None:
+    train(**BASE | dict(max_iters=0), dataset=shards, out_dir="prepared")
     w = plain.weights(checkpoint(Path("prepared"), 0)["model"])
     expected = plain.train(w, shards, BASE | dict(stream=True))
     losses = [loss for loss, _, _ in expected.steps]
-    assert column(Path("streamed"), "step", "loss") == pytest.approx(losses, **CLOSE)
+    assert column(out_dir, "step", "loss") == pytest.approx(losses, **CLOSE)
+
+
+STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
+
+
+def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
+    """In order, and evaluates on the same tokens as a run on them."""
+    monkeypatch.chdir(tmp_path)
+    words = ("alpha", "beta", "zeta")
+    shards = prepare_source([f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in words])
+    windows = len(plain.split(shards, "train")) // T
+    assert 72 < windows < 144  # the run of 144 reads all of them and begins again
+    train(**BASE, **STREAM, out_dir="streamed")
+    assert_trained_in_order(Path("streamed"), shards)
+    streamed, prepared = (column(Path(name), "eval", *EVAL) for name in ("streamed", "prepared"))
+    assert streamed[0] == prepared[0]
+
+
+# no shard is made before it is needed
+SMALL_SHARDS = {
+    "data/stream.py": [
+        ("\nSHARD_TOKENS = ", f"\nSHARD_TOKENS = {8 * T}  # "),
+        ("\nTOKENS_AHEAD = ", "\nTOKENS_AHEAD = 0  # "),
+    ]
+}
+
+
+def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
+    """It is in the next shard, which is not there yet."""
+    monkeypatch.chdir(tmp_path)
+    # 64 tokens each with their end, so that there are 8 windows in a shard
+    shards = prepare_source([(f"alpha {n} " * 9)[:63] for n in range(40)])
+    program = changed(tmp_path / "changed", SMALL_SHARDS)
+    where = dict(dataset=tmp_path / "text.jsonl", out_dir=tmp_path / "streamed")
+    words = flags(**BASE | STREAM | where)
+    result = finish(start("train.py", *words, cwd=program, only_torch=True))
+    assert result.code == 0, result.err
+    assert_trained_in_order(tmp_path / "streamed", shards)
 
 
 # -----------------------------------------------------------------------------

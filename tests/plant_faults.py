@@ -1,0 +1,139 @@
+"""
+Do the tests see? Plants the faults of faults_planted.py one by one in copies of the program, and
+runs the test that must fail there.
+
+    python tests/plant_faults.py                    all of them
+    python tests/plant_faults.py --only=clip        those with this in their names
+    python tests/plant_faults.py --jobs=2           two at a time
+
+Prints a row for each: its name, the test that saw it and after how many seconds, or NOT SEEN. A
+test that hangs or takes its process down has seen it too, and the row says so. Before that, all of
+these tests must pass on the unchanged program. Exit code 1 if they do not, or if a fault is not
+seen.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from faults_planted import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 100  # one fault's test may take
+FAILED = 1  # pytest's exit code
+
+
+def copy_program(folder: Path) -> None:
+    """Program, tests and pages, without what git ignores."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in listed.rstrip("\0").split("\0"):
+        if (ROOT / name).is_file():  # git also lists one that was deleted
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[int | None, str]:
+    """pytest's exit code on these tests in a copy, None if it took longer; and its output."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
+    process = subprocess.Popen(
+        [*command, *(f"tests/{test}" for test in tests)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that what the tests have started ends with them
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    path = folder / fault.file
+    text = path.read_text("utf-8")
+    count = text.count(fault.old)
+    if count != 1:
+        raise SystemExit(f"{fault.name}: {fault.file} has {count} times:\n{fault.old}")
+    path.write_text(text.replace(fault.old, fault.new), "utf-8")
+
+
+def verdict(code: int | None, output: str) -> tuple[bool, str]:
+    """Whether a fault was seen, and what to say about it."""
+    if code is None:
+        return True, f"hung for {SECONDS} s"
+    if code == FAILED:
+        return True, ""
+    if code == 0:
+        return False, "NOT SEEN"
+    if code < 0 or code > 5:  # beyond pytest's own: the test's process has ended
+        return True, f"ended the process with {code}"
+    return False, f"NO TEST RUN: {output.strip().splitlines()[-1]}"
+
+
+def look(fault: Fault, unchanged: Path, folder: Path) -> bool:
+    """Plant it in a copy, run its test, print its row. Returns whether it was seen."""
+    shutil.copytree(unchanged, folder)
+    plant(fault, folder)
+    began = time.perf_counter()
+    seen, remark = verdict(*run_tests(folder, [fault.test], SECONDS))
+    seconds = time.perf_counter() - began
+    shutil.rmtree(folder, ignore_errors=True)
+    print(" | ".join(["", fault.name, fault.test, f"{seconds:.0f}", remark]).strip(), flush=True)
+    return seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.strip().partition("\n\n")[0])
+    parser.add_argument("--only", default="", help="faults with this in their names")
+    parser.add_argument("--jobs", type=int, default=1, help="copies tested at the same time")
+    arguments = parser.parse_args()
+    faults = [fault for fault in FAULTS if arguments.only in fault.name]
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        unchanged = Path(folder) / "unchanged"
+        copy_program(unchanged)
+        tests = list(dict.fromkeys(fault.test for fault in faults))
+        code, output = run_tests(unchanged, tests, seconds=SECONDS * len(tests))
+        if code != 0:
+            print(output)
+            print(f"not planted: these tests do not pass on the unchanged program ({code})")
+            return 1
+        print(f"{len(faults)} faults; all {len(tests)} tests pass without them")
+        print("fault | test | seconds |")
+
+        def look_at(fault: Fault) -> bool:
+            return look(fault, unchanged, Path(folder) / fault.name)
+
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            seen = list(pool.map(look_at, faults))
+    print(f"{sum(seen)} of {len(faults)} seen")
+    return 0 if all(seen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
