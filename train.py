@@ -253,9 +253,10 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     Each group has its peak learning rate as initial_lr, which get_lr() scales; the log shows that
     of the first group. `dtype`: of Muon's matmuls.
 
-    For another optimizer: a choice in configurator.py, and a line here. Each weight is in one
-    group, as (name, weight); a resume compares the names. With fused=True it must skip an update
-    when its found_inf is 1.
+    For another optimizer: a choice in configurator.py, and a return at the end of this function.
+    Each weight is in one group, as (name, weight); a resume compares the names. If its defaults say
+    fused=True, an update with found_inf = 1 must change nothing; otherwise each iteration waits for
+    the device.
     """
     # a fused one can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
@@ -574,7 +575,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if resumed:
         p = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         on_disk = (p.iter_num, p.evaluated_at)
-    eval_model = model  # its weights are evaluated, sampled from, saved and exported
+    eval_model = model  # its weights are evaluated, sampled from, saved as "model" and exported
 
     # Clock, log and batches. From here on out_dir belongs to this run
     clock = Clock(c, began, hw.synchronize, resumed)
@@ -600,7 +601,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     seconds = clock.lap("compile")
     if compiles:
         say(f"compile: {seconds:.1f}s")
-    accum = c.gradient_accumulation_steps // ranks.world_size
+    accum = c.gradient_accumulation_steps // ranks.world_size  # a rank's micro-batches
     autocast = hw.autocast()
     in_a_row = torch.zeros((), device=hw.device)  # updates skipped, up to the last one
     since_line = torch.zeros((), device=hw.device)  # updates skipped since the last log line

@@ -37,11 +37,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parent.parent
-# what a copy of the program needs; the tests, the pages and the results stay behind
-PROGRAM = [
-    *("train.py", "model.py", "model_fast.py", "configurator.py", "sample.py", "bench.py"),
-    *("compare.py", "convert.py", "training", "data", "reports", "common", "config"),
-]
+# what a copy of the program needs besides the scripts; tests, pages and results stay behind
+FOLDERS = ("training", "data", "reports", "common", "config")
 
 
 class Result(NamedTuple):
@@ -165,14 +162,16 @@ def changed(folder: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
     A copy of the program in `folder`, in which each file's (old, new) texts are replaced. Start it
     with cwd=folder and only_torch=True, so that nothing of the unchanged program is imported.
     """
+
+    def left_out(where: str, names: list[str]) -> list[str]:
+        made = [name for name in names if Path(where).name == "data" and Path(where, name).is_dir()]
+        return ["__pycache__", *made]  # datasets that somebody has made here
+
     folder.mkdir()
-    for name in PROGRAM:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.bin", "__pycache__")
-            )
-        else:
-            shutil.copy(ROOT / name, folder)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
     for name, pairs in changes.items():
         text = (folder / name).read_text()
         for old, new in pairs:
