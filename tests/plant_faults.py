@@ -42,19 +42,9 @@ def copy_program(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[int | None, str]:
     """pytest's exit code on these tests in a copy, None if it took longer; and its output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
     process = subprocess.Popen(
-        [*command, *(f"tests/{test}" for test in tests)],
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
