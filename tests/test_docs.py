@@ -28,6 +28,7 @@ from reports import plan as planning
 from reports.cards import short_name
 from sample import SampleConfig
 from training.gpus import read_gpu_table
+from training.hardware import CUDA_BUILD
 
 README = ROOT / "README.md"
 PAGES = [
@@ -151,6 +152,13 @@ def test_a_laptops_4070_has_room_for_the_configs_that_the_install_page_gives_it(
         out = capsys.readouterr().out
         modelled, room = (float(n) for n in re.findall(r"([\d.]+) GiB(?: estimated|[;,])", out)[:2])
         assert (modelled + 1 < room) is fits
+
+
+def test_the_program_names_the_command_of_the_install_page():
+    """For a torch without CUDA: the same version, and `+cu130`, or pip would leave a CPU build."""
+    (tested,) = constraint("torch").specifier
+    assert f"torch=={tested.version}+cu130 " in CUDA_BUILD
+    assert CUDA_BUILD in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 
 def test_the_workflow_runs_what_people_run():
