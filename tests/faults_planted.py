@@ -751,12 +751,8 @@ FAULTS = [
     Fault(
         "counting_moves_the_random_state",
         "training/hardware.py",
-        "            model = build_model(config)\n            idx",
-        (
-            "            torch.manual_seed(0)\n"
-            "            model = build_model(config)\n"
-            "            idx"
-        ),
+        "    finally:\n        set_rng_state(random_states, cpu)\n",
+        "",
         "test_numbers.py::test_ranks_drop_differently_and_resume_bit_for_bit",
     ),
     Fault(

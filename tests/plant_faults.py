@@ -6,10 +6,10 @@ runs the test that must fail there.
     python tests/plant_faults.py --only=clip        those with this in their names
     python tests/plant_faults.py --jobs=2           two at a time
 
-Prints a row for each: its name, the test that saw it and after how many seconds, or NOT SEEN. A
-test that hangs or takes its process down has seen it too, and the row says so. Before that, all of
-these tests must pass on the unchanged program. Exit code 1 if they do not, or if a fault is not
-seen.
+Prints a row for each: its name, the test that saw it, after how many seconds and by what, or NOT
+SEEN. A test that hangs or takes its process down has seen it too, and the row says so. Before that,
+all of these tests must pass on the unchanged program. Exit code 1 if they do not, or if a fault is
+not seen.
 """
 
 import argparse
@@ -42,19 +42,9 @@ def copy_program(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[int | None, str]:
     """pytest's exit code on these tests in a copy, None if it took longer; and its output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
     process = subprocess.Popen(
-        [*command, *(f"tests/{test}" for test in tests)],
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -74,13 +64,16 @@ def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[int | Non
         process.wait()
 
 
+def is_plantable(fault: Fault) -> bool:
+    count = (ROOT / fault.file).read_text("utf-8").count(fault.old)
+    if count != 1:
+        print(f"{fault.name}: {fault.file} has {count} times: {fault.old}")
+    return count == 1
+
+
 def plant(fault: Fault, folder: Path) -> None:
     path = folder / fault.file
-    text = path.read_text("utf-8")
-    count = text.count(fault.old)
-    if count != 1:
-        raise SystemExit(f"{fault.name}: {fault.file} has {count} times:\n{fault.old}")
-    path.write_text(text.replace(fault.old, fault.new), "utf-8")
+    path.write_text(path.read_text("utf-8").replace(fault.old, fault.new), "utf-8")
 
 
 def verdict(code: int | None, output: str) -> tuple[bool, str]:
@@ -88,7 +81,8 @@ def verdict(code: int | None, output: str) -> tuple[bool, str]:
     if code is None:
         return True, f"hung for {SECONDS} s"
     if code == FAILED:
-        return True, ""
+        errors = [line[1:].strip() for line in output.splitlines() if line.startswith("E ")]
+        return True, errors[0][:80] if errors else ""
     if code == 0:
         return False, "NOT SEEN"
     if code < 0 or code > 5:  # beyond pytest's own: the test's process has ended
@@ -104,7 +98,7 @@ def look(fault: Fault, unchanged: Path, folder: Path) -> bool:
     seen, remark = verdict(*run_tests(folder, [fault.test], SECONDS))
     seconds = time.perf_counter() - began
     shutil.rmtree(folder, ignore_errors=True)
-    print(" | ".join(["", fault.name, fault.test, f"{seconds:.0f}", remark]).strip(), flush=True)
+    print(" | ".join([fault.name, fault.test, f"{seconds:.0f}", remark]), flush=True)
     return seen
 
 
@@ -114,6 +108,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="copies tested at the same time")
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.only in fault.name]
+    if not faults:
+        parser.error(f"no fault has {arguments.only!r} in its name")
+    if not all([is_plantable(fault) for fault in faults]):
+        print("not planted: the program has changed; faults_planted.py must follow it")
+        return 1
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         unchanged = Path(folder) / "unchanged"
         copy_program(unchanged)
@@ -124,7 +123,7 @@ def main() -> int:
             print(f"not planted: these tests do not pass on the unchanged program ({code})")
             return 1
         print(f"{len(faults)} faults; all {len(tests)} tests pass without them")
-        print("fault | test | seconds |")
+        print("fault | test | seconds | what it saw")
 
         def look_at(fault: Fault) -> bool:
             return look(fault, unchanged, Path(folder) / fault.name)
