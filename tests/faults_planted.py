@@ -752,7 +752,7 @@ FAULTS = [
         "counting_moves_the_random_state",
         "training/hardware.py",
         "    finally:\n        set_rng_state(random_states, cpu)\n",
-        "",
+        "    finally:\n        torch.manual_seed(0)\n",
         "test_numbers.py::test_ranks_drop_differently_and_resume_bit_for_bit",
     ),
     Fault(
