@@ -693,11 +693,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             norm = grad_norm.item()
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens_before, p.tokens, loss, lr, norm, batches.waited)
-            if since_line:
-                skipped = f"{int(since_line)} updates skipped since the last line"
-                log.warn(it, f"{skipped}: a gradient was not finite")
+            if skipped := int(since_line):
+                reason = "a gradient was not finite"
+                log.warn(it, f"{skipped} updates skipped since the last line: {reason}")
                 since_line = torch.zeros_like(since_line)
-            if in_a_row >= MAX_SKIPS:
+            if int(in_a_row) >= MAX_SKIPS:
                 hint = "try a lower learning_rate or dtype=float32"
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
