@@ -102,8 +102,14 @@ DATA = [
     ("train.py tiny.py --dataset=half_nanogpt", "half_nanogpt val"),
     ("train.py tiny.py --dataset=bad_meta", "meta.pkl prepare"),
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl"),
-    ("train.py tiny.py --stream=True --dataset=nowhere.jsonl", "nowhere.jsonl no such"),
-    ("train.py tiny.py --stream=True --dataset=posts.jsonl", "posts.jsonl text body"),
+    (
+        "train.py tiny.py --stream=True --tokenizer=byte --dataset=nowhere.jsonl",
+        "nowhere.jsonl no such",
+    ),
+    (
+        "train.py tiny.py --stream=True --tokenizer=byte --dataset=posts.jsonl",
+        "posts.jsonl text body",
+    ),
     ("train.py tiny.py --block_size=512", "block_size val 250"),
     ("train.py tiny.py --dataset=short_val", "block_size val 10"),
 ]
@@ -209,9 +215,12 @@ PREPARATION = [
     ("data/prepare_text.py book.txt --out=book.txt", "book.txt"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens lots"),
     ("data/prepare_fineweb.py --tokens=0 --out=out", "--tokens 0"),
-    ("data/prepare_fineweb.py --source=nowhere --out=out", "nowhere no such"),
-    ("data/prepare_fineweb.py --source=book.txt --out=out", "book.txt"),
-    ("data/prepare_fineweb.py --source=posts.jsonl --out=out", "posts.jsonl text body"),
+    ("data/prepare_fineweb.py --source=nowhere --tokenizer=byte --out=out", "nowhere no such"),
+    ("data/prepare_fineweb.py --source=book.txt --tokenizer=byte --out=out", "book.txt"),
+    (
+        "data/prepare_fineweb.py --source=posts.jsonl --tokenizer=byte --out=out",
+        "posts.jsonl text body",
+    ),
     ("data/prepare_fineweb.py --source=posts.jsonl --token=1M --out=out", "--token"),
 ]
 
