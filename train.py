@@ -554,8 +554,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     hw = hardware.set_up(c, ranks.local_rank)
     data = open_data(c, resumed, initial, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
-        key = "max_iters" if not c.by_clock else "until" if c.until else "hours"
-        done = f"all {resumed['progress']['iter_num']:,} iterations are done"
+        it = resumed["progress"]["iter_num"]
+        key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
+        done = f"all {it:,} iterations are done"
         say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
         return 0
     compiles = c.compile and hw.can_compile and not c.eval_only
