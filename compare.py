@@ -379,8 +379,6 @@ def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
     elif any(map(is_nanogpt, runs)) and len(runs) > 1:
         random = "nanoGPT evaluates on random batches, which adds noise"
         warnings.append(f"{random}; evaluate its ckpt.pt here to be sure (docs/from_nanogpt.md)")
-    if target is None and len(runs) > 1:
-        target = lowest_that_all_reach(runs)
     if target is not None:
         reasons = [why_not_reached(run, target) for run in runs]
         warnings += [reason for reason in reasons if reason]
@@ -431,7 +429,11 @@ def main(argv: list[str]) -> None:
         save_picture(runs, args.png)
     elif len(runs) == 1:
         path = paths[0]
-        save_picture(runs, path / "loss.png" if path.is_dir() else path.with_suffix(".png"))
+        png = path / "loss.png" if path.is_dir() else path.with_suffix(".png")
+        try:
+            save_picture(runs, png)
+        except UserError as error:  # no matplotlib; the table was all that was asked for
+            warn(str(error))
 
 
 if __name__ == "__main__":
