@@ -634,3 +634,16 @@ def test_a_machine_without_matplotlib_prints_the_table(tmp_path):
         asked_for = run("compare.py", a, f"--png={tmp_path / 'a.png'}")
         assert asked_for.code == 2
         assert "best val loss" in asked_for.out
+
+
+@pytest.mark.parametrize("flag", ["--png=a", "--png=no/where.png", "--json=a"])
+def test_a_place_that_cannot_be_written_is_one_line_after_the_table(flag, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), {0: 8.0, 5: 3.0})
+    before = sorted(tmp_path.rglob("*"))
+    result = run("compare.py", "a", flag)
+    assert result.code == 2
+    assert "best val loss" in result.out
+    (said,) = result.err.splitlines()
+    assert said.startswith(f"error: {flag.partition('=')[2]}")
+    assert sorted(tmp_path.rglob("*")) == before
