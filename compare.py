@@ -313,7 +313,7 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
         if len(set(names)) > 1:
             return "unequal datasets"
     if len({eval_settings(run, ours) for run in ours}) > 1:
-        return "unequal tokens evaluated; choose the same eval_tokens"
+        return "unequal evaluations; choose the same eval_tokens"
     return ""
 
 
