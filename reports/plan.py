@@ -37,7 +37,7 @@ from reports.memory import (
     fitting_batch,
     memory_bytes,
 )
-from reports.records import percentile, read_run
+from reports.runs import percentile, read_run
 from train import model_config
 from training import hardware
 from training.clock import SAVE_EVERY, next_time
