@@ -9,7 +9,8 @@ follows from it. A plan is a flat dict of figures, None if unknown: memory in Gi
 
 import math
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from common.console import (
     UserError,
     count,
     duration,
+    parse_count,
     print_err,
     raise_if_any,
     say,
@@ -185,8 +187,8 @@ def card_and_pace(config: Config, model: GPTConfig, options: Namespace) -> tuple
         return card, known_pace("given", options.iter_seconds / options.gpus)
     work = 10 * config.iter_tokens * (count_flops(model) or 0)
     if not (card["gpu_memory_gib"] or card["peak_tflops"] or work > MOST_FLOPS_MEASURED):
-        seconds = options.measure(config) / options.gpus
-        return card, known_pace("measured here, ten iterations", seconds)
+        seconds = options.measure(config)["step_ms"] / 1000 / options.gpus
+        return card, known_pace("measured here", seconds)
     return card, estimated_pace(config, model, card, options.gpus)
 
 
@@ -428,11 +430,26 @@ def card_lines(plans: list[dict]) -> list[str]:
 # The mode
 
 
-def plan(config: Config, options: Namespace) -> dict:
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of this mode; those of the configuration are load_config's."""
+    add = parser.add_argument
+    add("--gpu", metavar="NAME", help="a GPU of training/gpus.csv such as 4070, or all")
+    add("--gpus", type=parse_count, metavar="N", help="number of GPUs; 1 if not given")
+    add("--link_gbits", type=float, metavar="G", help="the link between them, Gbit/s")
+    add("--iter_seconds", type=float, metavar="S", help="seconds per iteration on one GPU")
+    add("--from_run", metavar="OUT_DIR", help="the same, from the log of a run")
+    add("--dataset_tokens", type=parse_count, metavar="N", help="such as 10B, for the epochs")
+    add("--watts", type=float, metavar="W", help="power of one GPU, for the energy")
+    add("--price_kwh", type=float, metavar="P", help="price of a kWh, for the cost of the energy")
+    add("--price_hour", type=float, metavar="P", help="price of one GPU per hour, for the rent")
+
+
+def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) -> dict:
     """
-    Print the plan and return it for --json. `options`: plan's flags, None where not given, and
-    measure(config), which times ten iterations on this machine and returns the seconds of one.
+    Print the plan and return it for --json. `options`: plan's flags, None where not given.
+    `measure`: bench.py's.
     """
+    options.measure = measure
     options.gpus = options.gpus or 1
     of_one_gpu = options.from_run, options.iter_seconds, options.watts, options.price_hour
     if options.gpu == "all" and (any(of_one_gpu) or config.by_clock):

@@ -16,8 +16,9 @@ from configurator import FIELDS, from_nanogpt
 
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 # The kinds of records that become columns, and the values that are kept
+STEP = ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu")
 COLUMNS = {
-    "step": ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu"),
+    "step": (*STEP, "mem_gib", "data_wait_ms"),
     "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte"),
 }
 # Interpolation may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
