@@ -31,6 +31,7 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ MEASURED: dict[str, Any] = dict(
     tracker="none",
 )
 
+Command = Sequence[str | Path]
+
 
 class OutOfMemory(RunError):
     """The micro-batch does not fit."""
@@ -115,14 +118,14 @@ class OutOfMemory(RunError):
 
 
 def measure(
-    config: Config, seconds: float = 5.0, flags: list[str] | None = None, profile: str = ""
+    config: Config, seconds: float = 5.0, command: Command = (CHILD,), profile: str = ""
 ) -> dict:
     """
     The speed and memory of a configuration on this machine, from the log of train.py. The time is
-    the median of its lines. `flags`: of reports/bench_child.py. `profile`: a file for a trace.
-    Raises the UserError that ended the run.
+    the median of its lines. `command`: a program that runs train.py as reports/bench_child.py does,
+    with flags of its own. `profile`: a file for a trace. Raises the UserError that ended the run.
     """
-    run, printed, cpu_seconds = run_train(config, seconds, [CHILD, *(flags or [])], profile)
+    run, printed, cpu_seconds = run_train(config, seconds, command, profile)
     if profile:
         say(*printed.partition(f"{PROFILE_HEADING}\n")[2].splitlines())
     step_ms = run.step["step_ms"][UNCOUNTED:]
@@ -139,6 +142,7 @@ def measure(
         lines=len(step_ms),
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),
+        first_loss=float(run.step["loss"][0]),
         compile_seconds=float(compiled[1]) if compiled else 0.0,
         parameters=start["parameters"],
         machine=dict(
@@ -155,12 +159,11 @@ def measure(
 
 
 def run_train(
-    config: Config, seconds: float, command: list, profile: str = ""
+    config: Config, seconds: float, command: Command, profile: str
 ) -> tuple[Run, str, np.ndarray]:
     """
-    Run train.py in a process until its log has enough lines, and end it. `command`: a program that
-    runs train.py as reports/bench_child.py does. Returns the log, all that was printed, and the CPU
-    seconds that the process had used before each iteration.
+    Run train.py in a process until its log has enough lines, and end it. Returns the log, all that
+    was printed, and the CPU seconds that the process had used before each iteration.
     """
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(MEASURED, out_dir=str(Path(folder, "run")))
@@ -271,9 +274,7 @@ def single(config: Config, options: Namespace) -> dict:
     lines = f"{r['lines']} lines of train.py's log, from the third on"
     say(f"median (slowest to fastest) of {lines}")
     if options.is_bare and r["machine"]["device_type"] == "cpu":
-        say(
-            "on a CPU: one sequence of 256 tokens, not compiled; --batch_size=4 --compile=True measures more"
-        )
+        say("on a CPU: one sequence of 256 tokens, not compiled, to be done in two minutes")
     return r
 
 
@@ -313,7 +314,7 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
         if i in too_large:
             continue
         try:
-            found[i].append(measure(config, options.seconds, flags))
+            found[i].append(measure(config, options.seconds, [CHILD, *flags]))
         except OutOfMemory:
             found[i] = []
             too_large.add(i)
@@ -362,10 +363,8 @@ def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]
         table.append([row["name"], batch, *speed, *cells, *load])
     say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    by = "CPU time, as other programs change the wall time" if is_cpu else "wall time"
-    say(
-        f"medians of train.py's log lines; compared by {by}; turns of all rows: {len(last['paces'])}"
-    )
+    by = "CPU time, as other programs change the wall time" if is_cpu else "time"
+    say(f"median iterations of train.py, compared by {by}; turns of all rows: {len(last['paces'])}")
 
 
 def times(ratio: float, span: list[float]) -> list[str]:
@@ -472,9 +471,7 @@ def ladder(config: Config, options: Namespace) -> dict:
         raise OutOfMemory(hardware.out_of_memory_line(config))
     title = "micro-batches that fill the memory" if options.refill else "a fixed micro-batch"
     show(f"ladder of {config.model}, {title}", table, ["gain", "range", "total"], more)
-    say(
-        "a gain whose range over the turns holds 1.00 may be noise; MFU: of the peak of the row's dtype"
-    )
+    say("a gain whose range over the turns holds 1.00 may be noise")
     return dict(rows=table)
 
 
@@ -511,7 +508,7 @@ def refilled(config: Config, flags: list[str]) -> Config:
     while config.gradient_accumulation_steps % 2 == 0:
         larger = replace(config, **batch_keys(config, 2 * config.batch_size))
         try:
-            measure(larger, 0.0, flags)
+            measure(larger, 0.0, [CHILD, *flags])
         except OutOfMemory:
             break
         config = larger
