@@ -17,9 +17,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # import from the root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # import from the root
 
 import torch
 from tqdm import tqdm
@@ -30,6 +29,7 @@ from common.console import Parser, UserError, command_line, parse_count, run_mai
 from configurator import Config, load_config
 from reports import bench_child
 
+ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("ours", "nanoGPT")
 # nats: bfloat16 rounding, and nanoGPT's exact GELU in place of GPT-2's tanh formula
 SAME_LOSS = 0.02
@@ -97,7 +97,7 @@ def take_turns(config: Config, nanogpt: str, trials: int) -> dict[str, list[dict
 
 
 def memory_of_imports() -> float:
-    """GiB that a process has in use before there is a model; 0 on a GPU, where only torch counts."""
+    """GiB in use before there is a model; 0 on a GPU, where only torch's own memory counts."""
     if torch.cuda.is_available():
         return 0.0
     code = "import resource, reports.bench_child; print(resource.getrusage(0).ru_maxrss / 2**20)"
