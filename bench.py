@@ -63,7 +63,7 @@ from data.loader import Batch, Batches, to_batch
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model_fast import build_model
-from reports.plan import plan
+from reports import plan
 from train import build_optimizer, model_config, train_step
 from training import hardware
 from training.compiled import compile_model
@@ -465,18 +465,8 @@ def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
 # plan
 
 
-def ten_iterations(config: Config) -> float:
-    """Seconds per iteration, the mean of ten after a first one, in a new process."""
-    say("measuring ten iterations on this machine")
-    with new_process() as pool:
-        return pool.submit(time_ten, config).result()
-
-
-def time_ten(config: Config) -> float:
-    with readable_errors(config):
-        trainee = Trainee(config)
-        trainee.step()
-        return trainee.timed(10)
+def plan_here(config: Config, options: Namespace) -> dict:
+    return plan.plan(config, options, lambda config: measure_apart(config, trials=1))
 
 
 # -----------------------------------------------------------------------------
@@ -587,25 +577,14 @@ FLAGS: dict[str, tuple] = {
     "png": (str, "PATH", "draw the result"),
     "write": (str, "CONFIG.py", "write the fastest micro-batch as a config file"),
     "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
-    "gpu": (str, "NAME", "a GPU of training/gpus.csv such as 4070, or all; else this machine's"),
-    "gpus": (parse_count, "N", "number of GPUs; 1 if not given"),
-    "link_gbits": (float, "G", "the link between them, Gbit/s; assumed if not given"),
-    "iter_seconds": (float, "S", "seconds per iteration on one GPU"),
-    "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
-    "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's"),
-    "watts": (float, "W", "power of one GPU, for the energy"),
-    "price_kwh": (float, "P", "price of a kWh, for the cost of the energy"),
-    "price_hour": (float, "P", "price of one GPU per hour, for the rent"),
     "json": (str, "PATH", "write all figures as JSON"),
 }
-PLAN_FLAGS = ["gpu", "gpus", "link_gbits", "iter_seconds", "from_run", "dataset_tokens", "watts"]
-PLAN_FLAGS += ["price_kwh", "price_hour"]
 # name: its function, and its flags beside json
 MODES = {
     "step": (step, ["trials", "profile"]),
     "ladder": (ladder, ["trials", "png"]),
     "sweep": (sweep, ["trials", "write", "png"]),
-    "plan": (plan, PLAN_FLAGS),
+    "plan": (plan_here, []),
     "peer": (peer, ["nanogpt", "trials"]),
 }
 
@@ -626,6 +605,8 @@ def main(argv: list[str]) -> int:
     for name in [*flags, "json"]:
         kind, metavar, meaning = FLAGS[name]
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
+    if mode == "plan":
+        plan.add_flags(parser)
     # configuration flags are left over for load_config
     options, config_arguments = parser.parse_known_args(argv[1:])
     # plan may be for another machine: it needs no device
@@ -636,7 +617,6 @@ def main(argv: list[str]) -> int:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     if vocab_where_missing(config) == GPT2_VOCAB and not config.stream:
         print_err(f"vocabulary {GPT2_VOCAB:,}, GPT-2's, as dataset {config.dataset} is missing")
-    options.measure = ten_iterations  # for plan
     result = run_mode(config, options)
     if options.json:
         result = dict(command=f"python bench.py {' '.join(argv)}") | result
