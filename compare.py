@@ -25,9 +25,8 @@ import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
 from configurator import FIELDS, NEVER, Config, check_value, from_nanogpt
-from reports.nanogpt_log import read_nanogpt_log
 from reports.picture import count4, millions, save_picture
-from reports.records import Run, learning_curve, loss_at, number, percentile, reach, read_run
+from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
 from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss; smaller differences are noise
@@ -212,36 +211,20 @@ def print_table(rows: list[Row], names: list[str]) -> None:
 # Runs
 
 
-def open_run(path: Path, gpu: str | None) -> Run:
-    """
-    A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError.
-    """
-    hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        run = read_run(file) if file.suffix == ".jsonl" else read_nanogpt_log(file)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {hint}") from None
-    if not len(run.step["iter"]) and not len(run.eval["iter"]):
-        raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
-    device = run.start.get("device_type", run.config.get("device"))
-    on_a_card = device not in (None, "cpu", "mps") and run.start.get("dtype")
-    if gpu and on_a_card and not np.isfinite(run.step["mfu"]).any():
-        set_mfu(run, gpu)
-    return run
-
-
 def set_mfu(run: Run, gpu: str) -> None:
     """
-    Set the MFU of each step record, a fraction, for this card. Raises UserError if the card or its
-    peak is not known.
+    Set the MFU of each step record, a fraction, for this card, where the run does not know it and
+    ran on a GPU. Raises UserError if the card or its peak is not known.
     """
-    dtype = run.start["dtype"]
+    start = run.start
+    if np.isfinite(run.step["mfu"]).any() or start.get("device_type") in ("cpu", "mps"):
+        return
+    dtype = start.get("dtype") or "bfloat16"  # nanoGPT's default on all but old GPUs
     peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
     # tok/s counts all GPUs together, MFU is per GPU
-    flops = number(run.start.get("flops_per_token")) / run.start.get("world_size", 1)
+    flops = number(start.get("flops_per_token")) / start.get("world_size", 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
@@ -250,7 +233,10 @@ def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
     The runs, each with a unique name. Datasets with the same tokens get the same name, such as
     shakespeare_char and ../nanoGPT/data/shakespeare_char.
     """
-    runs = [open_run(path, gpu) for path in paths]
+    runs = [open_run(path) for path in paths]
+    if gpu:
+        for run in runs:
+            set_mfu(run, gpu)
     names, datasets = [run.name for run in runs], dict[str, str]()
     for run, path in zip(runs, paths, strict=True):
         if names.count(run.name) > 1:

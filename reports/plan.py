@@ -40,7 +40,7 @@ from reports.memory import (
     fitting_batch,
     memory_bytes,
 )
-from reports.records import percentile
+from reports.runs import Run, open_run, percentile
 from train import model_config
 from training import hardware
 from training.clock import SAVE_EVERY, next_time
@@ -171,9 +171,14 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     return one_pace(f"assumed: {mfu:.0%} of its peak, as of {others} not measured", at_peak / mfu)
 
 
-def pace_of_run(config: Config, model: GPTConfig, run, options: Namespace, card: Card) -> Pace:
-    """The median iteration of a run, as on one GPU: without the exchange of its gradients."""
+def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, card: Card) -> Pace:
+    """
+    The median iteration of a run, as on one GPU: without the exchange of its gradients. The GPUs of
+    a log of nanoGPT count as one, because the log does not say how many there were.
+    """
     name = options.from_run
+    for warning in run.warnings:
+        warn(warning)
     rate = percentile(run.step["tokens_per_sec"], 50)
     if not rate:
         raise UserError(f"from_run: {name} has no time of an iteration; let the run go on a little")
@@ -215,8 +220,6 @@ def card_and_pace(
     """The GPU: named, else the run's, else this machine's."""
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
     if options.from_run:
-        from reports.runs import open_run
-
         run = open_run(Path(options.from_run))
         device = run.start.get("device")
         if card and device and card.name not in device:

@@ -14,7 +14,7 @@ from helpers import records, run_here, run_process, write_dataset
 
 import compare
 from reports import picture
-from reports.records import Run, read_run
+from reports.runs import Run, open_run, read_run
 
 NANOGPT_LOG = """\
 Overriding config with config/train_4070.py:
@@ -640,7 +640,7 @@ def test_a_run_resumed_with_other_keys_says_which(tmp_path, script):
     (run / "metrics.jsonl").write_text("\n".join(lines))
     said = compare_runs(script, run)["warnings"]
     assert said == ["a: resumed with other max_iters; shown as of the last launch"]
-    assert compare.open_run(run, None).config["init_from"] == "gpt2"
+    assert open_run(run).config["init_from"] == "gpt2"
 
 
 def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
@@ -653,7 +653,7 @@ def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path, script):
         assert (figures["iterations"], figures["tokens"]) == (iterations, iterations * 1000)
         assert figures["hours"] == pytest.approx(iterations * 0.1 / 3600)
     assert table["verdicts"]["iterations"] == "b 1.07x more"
-    assert "ended after 41 iterations" in picture.heading(compare.open_run(a, None))
+    assert "ended after 41 iterations" in picture.heading(open_run(a))
 
 
 def test_padding_that_nanogpts_log_does_not_tell_is_not_made_up(tmp_path, script):

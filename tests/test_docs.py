@@ -25,9 +25,8 @@ from packaging.requirements import Requirement
 import bench
 from configurator import FIELDS, find_keys, load_config
 from reports import plan as planning
-from reports.cards import short_name
 from sample import SampleConfig
-from training.gpus import read_gpu_table
+from training.gpus import read_gpu_table, short_name
 from training.hardware import CUDA_BUILD
 
 README = ROOT / "README.md"
