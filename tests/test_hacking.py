@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY, assert_same_state, flags, load, records, run_here, start_process
-from test_docs import code_blocks
+from pages import code_blocks
 
 pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it again
 PAGE = ROOT / "docs" / "hacking.md"
