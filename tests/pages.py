@@ -7,8 +7,9 @@ import re
 import shlex
 import tempfile
 from pathlib import Path
+from unittest import mock
 
-from program import ROOT, run
+from program import ROOT, Night, run
 
 README = ROOT / "README.md"
 GUIDES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -115,8 +116,12 @@ def result(name: str) -> dict:
 
 @functools.cache
 def plan(config: str, *flags: str) -> dict:
-    """What `bench.py plan` tells of a config in config/, with GPT-2's vocabulary: no dataset."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    """
+    What `bench.py plan` tells of a config in config/, with GPT-2's vocabulary: no dataset. Asked at
+    the same time in the evening as on the pages.
+    """
+    evening = mock.patch("time.time", lambda: Night.EVENING)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), evening:
         path = ROOT / "config" / f"{config}.py"
         told = run("bench.py", "plan", path, *flags, "--json=plan.json")
         assert told.code == 0, told.err

@@ -136,8 +136,15 @@ def test_the_lines_of_the_quickstart_follow_from_each_other():
 # -----------------------------------------------------------------------------
 # Estimated. A table's row that names a config for a GPU: a word of a column's head, and its values
 
+
+def hours_with_range(p: dict) -> list[float]:
+    """The hours, and the range where the source of the pace has one."""
+    low, high = p["hours_range"]
+    return [p["hours"]] if low == high else [p["hours"], low, high]
+
+
 COLUMNS = {
-    "hours": lambda p: [p["hours"], *p["hours_range"]],
+    "hours": hours_with_range,
     "memory": lambda p: [p["vram_gib"]],
     "parameters": lambda p: [p["params"] / 1e6],
     "MFLOP per token": lambda p: [p["flops_per_token"] / 1e6],
@@ -210,10 +217,21 @@ def test_the_line_about_the_link_is_what_plan_prints():
 
 
 def assumed_mfu(gpu: str) -> list[float]:
-    """Low, likely and high, in percent."""
     p = plan("gpt124m_4070", "--dtype=float16", f"--gpu={gpu}")
-    fast, slow = p["iter_seconds_range"]
-    return [100 * p["mfu"] * p["iter_seconds"] / s for s in (slow, p["iter_seconds"], fast)]
+    assert "assumed" in p["pace"]
+    return [100 * p["mfu"]]
+
+
+def users_log(config: str, seconds: float) -> list[float]:
+    """
+    The log's pace and MFU, of an A100's peak and of the card's; the hours with that pace, and with
+    what plan takes for the card.
+    """
+    flags = ["--gpu=4070", "--max_iters=20000"]
+    theirs = plan(config, *flags, f"--iter_seconds={seconds}")
+    percent = 100 * theirs["mfu"]
+    speed = [theirs["iter_seconds"], theirs["tokens_per_sec"], percent * 58.3 / 312, percent]
+    return [*speed, theirs["hours"], *hours_with_range(plan(config, *flags))]
 
 
 def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
@@ -232,7 +250,7 @@ def larger_model(name: str) -> list[float]:
     text = read("docs/several_gpus.md").replace("\\\n", " ")
     (flags,) = re.findall(rf"(--out_dir=out/{name}\s[^>]*)> config/my", text)
     p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", *flags.split())
-    return [p["params"] / 1e6, p["vram_gib"], p["hours"], *p["hours_range"]]
+    return [p["params"] / 1e6, p["vram_gib"], *hours_with_range(p)]
 
 
 def gpu_hours() -> list[float]:
@@ -241,9 +259,11 @@ def gpu_hours() -> list[float]:
 
 
 FIGURES = [
-    ("plan", "| other GeForce, ...|", lambda: assumed_mfu("3060")),
+    ("plan", "| GeForce, such ...|", lambda: assumed_mfu("3060")),
     ("plan", "| GeForce in laptops: ...|", lambda: assumed_mfu("RTX 4070 Laptop")),
     ("plan", "| all others, ...|", lambda: assumed_mfu("T4")),
+    ("plan", "| 40M parameters, 10.5B tokens |", lambda: users_log("gpt40m_4070", 3.9)),
+    ("plan", "| 124M parameters, 10.5B tokens |", lambda: users_log("gpt124m_4070", 9.34)),
     ("several_gpus", "| A100, NVLink, ...|", lambda: speed_ups("gpt124m_a100", 2, 4, 8)),
     ("several_gpus", "| H200, NVLink, gpt124m...|", lambda: speed_ups("gpt124m_h200", 2, 4, 8)),
     ("several_gpus", "| RTX 4090, PCIe, ...|", lambda: speed_ups("gpt124m_4090", 2, 4, 8)),
@@ -280,7 +300,9 @@ def test_the_figures_in_a_configs_comments_are_what_plan_computes(config):
     text = read(path)
     gpu = re.search(rf"^# python bench.py plan {path} --gpu=(\w+)$", text, re.MULTILINE)[1]
     p = plan(config, f"--gpu={gpu}")
-    (hours,) = re.findall(r"^# Estimated, not measured.*? ([\d.]+ hours \(.*?\))", text, re.M)
+    (hours,) = re.findall(
+        r"^# Estimated, not measured.*? ([\d.]+ hours(?: \(.*?\))?) for", text, re.M
+    )
     check(f"{hours} |", COLUMNS["hours"](p))
     for millions in re.findall(r"stores (\d+)M", text):
         check(f"{millions} |", COLUMNS["parameters"](p))
