@@ -38,8 +38,10 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         warnings.append(f"{path}: {missing}")
     config = read_settings(text)
-    flops = flops_of_one_gpu(text)
     parameters = count_parameters(text, config)
+    gpu_flops = flops_of_one_gpu(text)
+    # 6 FLOPs per parameter and token, and attention's; several GPUs would share them. NaN: unknown
+    is_all_work = gpu_flops > 0.9 * 6 * parameters * tokens_per_iter
     device = config.get("device") or "cuda"
     start = dict(
         kind="start",
@@ -50,8 +52,8 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
         parameters=plain(parameters),
         dtype=config.get("dtype"),
         tokens_per_iter=plain(tokens_per_iter),
-        # of one GPU's share of the tokens, as world_size 1 says
-        flops_per_token=plain(flops / tokens_per_iter),
+        flops_per_token=plain(gpu_flops / tokens_per_iter),  # on one GPU
+        world_size=1 if is_all_work else None,
     )
     return [start, *read_lines(text, tokens_per_iter)], warnings
 
