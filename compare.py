@@ -25,12 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-<<<<<<< HEAD
-from configurator import FIELDS, NEVER, Config, check_value, from_nanogpt
-=======
 from configurator import FIELDS, NEVER, Config
-from reports.cards import resolve_gpu
->>>>>>> compare
 from reports.picture import count4, millions, save_picture
 from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
 from training.gpus import resolve_gpu, row_peak

@@ -19,7 +19,6 @@ from reports.nanogpt_log import read_nanogpt_log
 
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 # The kinds of records that become columns, and the values that are kept
-<<<<<<< HEAD:reports/runs.py
 STEP_COLUMNS = (
     "iter",
     "tokens",
@@ -36,12 +35,6 @@ COLUMNS = {
     "step": STEP_COLUMNS,
     "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte", "seconds"),
     "checkpoint": ("iter", "seconds"),
-=======
-STEP = ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu")
-COLUMNS = {
-    "step": (*STEP, "mem_gib", "data_wait_ms"),
-    "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte"),
->>>>>>> bench:reports/records.py
 }
 # Interpolation may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
 # 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
