@@ -66,7 +66,7 @@ from configurator import (
 from data.shards import vocab_where_missing
 from reports import plan
 from reports.bench_child import CPU_SECONDS, PROFILE_HEADING
-from reports.records import Run, percentile, read_run
+from reports.runs import Run, percentile, read_run
 from training import hardware
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"

@@ -21,10 +21,9 @@ from common.console import UserError
 from configurator import Config, load_config
 from data.shards import open_dataset
 from reports import plan
-from reports.cards import short_name
 from reports.plan import count_pauses
 from training import hardware
-from training.gpus import read_gpu_table, row_peak
+from training.gpus import read_gpu_table, row_peak, short_name
 
 GPT40M, GPT124M = f"{ROOT}/config/gpt40m_4070.py", f"{ROOT}/config/gpt124m_4070.py"
 FAST124M = f"{ROOT}/config/fast124m_4070.py"

@@ -35,7 +35,11 @@ MODELS = [
     pytest.param(
         *("cpu", 2, dataclasses.replace(GPT2_124M, **TINY)), id="cpu-gpt2", marks=pytest.mark.slow
     ),
-    pytest.param("cpu", 2, dataclasses.replace(FAST_124M, **TINY, **TINY_TABLES), id="cpu-fast"),
+    pytest.param(
+        *("cpu", 2, dataclasses.replace(FAST_124M, **TINY, **TINY_TABLES)),
+        id="cpu-fast",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("cuda", 8, GPT2_124M, id="cuda-gpt2", marks=gpu),
     pytest.param("cuda", 8, FAST_124M, id="cuda-fast", marks=gpu),
 ]

@@ -14,7 +14,6 @@ import bench
 from common.console import UserError
 from configurator import Config, divisors, load_config
 from model import GPTConfig
-from reports.cards import resolve_gpu, short_name
 from reports.memory import (
     CONTEXT_BYTES,
     block_bytes,
@@ -24,7 +23,7 @@ from reports.memory import (
 )
 from train import model_config
 from training import hardware
-from training.gpus import GIB, read_gpu_table
+from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 
 BF16 = "bfloat16"
 PEAKS = ("bf16_tflops", "fp16_tflops")

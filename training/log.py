@@ -132,6 +132,8 @@ class Log:
             tokenizer=tokenizer_name(data.tokenizer),
             data_fingerprint=data.fingerprint,
             val_fingerprint=data.val_fingerprint,
+            val_text_sha256=data.val_text_sha256,
+            val_tokens=len(data.val),
             torch=torch.__version__,
         )
 
