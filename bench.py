@@ -497,8 +497,8 @@ def ladder_rows(config: Config) -> list[Row]:
         left_out.add("TF32")  # needs a GPU of the Ampere generation or later
     rows: list[Row] = []
     for name, changes, flags in steps:
-        config = replace(config, **changes)
         if name not in left_out:
+            config = replace(config, **changes)
             rows.append((name, config, flags))
     return rows
 
