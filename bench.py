@@ -31,6 +31,7 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ from configurator import (
 )
 from data.shards import vocab_where_missing
 from reports import plan
-from reports.bench_child import PROFILE_HEADING
+from reports.bench_child import CPU_SECONDS, PROFILE_HEADING
 from reports.runs import Run, percentile, read_run
 from training import hardware
 
@@ -78,8 +79,8 @@ MICRO_BATCHES_PER_LINE = 10  # at most, and one iteration at least: the device i
 RANDOM_TOKENS = 2**22
 KILLED = -9  # exit code of a process that Linux ended, which it does where memory runs out
 
-# What a configuration without a file starts from: GPT-2 124M as in nanoGPT's own bench.py. A CPU
-# has to be done in two minutes.
+# What is measured without a config file: GPT-2 124M as in nanoGPT's own bench.py. A CPU has to be
+# done in two minutes.
 BARE = ["--batch_size=12", "--gradient_accumulation_steps=1"]
 BARE_CPU = [
     "--batch_size=1",
@@ -105,6 +106,8 @@ MEASURED: dict[str, Any] = dict(
     tracker="none",
 )
 
+Command = Sequence[str | Path]
+
 
 class OutOfMemory(RunError):
     """The micro-batch does not fit."""
@@ -115,17 +118,18 @@ class OutOfMemory(RunError):
 
 
 def measure(
-    config: Config, seconds: float = 5.0, flags: list[str] | None = None, profile: str = ""
+    config: Config, seconds: float = 5.0, command: Command = (CHILD,), profile: str = ""
 ) -> dict:
     """
     The speed and memory of a configuration on this machine, from the log of train.py. The time is
-    the median of its lines. `flags`: of reports/bench_child.py. `profile`: a file for a trace.
-    Raises the UserError that ended the run.
+    the median of its lines. `command`: a program that runs train.py as reports/bench_child.py does,
+    with flags of its own. `profile`: a file for a trace. Raises the UserError that ended the run.
     """
-    run, printed = run_train(config, seconds, [CHILD, *(flags or [])], profile)
+    run, printed, cpu_seconds = run_train(config, seconds, command, profile)
     if profile:
         say(*printed.partition(f"{PROFILE_HEADING}\n")[2].splitlines())
     step_ms = run.step["step_ms"][UNCOUNTED:]
+    first = int(run.step["iter"][UNCOUNTED - 1]) + 1  # the first iteration that counts
     start = run.start
     compiled = re.search(r"^compile: ([\d.]+)s", printed, re.MULTILINE)
     return dict(
@@ -134,9 +138,11 @@ def measure(
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
         tokens_per_sec_range=[1000 * config.iter_tokens / f(step_ms) for f in (max, min)],
+        cpu_ms=1000 * float(np.median(np.diff(cpu_seconds[first:]))),
         lines=len(step_ms),
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),
+        first_loss=float(run.step["loss"][0]),
         compile_seconds=float(compiled[1]) if compiled else 0.0,
         parameters=start["parameters"],
         machine=dict(
@@ -152,10 +158,12 @@ def measure(
     )
 
 
-def run_train(config: Config, seconds: float, command: list, profile: str = "") -> tuple[Run, str]:
+def run_train(
+    config: Config, seconds: float, command: Command, profile: str
+) -> tuple[Run, str, np.ndarray]:
     """
-    Run train.py in a process until its log has enough lines, and end it. `command`: a program that
-    runs train.py and ends with this one. Returns the log, and all that was printed.
+    Run train.py in a process until its log has enough lines, and end it. Returns the log, all that
+    was printed, and the CPU seconds that the process had used before each iteration.
     """
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(MEASURED, out_dir=str(Path(folder, "run")))
@@ -184,7 +192,8 @@ def run_train(config: Config, seconds: float, command: list, profile: str = "") 
         if not is_measured:
             raise error_of(config, printed.splitlines(), child.returncode)
         pass_warnings_on(printed.splitlines())
-        return read_run(log), printed
+        cpu_seconds = np.fromfile(Path(folder, CPU_SECONDS), sep="\n")
+        return read_run(log), printed, cpu_seconds
 
 
 def has_enough(log: Path, seconds: float) -> bool:
@@ -252,7 +261,9 @@ def single(config: Config, options: Namespace) -> dict:
     rows = {
         "machine": machine_text(r["machine"]),
         "model": f"{config.model}, {r['parameters'] / 1e6:.2f}M parameters",
-        "data": config.dataset if is_here else f"random tokens, as {config.dataset} is not here",
+        "data": config.dataset
+        if is_here
+        else f"random tokens; there is no dataset {config.dataset}",
         "iteration": f"{r['step_ms']:,.1f} ms for {r['tokens_per_iter']:,} tokens = {sizes}",
         "speed": f"{r['tokens_per_sec']:,.0f} tokens/s ({slowest} to {fastest})",
         "MFU": percent(r["mfu"]),
@@ -263,14 +274,14 @@ def single(config: Config, options: Namespace) -> dict:
     lines = f"{r['lines']} lines of train.py's log, from the third on"
     say(f"median (slowest to fastest) of {lines}")
     if options.is_bare and r["machine"]["device_type"] == "cpu":
-        say("so small for a CPU; with --block_size=1024 --compile=True it takes many minutes")
+        say("on a CPU: one sequence of 256 tokens, not compiled, to be done in two minutes")
     return r
 
 
 def machine_text(machine: dict) -> str:
     name = machine["cpu"] if machine["device_type"] == "cpu" else machine["device"]
-    threads = f", {machine['threads']} threads" if machine["device_type"] == "cpu" else ""
-    return f"{name}, {machine['dtype']}{threads}, torch {machine['torch']}"
+    threads = f", CPU threads: {machine['threads']}" if machine["device_type"] == "cpu" else ""
+    return f"{name}, {machine['dtype']}, torch {machine['torch']}{threads}"
 
 
 def percent(fraction: float | None) -> str:
@@ -303,7 +314,7 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
         if i in too_large:
             continue
         try:
-            found[i].append(measure(config, options.seconds, flags))
+            found[i].append(measure(config, options.seconds, [CHILD, *flags]))
         except OutOfMemory:
             found[i] = []
             too_large.add(i)
@@ -312,11 +323,12 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
 
 def pace(r: dict) -> float:
     """
-    The tokens/s by which rows are compared. On a CPU those of the fastest line: other programs slow
-    the rest down. Elsewhere the median's.
+    The tokens/s by which rows are compared. On a CPU tokens per second of CPU time, because other
+    programs may take several times the wall time away.
     """
-    is_cpu = r["machine"]["device_type"] == "cpu"
-    return r["tokens_per_sec_range"][1] if is_cpu else r["tokens_per_sec"]
+    if r["machine"]["device_type"] == "cpu":
+        return 1000 * r["tokens_per_iter"] / r["cpu_ms"]
+    return r["tokens_per_sec"]
 
 
 def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
@@ -336,29 +348,28 @@ def row_of(row: Row, runs: list[dict]) -> dict:
 
 def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]) -> None:
     """Print the table of a sweep or a ladder. `more`: the cells of each row for `columns`."""
-    header = ["", "batch", "iteration", "tokens/s", *columns, "MFU", "memory", "compile"]
+    last = [row for row in rows if row["tokens_per_sec"]][-1]
+    is_cpu = last["machine"]["device_type"] == "cpu"
+    rate = "tokens/CPU s" if is_cpu else "tokens/s"
+    header = ["", "batch", "iteration", rate, *columns, "MFU", "memory", "compile"]
     table = [header]
     for row, cells in zip(rows, more, strict=True):
         batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         if row["tokens_per_sec"] is None:
             table.append([row["name"], batch, "out of memory", *[""] * (len(header) - 3)])
             continue
-        ms = 1000 * row["tokens_per_iter"] / pace(row)
+        speed = [f"{row['step_ms']:,.1f} ms", f"{pace(row):,.0f}"]
         load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
-        table.append([row["name"], batch, f"{ms:,.1f} ms", f"{pace(row):,.0f}", *cells, *load])
-    first = next(row for row in rows if row["tokens_per_sec"])
-    machine = first["machine"]
-    say(f"{title}, {first['tokens_per_iter']:,} tokens per iteration", machine_text(machine))
+        table.append([row["name"], batch, *speed, *cells, *load])
+    say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    line = "median"
-    if machine["device_type"] == "cpu":
-        line = "fastest (on a CPU other programs slow the rest)"
-    say(f"of each process's log the {line} line; (range): {len(first['paces'])} turns of all rows")
+    by = "CPU time, as other programs change the wall time" if is_cpu else "time"
+    say(f"median iterations of train.py, compared by {by}; turns of all rows: {len(last['paces'])}")
 
 
 def times(ratio: float, span: list[float]) -> list[str]:
     low, high = span
-    return [f"{ratio:.2f}x", f"({low:.2f} to {high:.2f})"]
+    return [f"{ratio:.2f}x", f"{low:.2f} to {high:.2f}"]
 
 
 # -----------------------------------------------------------------------------
@@ -380,7 +391,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     best = max(fitting, key=lambda runs: statistics.median(map(pace, runs)))
     table = [row_of(row, runs) for row, runs in zip(rows, found, strict=True)]
     more = [times(*compare(runs, best)) if runs else [] for runs in found]
-    show(f"sweep of {config.model}", table, ["of the fastest", "(range)"], more)
+    show(f"sweep of {config.model}", table, ["of the fastest", "range"], more)
     fastest = table[found.index(best)]
     say(f"the fastest: --batch_size={fastest['batch_size']}")
     if options.write:
@@ -459,8 +470,8 @@ def ladder(config: Config, options: Namespace) -> dict:
     if not before:
         raise OutOfMemory(hardware.out_of_memory_line(config))
     title = "micro-batches that fill the memory" if options.refill else "a fixed micro-batch"
-    show(f"ladder of {config.model}, {title}", table, ["gain", "(range)", "total"], more)
-    say("a gain whose range holds 1.00 may be noise; MFU is relative to the peak of a row's dtype")
+    show(f"ladder of {config.model}, {title}", table, ["gain", "range", "total"], more)
+    say("a gain whose range over the turns holds 1.00 may be noise")
     return dict(rows=table)
 
 
@@ -486,8 +497,8 @@ def ladder_rows(config: Config) -> list[Row]:
         left_out.add("TF32")  # needs a GPU of the Ampere generation or later
     rows: list[Row] = []
     for name, changes, flags in steps:
-        config = replace(config, **changes)
         if name not in left_out:
+            config = replace(config, **changes)
             rows.append((name, config, flags))
     return rows
 
@@ -497,7 +508,7 @@ def refilled(config: Config, flags: list[str]) -> Config:
     while config.gradient_accumulation_steps % 2 == 0:
         larger = replace(config, **batch_keys(config, 2 * config.batch_size))
         try:
-            measure(larger, 0.0, flags)
+            measure(larger, 0.0, [CHILD, *flags])
         except OutOfMemory:
             break
         config = larger
@@ -549,8 +560,8 @@ def main(argv: list[str]) -> int:
             known = f"one of {', '.join(MODES)}, or none to measure a configuration"
             raise UserError(f"{mode}: no such mode; {known}{hint}")
     options, keys = parse_arguments(mode, rest)
-    options.is_bare = all(key.startswith("-") for key in keys)
-    if options.is_bare and mode != "plan":
+    options.is_bare = not keys
+    if mode != "plan" and all(key.startswith("-") for key in keys):  # no config file
         device = hardware.choose_device(read_config(keys), local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     # a plan may be for another machine: it needs no device

@@ -1,12 +1,14 @@
 """
-train.py for bench.py: the same run, in a process that ends when bench.py does. For two rows of the
-ladder it is made slower here, from outside, and on request one iteration is profiled.
+train.py for bench.py: the same run, in a process that ends when bench.py does. The CPU seconds that
+it has used are noted before each iteration, in a file beside CONFIG.py. For two rows of the ladder
+the run is made slower here, from outside, and on request one iteration is profiled.
 
     python reports/bench_child.py [--host_sync] [--read_late] CONFIG.py
 """
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -20,6 +22,7 @@ from common.child import end_with_parent
 from common.console import Parser, run_main, say
 from data.loader import Batches
 
+CPU_SECONDS = "cpu_seconds"  # the name of that file
 PROFILE_HEADING = "profile of one iteration:"
 PROFILE_ROWS = 20
 
@@ -52,22 +55,24 @@ def wait_before_each_micro_step(build_model):
     return build
 
 
-class Profiler:
+class WatchedStep:
     """
-    train_step() of train.py. Once a trace is asked for, the next iteration is profiled: a table is
-    printed, the trace is written, and the process ends.
+    train_step() of train.py with the CPU seconds noted. Once a trace is asked for, the iteration is
+    profiled: a table is printed, the trace is written, and the process ends.
     """
 
-    def __init__(self, train_step):
+    def __init__(self, train_step, cpu_seconds: Path):
         self.train_step = train_step
+        self.cpu_seconds = open(cpu_seconds, "w", buffering=1)  # the process is killed: no buffer
         self.asked = threading.Event()
         self.trace = ""
 
-    def ask(self, line: str) -> None:
+    def ask_for_profile(self, line: str) -> None:
         self.trace = line.rstrip("\n")
         self.asked.set()
 
-    def step(self, *arguments):
+    def __call__(self, *arguments):
+        self.cpu_seconds.write(f"{time.process_time()}\n")
         if not self.asked.is_set():
             return self.train_step(*arguments)
         with torch.profiler.profile() as profiler:
@@ -80,16 +85,22 @@ class Profiler:
         sys.exit(0)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = Parser()
+    parser.add_argument("config", type=Path)
     parser.add_argument("--host_sync", action="store_true")
     parser.add_argument("--read_late", action="store_true")
-    options, sys.argv[1:] = parser.parse_known_args()
-    profiler = Profiler(train.train_step)
-    end_with_parent(profiler.ask)
-    train.train_step = profiler.step
+    options = parser.parse_args()
+    step = WatchedStep(train.train_step, options.config.with_name(CPU_SECONDS))
+    end_with_parent(step.ask_for_profile)
+    train.train_step = step
     if options.host_sync:
         train.build_model = wait_before_each_micro_step(train.build_model)
     if options.read_late:
         train.Batches = LateBatches  # type: ignore[misc]  # a class, and mypy forbids that
+    sys.argv[1:] = [str(options.config)]
     run_main(train.main, train.explain)
+
+
+if __name__ == "__main__":
+    main()
