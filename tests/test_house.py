@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "train": LIBRARY,
     "sample": LIBRARY,
     "convert": LIBRARY,
+    # train, because plan's figures are those of the model and the optimizer that it builds
     "reports": ["train", *LIBRARY],
     "compare": ["reports", *LIBRARY],
     "bench": ["train", "reports", *LIBRARY],
