@@ -559,9 +559,7 @@ def main(argv: list[str]) -> int:
         mode, *rest = argv
         if mode not in MODES:
             hint = did_you_mean(mode, MODES)
-            raise UserError(
-                f"{mode}: no such mode; one of sweep, ladder, plan; none: python bench.py CONFIG{hint}"
-            )
+            raise UserError(f"{mode}: no such mode; sweep, ladder, plan or a config file{hint}")
     options, keys = parse_arguments(mode, rest)
     options.is_bare = not keys
     if mode != "plan" and all(key.startswith("-") for key in keys):  # no config file
