@@ -28,10 +28,9 @@ import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
 from configurator import FIELDS, NEVER, Config
-from reports.cards import resolve_gpu
 from reports.picture import count4, millions, save_picture
 from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
-from training.gpus import row_peak
+from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss; smaller differences are noise
 LOSS_NOISE = 0.005

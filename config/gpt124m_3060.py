@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 3060 (12 GB).
-# Estimated, not measured (docs/status.md): 143 hours (110 to 207) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 143 hours for 10B tokens, by
 # python bench.py plan config/gpt124m_3060.py --gpu=3060
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"

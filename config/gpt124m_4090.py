@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4090 (24 GB).
-# Estimated, not measured (docs/status.md): 26 hours (23 to 29) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 26 hours (25 to 26) for 10B tokens, by
 # python bench.py plan config/gpt124m_4090.py --gpu=4090
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"

@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour.
-# Estimated, not measured (docs/status.md): 14.0 hours (12.1 to 16.3) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 14.0 hours (13.3 to 14.6) for 10B tokens, by
 # python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"

@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an H200 (141 GB).
-# Estimated, not measured (docs/status.md): 5.6 hours (5.1 to 6.2) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 5.6 hours for 10B tokens, by
 # python bench.py plan config/gpt124m_h200.py --gpu=h200
 out_dir = "out/gpt124m"
 dataset = "fineweb_edu"

@@ -17,8 +17,8 @@ import pytest
 import tokenizers
 import torch
 from helpers import ROOT, load, run_here, run_process, write_dataset
+from pages import code_blocks
 from safetensors.torch import load_file, save_file
-from test_docs import code_blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2LMHeadModel
 from weights import TRANSPOSED, assert_refused, random_gpt2
 

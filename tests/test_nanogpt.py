@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, load_newest, records, run_here
-from test_docs import code_blocks
+from pages import code_blocks
 from weights import random_gpt2
 
 import model_fast

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, records, run_here, write_dataset
-from test_docs import README, command_lines
+from pages import README, command_lines
 from weights import random_gpt2
 
 import convert
