@@ -268,6 +268,13 @@ def test_several_gpus_share_the_work_and_average_their_gradients(gpu, flags, exc
     assert "averaging gradients" in p["out"] and "averaging gradients" not in one["out"]
 
 
+def test_the_power_and_the_rent_are_those_of_all_gpus():
+    """Eight GPUs of 300 W and of 1.50 an hour."""
+    p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", "--watts=300", "--price_hour=1.5")
+    assert p["kwh_total"] == pytest.approx(2.4 * p["hours_total"])
+    assert p["rent"] == pytest.approx(12 * p["hours_total"])
+
+
 def write_log(folder, **start):
     """The log of a run of TINY in which an iteration of 128 tokens took 40, 50 and 90 ms."""
     folder.mkdir()
