@@ -109,8 +109,10 @@ def fetch(name: str) -> Path:
         hf_hub_download(f"openai-community/{name}", "model.safetensors")
         return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
     except Exception as error:  # whatever the network throws
-        problem = f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__})"
-        raise UserError(f"{problem}; go online once, or give its folder") from None
+        raise UserError(
+            f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); "
+            "go online once, or give its folder"
+        ) from None
 
 
 # -----------------------------------------------------------------------------
@@ -230,12 +232,15 @@ def read_checkpoint(path: Path) -> dict:
         if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
             weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    known = dict(
-        model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
+    return dict(
+        model=weights,
+        model_config=config_to_dict(config),
+        vocab=vocab,
+        tokenizer=tokenizer,
+        config=state.get("config", {}),
+        iter_num=state.get("iter_num"),
+        val_loss=state.get("best_val_loss"),  # nanoGPT saves right after its best evaluation
     )
-    # nanoGPT saves right after its best evaluation
-    known |= dict(iter_num=state.get("iter_num"), val_loss=state.get("best_val_loss"))
-    return dict(known, config=state.get("config", {}))
 
 
 def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
