@@ -564,7 +564,7 @@ def test_lm_evaluation_harness_measures_an_export_without_a_network(model, tmp_p
         HF_HUB_OFFLINE="1",
         HF_HOME=str(tmp_path / "home"),
     )
-    result = finish(process)
+    result = finish(process, timeout=300)
     assert result.code == 0, result.err
     assert "|choice|" in result.out
     assert "exact_match" in result.out
