@@ -217,7 +217,20 @@ TOOLS = [
     ("convert.py ckpt-to-hf evil.pt out", "evil.pt"),
     ("convert.py hf-to-ckpt nowhere out.pt", "nowhere no such"),
     ("convert.py hf-to-ckpt empty out.pt", "empty config.json"),
+    ("convert.py ckpt-to-hf flipped.pt out", "flipped.pt changed"),
+    ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight finite"),
+    ("convert.py ckpt-to-hf empty out", "empty no checkpoint"),
+    ("convert.py ckpt-to-hf run book.txt", "book.txt"),
     ("convert.py hf-to-ckpt llama out.pt", "llama gpt2"),
+    ("convert.py hf-to-ckpt fast_export out.pt", "nightshift_fast gpt2"),
+    ("convert.py hf-to-ckpt relu out.pt", "activation_function relu"),
+    ("convert.py hf-to-ckpt unscaled out.pt", "scale_attn_weights False"),
+    ("convert.py hf-to-ckpt by_layer out.pt", "scale_attn_by_inverse_layer_idx True"),
+    ("convert.py hf-to-ckpt torn_config out.pt", "torn_config JSON"),
+    ("convert.py hf-to-ckpt old_format out.pt", "model.safetensors save_pretrained max_shard_size"),
+    ("convert.py hf-to-ckpt cut_weights out.pt", "cut_weights not a model"),
+    ("convert.py nanogpt-to-ckpt nowhere.pt out.pt", "nowhere.pt no such"),
+    ("convert.py nanogpt-to-ckpt evil.pt out.pt", "evil.pt"),
     ("convert.py nanogpt-to-ckpt run/best.pt unknown.pt", "unknown.pt exists"),
 ]
 
@@ -315,8 +328,25 @@ def write_runs() -> None:
     torch.save(state, "nan.pt")
     torch.save(Evil(), "evil.pt")
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
-    Path("llama").mkdir()
-    Path("llama/config.json").write_text('{"model_type": "llama"}')
+
+
+def write_hugging_faces_folders() -> None:
+    configs = dict(
+        llama=dict(model_type="llama"),
+        fast_export=dict(model_type="nightshift_fast"),
+        relu=dict(model_type="gpt2", activation_function="relu"),
+        unscaled=dict(model_type="gpt2", scale_attn_weights=False),
+        by_layer=dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True),
+        old_format=dict(model_type="gpt2"),
+        cut_weights=dict(model_type="gpt2"),
+        torn_config={},
+    )
+    for name, config in configs.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+    Path("old_format/pytorch_model.bin").write_bytes(b"PK")
+    Path("cut_weights/model.safetensors").write_bytes(b"cut")
+    Path("torn_config/config.json").write_text('{"model_type": "gp')
 
 
 def write_texts() -> None:
@@ -351,6 +381,7 @@ def world(tmp_path_factory) -> Path:
         write_nanogpts_folders()
         write_texts()
         write_runs()
+        write_hugging_faces_folders()
     return folder
 
 
