@@ -403,3 +403,9 @@ def test_ranks_that_do_not_divide_the_accumulation_say_so_once(world, tmp_path):
     lines = [line for result in results for line in result.err.splitlines()]
     assert_refused(lines, ("gradient_accumulation_steps 3 2 processes",))
     assert not (tmp_path / "new").exists()
+
+
+def test_help_of_several_ranks_is_printed_once():
+    results = finish_ranks(start_ranks(2, "--help"))
+    assert [(result.code, result.err) for result in results] == [(0, "")] * 2
+    assert [bool(result.out) for result in results] == [True, False]

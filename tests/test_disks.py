@@ -756,3 +756,32 @@ def test_a_disk_without_locks_is_warned_of_once(tokens, straight, tmp_path):
             result = train_tiny(tokens, tmp_path / "run")
     assert_same_run(straight, tmp_path / "run", 8)
     assert len([line for line in lines(result.err, "warning:") if "locks" in line]) == 1
+
+
+def test_the_room_of_files_that_are_there_is_not_asked_for_again(tokens, straight, make_disk):
+    size = (straight / "ckpt-00000008.pt").stat().st_size
+    disk = make_disk(4 * size)  # three files, and the log
+    for more in (dict(), dict(init_from="resume", max_iters=9)):
+        assert not lines(train_tiny(tokens, disk / "run", **more).err, "warning:")
+
+
+def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
+    """A weight with two names, as the tied embedding, is written once."""
+    wide = dict(pad_vocab_multiple=4096)  # a table that is larger than all else
+    train_tiny(tokens, tmp_path / "before", **wide)
+    size = (tmp_path / "before" / "ckpt-00000008.pt").stat().st_size
+    with no_wait(), mock.patch("shutil.disk_usage", lambda path: mock.Mock(free=size)):
+        train_tiny(tokens, tmp_path / "run", **wide)
+    assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
+
+
+def test_a_newest_checkpoint_that_is_too_old_is_not_passed_over(tokens, tmp_path):
+    """The one before is older still: a run must not lose its iterations without a word."""
+    train_tiny(tokens, tmp_path)
+    newest = tmp_path / "ckpt-00000008.pt"
+    state = torch.load(newest)
+    del state["shards_read"]  # as before b22bbcc
+    torch.save(state, newest)
+    before = contents(tmp_path)
+    code, _, err = run_tiny(tokens, tmp_path, init_from="auto", max_iters=10)
+    assert code == 2 and "too old" in err and contents(tmp_path) == before

@@ -6,6 +6,7 @@ in time that the test turns by hand, and once in real time.
 import errno
 import time
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from program import (
@@ -397,3 +398,25 @@ def test_an_until_that_is_far_away_is_said(until, night, tiny):
     result = night.launch(**tiny, until=until, max_iters=2)
     assert result.code == 0
     assert (" h away" in result.err) == AWAY[until]
+
+
+def test_more_hours_for_a_finished_run_go_on_evaluating(night, tiny, tmp_path):
+    night.launch(**tiny, hours=HOURS)
+    night.launch(**tiny, hours=2 * HOURS, init_from="auto")
+    # the second half of the twentieths
+    later = [hours for hours in column(tmp_path, "eval", "hours") if hours > HOURS]
+    assert len(later) == pytest.approx(10, abs=1)
+
+
+def test_compilation_is_booked_apart_and_counts_as_no_training(night, tiny, tmp_path):
+    def compile_slowly(function, **options):
+        night.now += 100.0
+        return function
+
+    with mock.patch("torch.compile", compile_slowly):
+        night.launch(**tiny | dict(compile=True), max_iters=5)
+    end = end_of(tmp_path)
+    assert end["ledger"]["compile"] == 100 + 4  # and an evaluation, which checks what it made
+    # five iterations, the evaluation at their end, and a save; the hand is not turned again for the
+    # one at their beginning, which follows the check
+    assert 3600 * end["hours"] == pytest.approx(5 * 10 + 4 + 1)

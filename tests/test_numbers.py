@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -593,3 +594,39 @@ def test_ranks_drop_differently_and_resume_bit_for_bit(tokens, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "resumed", 12)
     first, second = checkpoint(tmp_path / "whole", 12)["rng"]
     assert not torch.equal(first["cpu"], second["cpu"])
+
+
+# -----------------------------------------------------------------------------
+# What a stranger's faults asked for
+
+
+def test_the_wait_for_data_on_a_line_is_of_one_iteration(tokens, tmp_path):
+    """As its time is; here each look at what has been read takes a quarter of a second."""
+    hand = Hand()
+    hand.spent["waits"] = 0.0
+    wait_for = threading.Condition.wait_for
+
+    def slow_wait(self, *arguments):
+        if threading.current_thread() is threading.main_thread():
+            hand.spent["waits"] += 0.25
+        return wait_for(self, *arguments)
+
+    with hand.turning(), mock.patch("threading.Condition.wait_for", slow_wait):
+        train(**BASE, log_interval=3, dataset=tokens, out_dir=tmp_path)
+    iterations = [1, 3, 3, 3, 2]  # before the lines at 0, 3, 6, 9 and 11
+    waits = column(tmp_path, "step", "data_wait_ms")
+    assert sum(n * ms for n, ms in zip(iterations, waits, strict=True)) == pytest.approx(
+        1000 * hand.spent["waits"]
+    )
+    assert hand.spent["waits"] >= 12 * 0.25
+
+
+def test_a_compiled_run_is_the_eager_one_with_dropout_and_resumed(tokens, tmp_path):
+    """With a compiler that changes nothing: what is around it is looked at."""
+    config = BASE | dict(dropout=0.3, dataset=tokens)
+    train(**config, out_dir=tmp_path / "eager")
+    compiled = config | dict(compile=True, out_dir=tmp_path / "compiled")
+    with mock.patch("torch.compile", lambda function, **options: function):
+        for more in (dict(max_iters=6), dict(init_from="resume")):
+            assert "torch.compile does not work" not in train(**compiled | more).err
+    assert_same_run(tmp_path / "eager", tmp_path / "compiled", 12)
