@@ -96,9 +96,11 @@ def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_run(kind, tiny, tmp_p
     train(**keys, out_dir=unbroken)
     night = Night()
     night.at["iteration", 6] = sigterm
-    assert night.launch(**keys, out_dir=stopped).code == 143
+    # auto starts where there is nothing: the same command twice
+    again = keys | dict(out_dir=stopped, init_from="auto")
+    assert night.launch(**again).code == 143
     assert checkpoints(stopped)[-1] == 6
-    assert night.launch(**keys, out_dir=stopped, init_from="auto").code == 0
+    assert night.launch(**again).code == 0
     assert_same_run(unbroken, stopped, 12)
     samples = column(stopped, "sample", "iter", "text")
     assert samples == column(unbroken, "sample", "iter", "text")
@@ -192,6 +194,16 @@ def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, tmp_path):
     assert column(tmp_path, "step", "lr")[8:] == [5e-3] * 4
     group = checkpoint(tmp_path, 12)["optimizer"]["param_groups"][0]
     assert (group["betas"][0], group["weight_decay"]) == (0.7, 0.3)
+
+
+def test_a_resume_takes_what_the_run_keeps_from_the_checkpoint(tiny, unbroken, tmp_path):
+    """Model, vocabulary, data and seed need not be typed again."""
+    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
+    train(**keys | dict(max_iters=8))
+    kept = ("n_layer", "n_head", "n_embd", "block_size", "seed", "dataset")
+    rest = {name: value for name, value in keys.items() if name not in kept}
+    train(**rest, init_from="resume")
+    assert_same_run(unbroken, tmp_path, 12)
 
 
 def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tmp_path):

@@ -3,6 +3,7 @@ The numbers of real runs, judged from outside: by a second trainer (plain.py), b
 by hand, and by runs that must be equal.
 """
 
+import functools
 import json
 import math
 import re
@@ -72,7 +73,13 @@ CLOSE = dict(abs=5e-6)
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("numbers") / "tokens", TRAIN, VAL, V)
+    folder = write_tokens(tmp_path_factory.mktemp("numbers") / "tokens", TRAIN, VAL, V)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        if shard["name"].startswith("train"):
+            shard["bytes"] *= 2  # bits per byte are those of the validation text
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +119,16 @@ KINDS = dict(
     all_of_val=dict(eval_tokens=10**6),
     # clipped to 1e-5, most gradients are near Adam's eps of 1e-8, which then decides on the step
     tiny_gradients=dict(grad_clip=1e-5),
+    # with what changes rounding alone; a chunk of the loss is not even half a micro-batch
+    computed_otherwise=dict(flash=False, loss_chunk="24", recompute=True),
+    compiled=dict(compile=True),
 )
+SLOW_KINDS = ("compiled",)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW_KINDS else []) for k in KINDS]
+)
 def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_path):
     config = BASE | KINDS[kind]
     weights = trained(**config)
@@ -202,18 +215,30 @@ SCHEDULES = {
         *(1e-3, 1e-3),
     ],
     "wsd from the warmup on": LINEAR,
+    "wsd without a decay": [2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 8, *[1e-3] * 3],
     "constant": [2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 11],
+    "cosine after a warmup that outlasts the run": [1e-2 * (it + 1) / 21 for it in range(14)],
+    "cosine without a warmup": [
+        *(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * it / 11)) for it in range(11)),
+        *(1e-3, 1e-3, 1e-3),
+    ],
 }
-FRACTIONS = {"wsd": 0.4, "wsd from the warmup on": 1.0}
+EXTRA = {
+    "wsd": dict(decay_fraction=0.4),
+    "wsd from the warmup on": dict(decay_fraction=1.0),
+    "wsd without a decay": dict(decay_fraction=0.0),
+    "cosine after a warmup that outlasts the run": dict(warmup_iters=20),
+    "cosine without a warmup": dict(warmup_iters=0),
+}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, trained, tmp_path):
     rates = SCHEDULES[schedule]
     config = BASE | dict(max_iters=14, lr_schedule=schedule.partition(" ")[0])
-    extra = dict(decay_fraction=FRACTIONS[schedule]) if schedule in FRACTIONS else {}
+    config |= EXTRA.get(schedule, {})
     weights = trained()
-    train(**config, **extra, init_from=weights, dataset=tokens, out_dir=tmp_path)
+    train(**config, init_from=weights, dataset=tokens, out_dir=tmp_path)
     assert column(tmp_path, "step", "lr") == pytest.approx(rates, rel=1e-8)  # nine digits
     # the rates are not only logged
     expected = plain.train(plain.weights(torch.load(weights)["model"]), tokens, config, rates)
@@ -221,17 +246,56 @@ def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, trained, tmp_pat
     assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
 
 
-ORDERS = {
-    "tokens_per_iter last": (BASE | dict(tokens_per_iter=128), 128),
-    "accumulation last": (dict(tokens_per_iter=128) | BASE, TOKENS),
+@pytest.mark.parametrize("lr_decay_iters", [0, 8])
+def test_a_larger_max_iters_has_a_longer_schedule_unless_its_end_is_given(
+    lr_decay_iters, tokens, tmp_path
+):
+    config = BASE | dict(lr_decay_iters=lr_decay_iters, dataset=tokens)
+    train(**config | dict(max_iters=8), out_dir=tmp_path / "longer")
+    train(**config, out_dir=tmp_path / "longer", init_from="resume")
+    train(**config, out_dir=tmp_path / "whole")
+    longer, whole = (column(tmp_path / name, "step", "lr") for name in ("longer", "whole"))
+    assert longer[8:] == whole[8:]
+    # before, the schedule was a shorter one
+    assert (longer == whole) == (lr_decay_iters == 8)
+    assert (whole[8:] == [1e-3] * 4) == (lr_decay_iters == 8)
+
+
+WHEN = {
+    "at intervals": (
+        dict(max_iters=7, eval_interval=3, checkpoint_interval=2),
+        dict(evals=[0, 3, 6, 7], saves=[2, 3, 4, 6, 7]),  # nanoGPT saves nothing at the end
+    ),
+    "never": (dict(max_iters=3, eval_interval=100), dict(evals=[0, 3], saves=[3])),
+    "the best alone": (
+        # a rate with which the model gets worse
+        dict(max_iters=9, eval_interval=3, learning_rate=1, always_save_checkpoint=False),
+        dict(evals=[0, 3, 6, 9], saves=[9]),
+    ),
+    "better each time": (
+        dict(max_iters=9, eval_interval=3, always_save_checkpoint=False),
+        dict(evals=[0, 3, 6, 9], saves=[3, 6, 9]),
+    ),
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_of_tokens_per_iter_and_accumulation_the_last_one_wins(order, tokens, tmp_path):
-    keys, size = ORDERS[order]
-    train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
-    assert column(tmp_path, "start", "tokens_per_iter") == [size]
+@pytest.mark.parametrize("kind", WHEN)
+def test_iterations_evaluations_and_checkpoints_come_when_they_should(kind, tokens, tmp_path):
+    """nanoGPT runs one iteration too many."""
+    keys, expected = WHEN[kind]
+    train(**BASE | keys, dataset=tokens, out_dir=tmp_path)
+    assert column(tmp_path, "step", "iter") == [*range(keys["max_iters"])]
+    assert column(tmp_path, "eval", "iter") == expected["evals"]
+    assert column(tmp_path, "checkpoint", "iter") == expected["saves"]
+    losses = column(tmp_path, "eval", "val_loss")
+    assert (losses == sorted(losses, reverse=True)) == (kind != "the best alone")
+
+
+@pytest.mark.parametrize("multiple, rows", [(1, V), (2, 62), (64, 64), (128, 128)])
+def test_the_vocabulary_is_rounded_up(multiple, rows, tokens, tmp_path):
+    config = BASE | dict(pad_vocab_multiple=multiple, max_iters=0)
+    train(**config, dataset=tokens, out_dir=tmp_path)
+    assert len(checkpoint(tmp_path, 0)["model"]["lm_head.weight"]) == rows
 
 
 def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
@@ -259,10 +323,10 @@ def prepare_source(texts: list[str]) -> Path:
     return Path("shards")
 
 
-def assert_trained_in_order(out_dir: Path, shards: Path) -> None:
-    train(**BASE | dict(max_iters=0), dataset=shards, out_dir="prepared")
+def assert_trained_in_order(out_dir: Path, shards: Path, config: dict) -> None:
+    train(**config | dict(max_iters=0), dataset=shards, out_dir="prepared")
     w = plain.weights(checkpoint(Path("prepared"), 0)["model"])
-    expected = plain.train(w, shards, BASE | dict(stream=True))
+    expected = plain.train(w, shards, config | dict(stream=True))
     losses = [loss for loss, _, _ in expected.steps]
     assert column(out_dir, "step", "loss") == pytest.approx(losses, **CLOSE)
 
@@ -278,7 +342,7 @@ def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkey
     windows = len(plain.split(shards, "train")) // T
     assert 72 < windows < 144  # the run of 144 reads all of them and begins again
     train(**BASE, **STREAM, out_dir="streamed")
-    assert_trained_in_order(Path("streamed"), shards)
+    assert_trained_in_order(Path("streamed"), shards, BASE)
     streamed, prepared = (column(Path(name), "eval", *EVAL) for name in ("streamed", "prepared"))
     assert streamed[0] == prepared[0]
 
@@ -298,11 +362,12 @@ def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
     # 64 tokens each with their end, so that there are 8 windows in a shard
     shards = prepare_source([(f"alpha {n} " * 9)[:63] for n in range(40)])
     program = changed(tmp_path / "changed", SMALL_SHARDS)
+    config = BASE | dict(max_iters=4)  # each waits for a shard
     where = dict(dataset=tmp_path / "text.jsonl", out_dir=tmp_path / "streamed")
-    words = flags(**BASE | STREAM | where)
+    words = flags(**config | STREAM | where)
     result = finish(start("train.py", *words, cwd=program, only_torch=True))
     assert result.code == 0, result.err
-    assert_trained_in_order(tmp_path / "streamed", shards)
+    assert_trained_in_order(tmp_path / "streamed", shards, config)
 
 
 # -----------------------------------------------------------------------------
@@ -343,6 +408,18 @@ def test_a_sample_is_made_without_dropout(tokens, trained, tmp_path):
     assert len(texts[0]) > 10
 
 
+def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2")))
+    config = BASE | dict(sample_tokens=5, dataset=folder, out_dir=tmp_path / "run")
+    with mock.patch("tiktoken.get_encoding", side_effect=ConnectionError):
+        result = train(**config)
+    assert "tiktoken" in result.err
+    assert column(tmp_path / "run", "step", "iter") == [*range(12)]
+    assert not records(tmp_path / "run", "sample")
+
+
 # -----------------------------------------------------------------------------
 # Numbers of other precision, and no numbers
 
@@ -361,6 +438,23 @@ def test_half_precision_follows_float32_and_is_used_in_training_and_evaluation(t
             assert ours[0] != theirs[0], (dtype, name)  # of the same weights
         ours, theirs = column(half, "step", "grad_norm"), column(whole, "step", "grad_norm")
         assert ours == pytest.approx(theirs, rel=50 * near), dtype
+
+
+def test_a_float16_run_outlives_the_search_for_its_loss_scale(tokens, tmp_path):
+    """
+    Scaled by 2^26, gradients of 1e-2 overflow float16's 65,504 until the scale has been halved
+    several times.
+    """
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
+    config = BASE | dict(dtype="float16", max_iters=24, eval_interval=24)
+    with mock.patch("torch.amp.GradScaler", scaler):
+        train(**config, dataset=tokens, out_dir=tmp_path)
+    norms = column(tmp_path, "step", "grad_norm")
+    halved = norms.count(None)  # they were not finite
+    assert 3 <= halved <= 16 and None not in norms[16:]
+    assert checkpoint(tmp_path, 24)["scaler"]["scale"] == 2.0 ** (26 - halved)
+    losses = column(tmp_path, "step", "loss")
+    assert losses[-1] < losses[0] - 0.1
 
 
 @contextmanager
