@@ -143,6 +143,7 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --init_from --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --init_from"),
+    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --init_from"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
         "dataset run",
