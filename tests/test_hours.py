@@ -104,6 +104,12 @@ def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(night, t
     assert hours == pytest.approx(expected, abs=20 / 3600)
 
 
+def test_a_given_eval_interval_counts_in_a_run_by_the_clock_too(night, tiny, tmp_path):
+    night.launch(**tiny, hours=HOURS, eval_interval=30)
+    its = column(tmp_path, "eval", "iter")
+    assert {0, 30, 60} <= set(its) and len(its) < 20
+
+
 def test_a_pause_is_made_up_for(night, tiny, tmp_path):
     """The machine sleeps for five minutes."""
 

@@ -383,6 +383,32 @@ def test_blocks_run_twice_in_training_alone(model):
     assert len(runs) == 2 + 1 + 3
 
 
+def test_dropout_falls_on_embeddings_attention_and_what_each_block_adds_in_training_alone():
+    model = perturbed(GPTConfig(**SMALL | dict(dropout=0.4, n_embd=512)))
+    streams: list[torch.Tensor] = []
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(lambda _, arguments: streams.append(arguments[0]))
+
+    def shares_of_zeros() -> list[float]:
+        streams.clear()
+        model.hidden(tokens(4, 24, 211))
+        added = [after - before for before, after in zip(streams, streams[1:], strict=False)]
+        return [(x == 0).float().mean().item() for x in streams[:1] + added]
+
+    assert max(shares_of_zeros()) < 0.001
+    model.train()
+    embedded, *added = shares_of_zeros()
+    assert embedded == pytest.approx(0.4, abs=0.01)
+    # attention and MLP both add nothing
+    assert added == [pytest.approx(0.16, abs=0.01)] * 2
+    # attention's weights, beside what it adds
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    idx = tokens(1, 24, 211)
+    assert not torch.allclose(model(idx), model(idx), atol=1e-3)
+
+
 BASE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=2, n_embd=32)
 # a value to try for each field that is the model's architecture
 ANOTHER = dict(

@@ -91,14 +91,16 @@ def plain_logits(
         for layer in range(config.n_layer):
             name = f"transformer.h.{layer}."
             q, k, v = (rms(x) @ weights[name + "attn.c_attn.weight"].T).split(C, dim=-1)
-            if layer in (0, 2):
+            first, last = layer, layer - config.n_layer + config.value_tables
+            table = first if first < config.value_tables else last
+            if table >= 0:
                 gate = 3 / (
                     1 + (-rms(x)[:, :12] @ weights[name + "attn.value_gate.weight"].T).exp()
                 )
                 v = (
                     v
                     + gate.repeat_interleave(hs, 1)
-                    * weights["transformer.value_tables.0.weight"][sequence]
+                    * weights[f"transformer.value_tables.{table}.weight"][sequence]
                 )
             heads = []
             for h in range(config.n_head):
@@ -125,8 +127,9 @@ def plain_logits(
 
 
 def test_logits_equal_the_plain_formulas():
-    model, idx = perturbed().double(), tokens(2, 9)
-    expected = plain_logits(model.state_dict(), idx, SMALL)
+    config = replace(SMALL, n_layer=5, value_tables=2)
+    model, idx = perturbed(config).double(), tokens(2, 9)
+    expected = plain_logits(model.state_dict(), idx, config)
     # the model's rotary tables and logits are float32
     torch.testing.assert_close(model(idx).double(), expected, atol=1e-4, rtol=1e-4)
     assert model(idx).abs().max() < 15
