@@ -14,7 +14,6 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -132,27 +131,6 @@ def best_logged(out_dir: Path) -> int:
 
 # -----------------------------------------------------------------------------
 # Full disks
-
-
-@pytest.fixture
-def make_disk(tmp_path):
-    """A folder on a disk of its own, of so many bytes."""
-    mounted = []
-
-    def make(size: int) -> Path:
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("needs to be root, to mount a disk")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def seems_empty():

@@ -6,7 +6,6 @@ its exit code and its folder say what happened.
 import os
 import random
 import signal
-import textwrap
 import time
 from unittest import mock
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from documents import documents, write_jsonl
+from moments import watched
 from program import (
     EVAL,
     Night,
@@ -226,31 +226,6 @@ def test_a_resume_does_not_repeat_the_evaluation_that_its_checkpoint_has(tiny, t
     night.launch(**tiny, out_dir=tmp_path, init_from="resume")
     assert night.count["evaluation"] == 1
     assert column(tmp_path, "eval", "iter") == [0, 4, 8, 12]
-
-
-WATCHED = """
-import os, runpy, signal, sys, time
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-n = 0
-
-def updated(optimizer, *_):
-    global n
-    if optimizer.param_groups[0]["params"][0].is_meta:
-        return  # its memory is only counted
-    n += 1
-ACTION
-
-register_optimizer_step_post_hook(updated)
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
-def watched(action: str) -> list[str]:
-    """train.py in a process of its own, which runs some lines of Python after its n-th update."""
-    lines = textwrap.indent(textwrap.dedent(action), "    ")
-    return ["-c", WATCHED.replace("ACTION", lines)]
 
 
 def start_watched(action: str, **keys):
