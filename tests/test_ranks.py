@@ -560,7 +560,7 @@ def test_ranks_killed_at_random_moments_restart_by_themselves_and_end_at_the_sam
     source, tiny, endless, tmp_path
 ):
     """Every other one is killed while it starts."""
-    kills, chance, killed = 10, random.Random(1), set()
+    kills, chance, killed = 5, random.Random(1), set()
     keys = tiny | SOURCES[source] | dict(max_iters=600, eval_interval=300, log_interval=10)
     keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
     keys |= dict(dataset=endless / "0.parquet") if source == "stream" else {}
