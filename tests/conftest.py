@@ -24,8 +24,8 @@ torch.set_num_threads(1)
 
 def fsync(file: int) -> None:
     """
-    Waits for no disk. Only a power cut tells the difference, and no test makes one; test_checkpoint
-    looks at the calls. A process that a test starts cold does wait.
+    Waits for no disk. Only a power cut tells the difference, and no test makes one;
+    test_disks.py looks at the calls. A process that a test starts cold does wait.
     """
 
 
