@@ -24,6 +24,8 @@ from model_fast import FastConfig
 from train import model_config
 from training.hardware import count_flops
 
+pytestmark = pytest.mark.upstream  # figures of the shipped models, and changes of their lines
+
 # 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
 # attention
 LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
@@ -37,14 +39,12 @@ COUNTS = {
 }
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize("config, flag", COUNTS)
 def test_gpt124m_is_counted_as_by_hand(config, flag):
     c = load_config([f"{ROOT}/config/{config}.py", flag])
     assert count_flops(model_config(c, 50257, flash=True, compiled=True)) == COUNTS[config, flag]
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
 @pytest.mark.parametrize(
     "changes",

@@ -126,6 +126,7 @@ def plain_logits(
     return torch.stack(rows)
 
 
+@pytest.mark.upstream
 def test_logits_equal_the_plain_formulas():
     config = replace(SMALL, n_layer=5, value_tables=2)
     model, idx = perturbed(config).double(), tokens(2, 9)

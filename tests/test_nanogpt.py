@@ -119,6 +119,7 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [200])
 
 
+@pytest.mark.upstream
 def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(tokens, tmp_path):
     """GPT-2's 50257 are not padded to 50304 on the way."""
     random_gpt2(tmp_path / "hf", vocab_size=61)
