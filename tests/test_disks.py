@@ -660,7 +660,7 @@ def test_torch_alone_reads_a_checkpoint_with_the_keys_of_the_page(straight):
 
 USERS_FILES = [
     *("log.txt", "loss.png", "metrics.jsonl", "lock"),
-    *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt"),
+    *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt", "metrics.jsonl.mine.tmp"),
 ]
 
 

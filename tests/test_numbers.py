@@ -776,3 +776,32 @@ def test_a_compiled_run_is_the_eager_one_with_dropout_and_resumed(tokens, traine
         for more in (dict(max_iters=6), dict(init_from="resume")):
             assert "torch.compile does not work" not in train(**compiled | more).err
     assert_same_run(tmp_path / "eager", tmp_path / "compiled", 12)
+
+
+def test_a_run_that_goes_back_drops_the_warnings_of_what_it_repeats(tokens, tmp_path):
+    config = BASE | dict(dataset=tokens, out_dir=tmp_path)
+    with gradient_of_nan(backward_pass=6 * 3 + 2):  # of iteration 6, behind its checkpoint
+        train(**config)
+    assert column(tmp_path, "event", "iter") == [6]
+    (tmp_path / "ckpt-00000012.pt").unlink()
+    train(**config, init_from="resume")
+    assert records(tmp_path, "event") == []
+
+
+def test_sampling_drops_nothing(tokens, trained, tmp_path):
+    state = torch.load(trained())
+    texts = []
+    for dropout in (0.0, 0.9):
+        state["model_config"]["dropout"] = dropout
+        torch.save(state, tmp_path / "model.pt")
+        words = ("--temperature=0", "--num_samples=1", "--max_new_tokens=20", "--device=cpu")
+        texts.append(run("sample.py", f"--init_from={tmp_path / 'model.pt'}", *words).out)
+    assert texts[0] and texts[0] == texts[1]
+
+
+def test_a_thousand_tokens_are_1k(tokens, tmp_path):
+    """Not 1000, which no other line has."""
+    size = dict(block_size=10, batch_size=5, gradient_accumulation_steps=5, eval_tokens=100)
+    out = train(**BASE | size, dataset=tokens, out_dir=tmp_path).out
+    shown = re.findall(r"^iter \d+: .*, tokens ([^,]+),", out, re.MULTILINE)
+    assert shown[:6] == ["0", "250", "500", "750", "1k", "1.25k"]
