@@ -7,15 +7,15 @@ was. They run in a folder with a few good and many bad things: see `world`.
 """
 
 import json
-import os
 import pickle
 import shutil
-import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from program import ROOT, finish_ranks, run, start, start_ranks, wait_for_line, write_tokens
+from moments import watched
+from program import ROOT, finish, finish_ranks, flags, run, start, start_ranks, write_tokens
 
 TINY = """
 dataset = "tokens"
@@ -49,6 +49,14 @@ COMMAND_LINE = [
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile true or false 'maybe'"),
     ("train.py tiny.py --dropout=1.5", "--dropout 1.5"),
+    ("train.py tiny.py --dropout=1", "--dropout below 1"),
+    ("train.py tiny.py --beta2=1", "--beta2 below 1"),
+    ("train.py tiny.py --compile=2", "--compile true or false"),
+    ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),
+    ("train.py tiny.py --max_iters 100", "--max_iters=100"),
+    ("train.py tiny.py --min_lr -1", "--min_lr=-1"),
+    ("train.py tiny.py --bs=8", "--bs batch_size"),
+    ("train.py tiny.py --dataset=", "--dataset empty"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
     ("train.py tiny.py --hours=-1", "--hours -1"),
     ("train.py tiny.py --seed=-1", "--seed -1"),
@@ -63,13 +71,17 @@ COMMAND_LINE = [
     ("train.py tiny.py --dtype=fp16", "dtype fp16 float16"),
     ("train.py tiny.py --device=gpu", "device gpu cuda"),
     ("train.py tiny.py --device=tpu:0", "device tpu:0"),
+    ("train.py tiny.py --device=cuda:x", "device cuda:x"),
+    ("train.py tiny.py --device=meta", "device meta"),
     ("train.py tiny.py --loss_chunk=some", "loss_chunk some"),
     ("train.py tiny.py --n_head=3", "n_head 3 n_embd 32"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter 100 64 128"),
+    ("train.py tiny.py --tokens_per_iter=1", "tokens_per_iter 1 64"),
     ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon"),
     ("train.py tiny.py --bigram_rows=100", "bigram_rows model=fast"),
     ("train.py tiny.py --model=fast --tie_weights=True", "tie_weights"),
     ("train.py tiny.py --model=fast --value_tables=2", "value_tables"),
+    ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
     ("train.py tiny.py --tokenizer=byte", "tokenizer stream"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layr", "--batch_size"),
     ("train.py tiny.py --n_head=3 --dataset=nowhere --device=gpu", "device", "nowhere", "n_head"),
@@ -91,6 +103,8 @@ COMMAND_LINE = [
 
 DATA = [
     ("train.py tiny.py --dataset=nowhere", "dataset nowhere prepare_text.py"),
+    (f"train.py tiny.py --dataset={'a' * 300}", "File name too long"),
+    ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=my_fineweb", "dataset my_fineweb prepare_fineweb.py"),
     ("train.py tiny.py --dataset=tokens/manifest.json", "dataset manifest.json"),
     ("train.py tiny.py --dataset=empty", "empty train"),
@@ -110,12 +124,19 @@ DATA = [
         "train.py tiny.py --stream=True --tokenizer=byte --dataset=posts.jsonl",
         "posts.jsonl text body",
     ),
+    # as many tokens as the run reads, within what FineWeb-Edu's sample has
+    ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
+    ("train.py config/fast124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=1.3B"),
+    ("train.py config/fast124m_4070.py --device=cpu --hours=8", "prepare_fineweb.py --tokens=2B"),
     ("train.py tiny.py --block_size=512", "block_size val 250"),
     ("train.py tiny.py --dataset=short_val", "block_size val 10"),
 ]
 
 FOLDERS = [
     ("train.py tiny.py --out_dir=run", "run earlier run --init_from=auto"),
+    # it would evaluate random weights, not those of the run
+    ("train.py tiny.py --out_dir=run --eval_only=True", "run earlier run --init_from=auto"),
+    ("train.py tiny.py --out_dir=damaged_run", "damaged_run earlier run"),
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "book.txt"),
     ("train.py tiny.py --out_dir=book.txt/new", "book.txt/new"),
@@ -124,11 +145,18 @@ FOLDERS = [
     ("train.py tiny.py --init_from=resume --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --init_from --out_dir"),
+    # as a browser names a second copy
+    ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
+    ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run 1 checkpoints"),
     ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --init_from"),
+    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --init_from"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
         "dataset run",
     ),
+    # with another text or model a finished run is not done, but another run
+    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other", "dataset run --out_dir"),
+    ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "n_layer 2 3 --out_dir"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=no_manifest --max_iters=3",
         "dataset no_manifest",
@@ -327,6 +355,10 @@ def write_runs() -> None:
     state["model"]["transformer.wte.weight"][0, 0] = float("nan")
     torch.save(state, "nan.pt")
     torch.save(Evil(), "evil.pt")
+    for name in ("evil_run", "downloaded"):
+        Path(name).mkdir()
+    shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
+    Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
 
 
@@ -397,6 +429,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
     """Each error line has its words; there are no other lines but warnings."""
     errors = [line for line in lines if line.startswith("error: ")]
+    assert all(line.isprintable() for line in lines), lines
     assert all(line.startswith(("error: ", "warning: ")) for line in lines), lines
     assert len(errors) == len(expected), lines
     for words in expected:
@@ -439,25 +472,28 @@ def test_a_gpu_that_is_not_there_is_said(script, world, monkeypatch):
     check(world, monkeypatch, f"{script} --device=cuda", "device cuda --device=cpu")
 
 
-def test_a_folder_that_another_run_writes_to_is_left_alone(world, tmp_path, monkeypatch):
-    shutil.copy(world / "tiny.py", tmp_path)
-    shutil.copytree(world / "tokens", tmp_path / "tokens")
-    first = start(str(ROOT / "train.py"), "tiny.py", "--max_iters=1000000", cwd=tmp_path)
-    try:
-        wait_for_line(first, "iter 1:")
-        os.kill(first.pid, signal.SIGSTOP)  # or it would change the files meanwhile
-        for init_from in ("scratch", "auto"):
-            command = f"train.py tiny.py --init_from={init_from}"
-            check(tmp_path, monkeypatch, command, "out_dir another run new")
-    finally:
-        first.kill()
-        first.wait()
+# root may look anywhere: all of its privileges are given up first
+UNPRIVILEGED = """
+import ctypes
+version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(version_3, none) == 0
+"""
 
 
-def test_ranks_that_do_not_divide_the_accumulation_say_so_once(world, tmp_path):
-    files = (world / "tiny.py", f"--dataset={world / 'tokens'}", f"--out_dir={tmp_path / 'new'}")
-    results = finish_ranks(start_ranks(2, *map(str, files), "--gradient_accumulation_steps=3"))
-    assert [result.code for result in results] == [2, 2]
-    lines = [line for result in results for line in result.err.splitlines()]
-    assert_refused(lines, ("gradient_accumulation_steps 3 2 processes",))
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
+@pytest.mark.parametrize("key", ["out_dir", "dataset"])
+def test_a_folder_without_permission_is_one_line(key, world, tmp_path):
+    (tmp_path / "private").mkdir(mode=0)
+    keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new")
+    keys |= {key: tmp_path / "private" / "x"}
+    words = [*watched(before=UNPRIVILEGED), str(world / "tiny.py"), *flags(**keys)]
+    result = finish(start(*words))
+    assert result.code == 2
+    assert_refused(result.err.splitlines(), ("private/x Permission denied",))
     assert not (tmp_path / "new").exists()
+
+
+def test_help_of_several_ranks_is_printed_once():
+    results = finish_ranks(start_ranks(2, "--help"))
+    assert [(result.code, result.err) for result in results] == [(0, "")] * 2
+    assert [bool(result.out) for result in results] == [True, False]

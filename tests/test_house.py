@@ -138,9 +138,11 @@ def test_a_promise_names_a_test_that_is_there():
 
 @pytest.mark.upstream
 def test_a_fault_can_be_planted_and_names_a_test_that_is_there():
-    names = [fault.name for fault in FAULTS]
-    assert len(names) == len({*names})
+    assert len(FAULTS) == len({fault.name for fault in FAULTS})
+    rotten = []
     for fault in FAULTS:
-        assert (ROOT / fault.file).read_text("utf-8").count(fault.old) == 1, fault.name
         file, test = fault.test.split("[")[0].split("::")
-        assert test in defined_tests(file), fault.name
+        places = (ROOT / fault.file).read_text("utf-8").count(fault.old)
+        if places != 1 or test not in defined_tests(file):
+            rotten.append((fault.name, places, test))
+    assert rotten == []

@@ -6,7 +6,6 @@ them. And what the program says and does only there, or on a Mac.
 import json
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 from helpers import FAST, TINY
@@ -257,20 +256,6 @@ def test_memory_that_runs_out_is_known_by_what_each_system_says(text, tmp_path):
         keys = SMALL | dict(dataset=tmp_path / "tokens", out_dir=tmp_path / "run", batch_size=4)
         code, _, err = run("train.py", *flags(**keys))
     assert code == 1 and "out of memory with batch_size=4" in err.splitlines()[-1]
-
-
-def test_a_save_on_a_mac_empties_the_drives_cache(tmp_path):
-    """There fsync leaves the data in it, and a power cut would take them."""
-    fcntl = pytest.importorskip("fcntl")
-    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
-    asked = mock.Mock()
-    with (
-        mock.patch.object(fcntl, "F_FULLFSYNC", 51, create=True),  # Darwin's number
-        mock.patch.object(fcntl, "fcntl", asked),
-    ):
-        train(**SMALL | dict(dataset=tmp_path / "tokens", out_dir=tmp_path / "run", max_iters=2))
-    emptied = [call.args[1] for call in asked.call_args_list].count(51)
-    assert emptied == len(checkpoints(tmp_path / "run")) > 0
 
 
 def test_a_process_beside_the_run_keeps_its_pipe_out_of_the_way_of_libraries():
