@@ -91,8 +91,8 @@ FAULTS = [
     Fault(
         "log_not_cut_on_resume",
         "training/log.py",
-        "        if progress:\n            drop_records",
-        "        if False:\n            drop_records",
+        '            drop_records(self.out_dir / "metrics.jsonl", progress)\n',
+        "",
         "test_nights.py::test_after_kill_9_the_log_holds_each_record_once",
     ),
     Fault(
@@ -618,8 +618,8 @@ FAULTS = [
     Fault(
         "records_of_a_full_disk_are_overwritten",
         "training/log.py",
-        "self.unwritten += json.dumps",
-        "self.unwritten = json.dumps",
+        "lines = self.unwritten + json.dumps",
+        "lines = json.dumps",
         "test_disks.py::test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made[before-0]",
     ),
     Fault(
