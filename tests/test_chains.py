@@ -506,17 +506,16 @@ def test_a_new_run_begins_with_the_weights_of_another_run(gpt2, letters, tmp_pat
 # Exit codes
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(
-    name, tokens, tmp_path
+    tokens, tmp_path
 ):
     arguments = flags(**TINY | dict(max_iters=10**6), dataset=tokens, out_dir=tmp_path / "run")
     process = start(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     wait_for_line(process, "iter 3:")
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGINT)
     result = finish(process)
-    assert result.code == 128 + getattr(signal, name), result.err
-    assert column(tmp_path / "run", "end", "reason") == [name]
+    assert result.code == 128 + signal.SIGINT, result.err
+    assert column(tmp_path / "run", "end", "reason") == ["SIGINT"]
     assert "second signal" in result.out + result.err  # and what it would cost
     (saved,) = column(tmp_path / "run", "end", "iters")
     assert checkpoints(tmp_path / "run")[-1] == saved
@@ -754,7 +753,7 @@ print(idx)
 """
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_the_own_model_of_the_page_trains_resumes_and_samples(optimizer, letters, tmp_path):
     home = changed(tmp_path / "copy", OWN_MODEL)
     (home / "mine.py").write_text(code_block("own_model.md"))

@@ -351,7 +351,7 @@ def test_a_resume_after_until_ends_and_does_not_take_the_next_day(night, tiny, t
     assert column(tmp_path, "eval", "iter")[-1] == 31
 
 
-@pytest.mark.parametrize("number", [1, 10, 21])
+@pytest.mark.parametrize("number", [10, 21])
 def test_an_evaluation_that_a_signal_ended_is_made_again(number, night, tiny, tmp_path):
     night.at["evaluation", number] = sigterm
     assert night.launch(**tiny, hours=HOURS).code == 143

@@ -80,12 +80,15 @@ KINDS = {
         bigram_rows=64,
         dropout=0.2,
     ),
-    "GPT-2 with Muon": dict(optimizer="muon", learning_rate=0.02),
-    "fast with AdamW": dict(model="fast", value_tables=1),
-    "bfloat16, recomputed": dict(dropout=0.2, dtype="bfloat16", recompute=True),
-    "untied, wsd": dict(tie_weights=False, lr_schedule="wsd", decay_fraction=0.6),
-    "with samples": dict(dropout=0.2, sample_tokens=8),
-    "rarely logged": dict(dropout=0.2, log_interval=5),
+    "bfloat16, recomputed, untied, wsd": dict(
+        dropout=0.2,
+        dtype="bfloat16",
+        recompute=True,
+        tie_weights=False,
+        lr_schedule="wsd",
+        decay_fraction=0.6,
+    ),
+    "with samples, rarely logged": dict(dropout=0.2, sample_tokens=8, log_interval=5),
 }
 
 
@@ -504,7 +507,7 @@ def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
             signal.raise_signal(signal.{first})
             time.sleep({seconds})
             signal.raise_signal(signal.{second})
-            time.sleep({seconds})
+            time.sleep(0.1)
     """
     keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
     result = finish(start_watched(at_3, **keys))
