@@ -112,6 +112,20 @@ def test_a_resume_keeps_its_tokens_per_iteration(config, tmp_path):
     assert column(out_dir, "step", "tokens_after")[-1] == 4 * 528
 
 
+GPU_CONFIGS = [p for p in (ROOT / "config").glob("gpt124m_*.py") if p.stem != "gpt124m_cpu"]
+NINE_SUBJECTS = """
+    batch_size gradient_accumulation_steps learning_rate compile tf32 dtype flash
+    pad_vocab_multiple tie_weights
+""".split()
+
+
+@pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda path: path.stem)
+def test_the_config_of_a_gpu_shows_the_nine_subjects(path):
+    shown: dict = {}
+    exec(path.read_text("utf-8"), shown)
+    assert not [name for name in NINE_SUBJECTS if name not in shown]
+
+
 # -----------------------------------------------------------------------------
 # MFU without a data sheet
 
