@@ -7,10 +7,10 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop
 
-# 64 micro-batches of 8 * 1024 tokens per iteration: 524,288, as for GPT-3 of this size
 batch_size = 8  # estimated: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
-tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
+tokens_per_iter = 524288  # as for GPT-3 of this size; decides, if --batch_size changes
+gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration
 
 # GPT-2's smallest size. Width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores
 n_layer = 12
@@ -31,4 +31,8 @@ log_interval = 10
 sample_tokens = 100
 
 dtype = "bfloat16"  # has float32's range, so needs no loss scaling
-compile = True
+compile = True  # takes about a minute at the start
+tf32 = True  # on the tensor cores, for what bfloat16 leaves in float32
+flash = True  # fused attention: keeps no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 tokens -> 50,304, whole tiles of the tensor cores
+tie_weights = True  # one matrix for embedding and head: 38.6M parameters fewer
