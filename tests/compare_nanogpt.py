@@ -121,7 +121,9 @@ def main(argv: list[str]) -> None:
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
         raise UserError("tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2 and AdamW")
     rows = take_turns(config, nanogpt, options.trials)
-    speed, span = bench.compare(rows["ours"], rows["nanoGPT"])
+    pairs = zip(rows["ours"], rows["nanoGPT"], strict=True)
+    ratios = [bench.pace(ours) / bench.pace(theirs) for ours, theirs in pairs]
+    speed, span = statistics.median(ratios), [min(ratios), max(ratios)]
     imports = memory_of_imports()
     memory = {side: max(r["mem_gib"] for r in rows[side]) - imports for side in SIDES}
     machine = rows["ours"][0]["machine"]
