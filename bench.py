@@ -24,6 +24,7 @@ Examples:
 """
 
 import common  # before torch  # noqa: F401  isort: skip
+import functools
 import json
 import pickle
 import re
@@ -220,15 +221,14 @@ def error_of(config: Config, lines: list[str], code: int) -> UserError:
     return UserError(*errors) if code == UserError.exit_code else RunError(*errors)
 
 
+warn_once = functools.cache(print_err)  # the rows of a table warn of the same
+
+
 def pass_warnings_on(lines: list[str]) -> None:
-    """Print what the run has warned of, each line once. The room for checkpoints is not needed."""
+    """Print what the run has warned of, but for the disk's room, as it saves no checkpoint."""
     for line in lines:
-        if line.startswith("warning: ") and "for checkpoints" not in line and line not in passed_on:
-            print_err(line)
-            passed_on.add(line)
-
-
-passed_on: set[str] = set()
+        if line.startswith("warning: ") and "checkpoints of" not in line:
+            warn_once(line)
 
 
 def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
@@ -257,13 +257,13 @@ def single(config: Config, options: Namespace) -> dict:
     r = measure(config, options.seconds, profile=options.profile)
     slowest, fastest = (f"{rate:,.0f}" for rate in r["tokens_per_sec_range"])
     sizes = f"{config.gradient_accumulation_steps} x {config.batch_size} x {config.block_size}"
-    is_here = vocab_where_missing(config) is None
+    data = config.dataset
+    if vocab_where_missing(config):
+        data = f"random tokens; there is no dataset {config.dataset}"
     rows = {
         "machine": machine_text(r["machine"]),
         "model": f"{config.model}, {r['parameters'] / 1e6:.2f}M parameters",
-        "data": config.dataset
-        if is_here
-        else f"random tokens; there is no dataset {config.dataset}",
+        "data": data,
         "iteration": f"{r['step_ms']:,.1f} ms for {r['tokens_per_iter']:,} tokens = {sizes}",
         "speed": f"{r['tokens_per_sec']:,.0f} tokens/s ({slowest} to {fastest})",
         "MFU": percent(r["mfu"]),
@@ -304,10 +304,9 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
     slower for a while, or that becomes warm, does so to all rows. What measure() returns, for each
     row; nothing for a row that runs out of memory.
     """
-    trials = options.trials or 2
     found: list[list[dict]] = [[] for _ in rows]
     too_large: set[int] = set()
-    turns = [(i, *row) for _ in range(trials) for i, row in enumerate(rows)]
+    turns = [(i, *row) for _ in range(options.trials) for i, row in enumerate(rows)]
     progress = tqdm(turns, disable=None)
     for i, name, config, flags in progress:
         progress.set_description(name)
@@ -518,13 +517,19 @@ def refilled(config: Config, flags: list[str]) -> Config:
 # -----------------------------------------------------------------------------
 # The command line
 
-MODES = dict(sweep=sweep, ladder=ladder, plan=plan.plan)
+MODES = {
+    "": single,
+    "sweep": sweep,
+    "ladder": ladder,
+    "plan": lambda config, options: plan.plan(config, options, measure),
+}
 
 
 def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     """The flags of a mode; and what is left over, for load_config."""
     parser = Parser(
         usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
+        description=__doc__ if mode == "" else None,
         epilog="Configuration keys: python train.py --help; plan uses its --hours and --until",
     )
     add = parser.add_argument
@@ -535,7 +540,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "measure a process for so long, after its first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
-        add("--trials", type=parse_count, metavar="N", help="turns of all rows (default: 2)")
+        add("--trials", type=parse_count, default=2, metavar="N", help="turns of all rows (2)")
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
     if mode == "ladder":
@@ -548,17 +553,13 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    if argv and argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0
     keep_awake()
     mode, rest = "", argv
     if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
         mode, *rest = argv
         if mode not in MODES:
             hint = did_you_mean(mode, MODES)
-            known = f"one of {', '.join(MODES)}, or none to measure a configuration"
-            raise UserError(f"{mode}: no such mode; {known}{hint}")
+            raise UserError(f"{mode}: no such mode; sweep, ladder, plan or a config file{hint}")
     options, keys = parse_arguments(mode, rest)
     options.is_bare = not keys
     if mode != "plan" and all(key.startswith("-") for key in keys):  # no config file
@@ -571,10 +572,7 @@ def main(argv: list[str]) -> int:
     for name in ("json", "write", "profile"):  # files to write
         if path := getattr(options, name, None):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if mode == "plan":
-        result = plan.plan(config, options, measure)
-    else:
-        result = dict(sweep=sweep, ladder=ladder).get(mode, single)(config, options)
+    result = MODES[mode](config, options)
     if options.json:
         result = dict(command=command_line("python", "bench.py", *argv)) | result
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")

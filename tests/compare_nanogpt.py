@@ -59,19 +59,22 @@ def load_nanogpt(folder: str) -> ModuleType:
     return module
 
 
-def run_side(nanogpt: str) -> None:
-    """What reports/bench_child.py does; with nanoGPT's model, if a folder is given."""
-    build_ours = train.build_model
+def nanogpts(folder: str, build_ours):
+    """build_model() of train.py, for nanoGPT's model with the weights that ours begins with."""
+    nano = load_nanogpt(folder)
 
-    def build(config):
-        ours = build_ours(config)
-        nano = load_nanogpt(nanogpt)
+    def build(config) -> NanoGPT:
         theirs = nano.GPT(nano.GPTConfig(**{name: getattr(config, name) for name in SIZES}))
-        theirs.load_state_dict(ours.state_dict())
+        theirs.load_state_dict(build_ours(config).state_dict())
         return NanoGPT(theirs, config)
 
+    return build
+
+
+def run_side(nanogpt: str) -> None:
+    """What reports/bench_child.py does; with nanoGPT's model, if a folder is given."""
     if nanogpt:
-        train.build_model = build
+        train.build_model = nanogpts(nanogpt, train.build_model)
     bench_child.main()
 
 

@@ -17,6 +17,78 @@ class Fault(NamedTuple):
 
 FAULTS = [
     # -----------------------------------------------------------------------------
+    # bench.py and the process that it measures
+    Fault(
+        "bench_counts_the_second_line",
+        "bench.py",
+        "UNCOUNTED = 2\n",
+        "UNCOUNTED = 1\n",
+        "test_bench.py::test_its_figures_are_those_of_the_log_of_train[gpt2]",
+    ),
+    Fault(
+        "bench_takes_a_killed_row_for_an_error",
+        "bench.py",
+        "if code == KILLED or any(",
+        "if any(",
+        "test_bench.py::test_a_row_without_memory_is_a_row[linux]",
+    ),
+    Fault(
+        "bench_leaves_its_process_after_ctrl_c",
+        "bench.py",
+        "            finally:\n                child.kill()\n                child.wait()\n",
+        "            finally:\n                pass\n",
+        "test_bench.py::test_ctrl_c_leaves_no_process",
+    ),
+    Fault(
+        "bench_hides_the_exit_code",
+        "bench.py",
+        "return UserError(*errors) if code == UserError.exit_code else RunError(*errors)",
+        "return RunError(*errors)",
+        "test_bench.py::test_a_run_that_fails_passes_its_own_error_on[bad data]",
+    ),
+    Fault(
+        "sweep_writes_the_measured_out_dir",
+        "bench.py",
+        'dict(out_dir=f"out/{path.stem}")',
+        "dict(out_dir=config.out_dir)",
+        "test_bench.py::test_sweep_writes_the_fastest_as_a_config_of_the_keys_that_differ",
+    ),
+    Fault(
+        "ladder_counts_a_gain_from_the_first_row",
+        "bench.py",
+        "before[max(0, len(before) - 2)]",
+        "before[0]",
+        "test_bench.py::test_ladder_has_every_row_and_total_gains_are_products[gpt2]",
+    ),
+    Fault(
+        "ladder_forgets_its_lower_rows",
+        "bench.py",
+        "measure(config, options.seconds, [CHILD, *flags])",
+        "measure(config, options.seconds, [CHILD])",
+        "test_bench.py::test_ladder_has_every_row_and_total_gains_are_products[gpt2]",
+    ),
+    Fault(
+        "ladder_reads_ahead_in_every_row",
+        "reports/bench_child.py",
+        "        train.Batches = LateBatches",
+        "        pass",
+        "test_bench.py::test_the_lower_rows_of_the_ladder_lose_time_and_no_number",
+    ),
+    Fault(
+        "ladder_waits_in_no_row",
+        "reports/bench_child.py",
+        "        model.register_forward_pre_hook(wait)\n",
+        "",
+        "test_bench.py::test_the_lower_rows_of_the_ladder_lose_time_and_no_number",
+    ),
+    Fault(
+        "a_measured_process_outlives_bench",
+        "reports/bench_child.py",
+        "    end_with_parent(step.ask_for_profile)\n",
+        "",
+        "test_bench.py::test_the_process_that_is_measured_ends_when_bench_is_killed",
+    ),
+    # -----------------------------------------------------------------------------
     # Seen by no default test of the suite before
     Fault(
         "clipping_does_nothing",

@@ -119,7 +119,7 @@ with open("out/my run/loss.png", "wb") as viewer:  # which lets nobody replace w
     codes.append(run("train", config, *small, "--init_from=resume", "--max_iters=8"))
 codes.append(run("compare", "out/my run"))
 codes.append(run("convert", "ckpt-to-hf", "out/my run", "exported"))
-codes.append(run("bench", "step", config, *small, "--trials=1"))
+codes.append(run("bench", config, *small, "--seconds=0"))
 print("codes:", codes)
 """
 
