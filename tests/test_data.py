@@ -31,7 +31,7 @@ from program import (
     write_tokens,
 )
 
-from common.console import UserError
+from common.console import RunError, UserError
 from configurator import Config
 from data.loader import ShuffledWindows, eval_batches, to_batch
 from data.shards import ShardTokens, open_dataset, open_shard
@@ -105,6 +105,15 @@ def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
         path.write_bytes(shard(np.arange(ends[i], ends[i] + size)))
         shards.append(open_shard(path))
     return ShardTokens(shards, 50_000)
+
+
+def test_a_shard_that_ends_in_the_middle_of_a_window_is_not_trained_on(tmp_path):
+    split = split_of_numbers(tmp_path, [1000])
+    path = split.shards[0].path
+    os.truncate(path, 1024 + 2 * 410)
+    assert split.read_windows([390], 20).tolist() == [[*range(390, 410)]]
+    with pytest.raises(RunError, match=str(path)):
+        split.read_windows([400], 20)
 
 
 def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool) -> list[int]:
