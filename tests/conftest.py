@@ -49,7 +49,8 @@ def restored_process_state(request):
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 
 

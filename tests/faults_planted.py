@@ -1409,13 +1409,6 @@ FAULTS = [
         "test_bad_starts.py::test_help_of_several_ranks_is_printed_once",
     ),
     Fault(
-        "buckets_are_arranged_by_the_first_real_gradient",
-        "training/ranks.py",
-        "        torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])\n",
-        "",
-        "test_ranks.py::test_gradients_are_exchanged_once_per_iteration",
-    ),
-    Fault(
         "last_of_two_signals_names_the_end",
         "training/ranks.py",
         "self.received = self.received or number",
