@@ -157,7 +157,7 @@ def main(argv: list[str]) -> None:
     title, files, name = find_files(arguments.files)
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
-    source = Source(files, arguments.text_field, arguments.encoding or FALLBACK)
+    source = Source(files, arguments.text_field, arguments.encoding)
     rows, size = read_all(source)
     documents = list(divide(rows, arguments.val_fraction))
     if not tokenizer:  # trained on the training text alone

@@ -131,7 +131,7 @@ class Source:
 
     files: list[str]
     field: str = FIELD  # holds the text, in parquet and jsonl
-    encoding: str = FALLBACK  # of text files that are neither UTF-8 nor UTF-16
+    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
 
     def rows(self, begin: Place) -> Iterator[Row]:
         """
@@ -238,7 +238,7 @@ def read_jsonl(name: str, place: Place, field: str) -> Iterator[Row]:
     for number, line in read_lines(name, place.row):
         try:
             # files from Windows may begin with a byte-order mark
-            text = json.loads(line.decode().removeprefix("\ufeff")).get(field)
+            text = json.loads(line.decode().removeprefix("\ufeff").rstrip()).get(field)
         except (ValueError, AttributeError, RecursionError) as error:
             problem = f"{name}: line {number:,} is no JSON object ({first_line(error)})"
             hint = "mend it, or leave such lines out: jq -cR 'fromjson? | objects' FILE > NEW"
@@ -264,7 +264,7 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def read_text(name: str, place: Place, encoding: str) -> Iterator[Row]:
+def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     """A text file is one row."""
     if place.row == 0 and (text := as_document(decode(name, encoding))):
         yield Place(place.file, 0, 1), text
@@ -274,43 +274,46 @@ def as_document(text: object) -> str | None:
     return text if isinstance(text, str) and text and not text.isspace() else None
 
 
-def decode(name: str, fallback: str = FALLBACK) -> str:
+def decode(name: str, given: str | None) -> str:
     """
-    The text of a file: UTF-16 if it begins with that byte-order mark, else UTF-8, else the
-    fallback, with a warning. Lines end in LF. Raises UserError for a file that is not text.
+    The text of a file: UTF-16 if it begins with that byte-order mark, else UTF-8, else in the given
+    encoding or FALLBACK, with a warning. Lines end in LF. Raises UserError if it is not text.
     """
     content = Path(name).read_bytes()
-    unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig"
-    problem = ""
-    try:
-        text = content.decode(unicode)
-    except UnicodeError as error:
-        at = getattr(error, "start", 0)
-        line = 1 + content[:at].count(b"\n")
-        problem = f"line {line:,} is not {unicode.removesuffix('-sig')}: {content[at : at + 8]!r}"
-        text = decode_otherwise(content, f"{name}: {problem}", fallback)
-    controls = len(CONTROLS.findall(text))
-    if controls > 5 + MOST_CONTROLS * len(text):
-        held = f"{problem or 'holds'} {controls:,} NULs and control characters"
-        raise UserError(f"{name}: {held}; leave it out, or give its --encoding=NAME")
-    if problem:
-        words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
-        warn(f"{name}: {problem}; read as {fallback}: {words!r}; --encoding=NAME for another")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    problems = []
+    for encoding in (unicode, given or FALLBACK):
+        try:
+            text = content.decode(encoding)
+        except (UnicodeError, LookupError) as error:
+            at = getattr(error, "start", 0)  # some multi-byte codecs do not say
+            line = 1 + content[:at].count(b"\n")
+            problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
+            if encoding == unicode and is_damaged(content):
+                hint = "mend it: iconv -c -f utf-8 -t utf-8 FILE > NEW drops what is broken"
+                raise UserError(f"{name}: {problem}; {hint}") from None
+            problems.append(problem if isinstance(error, UnicodeError) else first_line(error))
+            continue
+        controls = len(CONTROLS.findall(text))
+        if controls > 5 + MOST_CONTROLS * len(text):
+            problems.append(f"{controls:,} NULs and control characters in {encoding}")
+            if given:
+                continue
+            break
+        if encoding != unicode:
+            words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
+            warn(f"{name}: {problems[0]}; read as {encoding}: {words!r}; or give --encoding=NAME")
+        # the same line ends, so that every system makes the same tokens
+        return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    raise UserError(f"{name}: {'; '.join(problems)}; leave it out, or give its --encoding=NAME")
 
 
-def decode_otherwise(content: bytes, where: str, encoding: str) -> str:
-    """A text that is not Unicode. Raises UserError if it is damaged, or none in this encoding."""
+def is_damaged(content: bytes) -> bool:
+    """Whether this is Unicode with some broken bytes: in another encoding most would be wrong."""
     lenient = content.decode(errors="replace")
-    damaged = lenient.count("\ufffd")
-    valid = len(lenient) - damaged - len(lenient.encode("ascii", "ignore"))
-    if content.startswith(UTF16_MARKS) or valid > damaged:  # all its other letters would be wrong
-        raise UserError(f"{where}; mend it: iconv -c -t utf-8 FILE > NEW drops what is broken")
-    try:
-        return content.decode(encoding)
-    except (UnicodeError, LookupError) as error:
-        hint = "leave it out, or give its --encoding=NAME"
-        raise UserError(f"{where}, and {first_line(error)}; {hint}") from None
+    broken = lenient.count("\ufffd")
+    valid = len(lenient) - broken - len(lenient.encode("ascii", "ignore"))
+    return valid > broken or content.startswith(UTF16_MARKS)
 
 
 # -----------------------------------------------------------------------------
