@@ -1,6 +1,6 @@
 """
 A small text read many times: what is held out of it for validation, the config file that
-prepare_text.py writes for it, best.pt once validation has turned, and sample.py after it.
+prepare_text.py writes for it, a sample, and fine-tuning as the pages say.
 """
 
 import re
@@ -17,13 +17,10 @@ from program import run
 from test_docs import README, command_lines
 from weights import random_gpt2
 
-import convert
-import sample
 import train
 from common.console import UserError
 from configurator import load_config
 from data import prepare_text
-from training.pretrained import read_weights
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 CPU = ["--device=cpu", "--dtype=float32"]
@@ -228,48 +225,17 @@ def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
     assert train.main([str(path), *flags]) == 0
 
 
-def evaluated(losses: list[tuple[float, float]], dataset, out_dir, monkeypatch, **changes) -> None:
-    """A run whose evaluations, every two iterations, are these: of training and validation."""
-    left = iter(losses)
-    monkeypatch.setattr(train, "estimate_loss", lambda *_: ([*next(left)], None))
-    iters = 2 * (len(losses) - 1)
-    run_here(dataset, out_dir, max_iters=iters, eval_interval=2, **changes)
+def test_fine_tuning_that_only_harms_leaves_no_best_pt(tmp_path):
+    folder = write_dataset(tmp_path / "data", [3000])
+    harmful = dict(max_iters=4, eval_interval=2, learning_rate=30.0, grad_clip=0.0)
+    run_here(folder, tmp_path / "run", **harmful)
+    before, *others = [record["val_loss"] for record in records(tmp_path / "run", "eval")]
+    assert min(others) > before
+    assert not (tmp_path / "run/best.pt").exists()
 
 
-def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch, capsys):
-    """A resumed run with another eval_tokens: its first evaluation is the best so far."""
-    evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 2.9)], dataset, tmp_path, monkeypatch)
-    other = dict(init_from="resume", eval_tokens=64)
-    losses = [(2.3, 3.2), (2.2, 3.1), (4.0, 4.0), (4.0, 4.0), (4.0, 4.0)]  # two are read
-    evaluated(losses, dataset, tmp_path, monkeypatch, **other)
-    assert "validation" not in capsys.readouterr().err
-    assert read_weights(str(tmp_path / "best.pt"))["progress"]["best_val_loss"] == 3.1
-
-
-def test_fine_tuning_that_only_harms_leaves_no_best_pt(dataset, tmp_path, monkeypatch):
-    evaluated([(3.0, 3.0), (2.9, 3.1), (2.8, 3.2)], dataset, tmp_path, monkeypatch)
-    assert not (tmp_path / "best.pt").exists()
-
-
-def test_samples_and_exports_come_from_the_best_evaluation(tmp_path, script, monkeypatch):
-    """Also of a run that was stopped after that, between two evaluations."""
-    dataset = write_dataset(tmp_path / "data", [1500], vocab=256)
-    evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 3.01)], dataset, tmp_path / "run", monkeypatch)
-    options = dict(max_new_tokens=5, num_samples=1, device="cpu", start="a")
-    words = [f"--{key}={value}" for key, value in options.items()]
-
-    def source_of(given: str) -> str:
-        code, _, err = script(sample.main, given, *words)
-        (line,) = err
-        assert code == 0
-        return line
-
-    best, newest = tmp_path / "run/best.pt", tmp_path / "run/ckpt-00000004.pt"
-    expected = f"{best}, iteration 2, val loss 3.0000"
-    assert source_of(f"--out_dir={tmp_path}/run") == f"model: {expected}"
-    assert convert.ckpt_to_hf(str(tmp_path / "run"), str(tmp_path / "hf")) == expected
-    # a checkpoint that is named is the one that is read
-    assert source_of(f"--init_from={newest}") == f"model: {newest}, iteration 4, val loss 3.0100"
+# -----------------------------------------------------------------------------
+# Fine-tuning on it
 
 
 def fine_tuning(weights: str) -> list[list[str]]:
