@@ -44,12 +44,16 @@ def validation_of(out: Path, texts: list[str]) -> list[str]:
     return val
 
 
-@pytest.mark.parametrize("text, begins", [
-    ("\n\n".join(f"paragraph {i} " * 5 + "\nand a line" for i in range(40)), ("paragraph",)),
-    ("\n".join(f"line {i} " * 5 for i in range(100)), ("line",)),
-    ("two words, " * 300, ("two", "words")),
-    ("x" * 3000, ("x",)),
-], ids=["paragraphs", "lines", "words", "letters"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, begins",
+    [
+        ("\n\n".join(f"paragraph {i} " * 5 + "\nand a line" for i in range(40)), ("paragraph",)),
+        ("\n".join(f"line {i} " * 5 for i in range(100)), ("line",)),
+        ("two words, " * 300, ("two", "words")),
+        ("x" * 3000, ("x",)),
+    ],
+    ids=["paragraphs", "lines", "words", "letters"],
+)
 def test_the_end_of_a_single_document_is_held_out_from_a_good_place_on(text, begins, tmp_path):
     (tmp_path / "book.txt").write_text(text)
     prepare(tmp_path / "book.txt", f"--out={tmp_path / 'out'}", "--val_fraction=0.25")
@@ -104,11 +108,14 @@ def test_the_quickstarts_dataset_is_small_and_the_same_at_every_start(tmp_path):
     assert len(val) > 8 and 0.045 < share < 0.055
 
 
-@pytest.mark.parametrize("size, fraction, said", [
-    (50, 0.05, "each needs at least 65; give more text, about 1,300 tokens in all"),
-    (300, 0.05, "16 tokens for validation and 286 for training"),
-    (100, 0.5, "give more text, about 200 tokens in all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, fraction, said",
+    [
+        (50, 0.05, "each needs at least 65; give more text, about 1,300 tokens in all"),
+        (300, 0.05, "16 tokens for validation and 286 for training"),
+        (100, 0.5, "give more text, about 200 tokens in all"),
+    ],
+)
 def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
     size, fraction, said, tmp_path, monkeypatch
 ):

@@ -10,15 +10,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from documents import manifest_of
 from draw_hours import HOURS, PACES, rates
 from helpers import ROOT
+from program import run
 from test_docs import after, code_blocks, rounds_to
 from test_own_text import LINES, written
 
 import bench
 from configurator import FIELDS, find_keys
-from data import prepare_text
-from data.shards import open_dataset, read_manifest
+from data.shards import open_dataset
 from sample import SampleConfig
 
 DOCS = ROOT / "docs"
@@ -113,15 +114,18 @@ def test_the_rule_on_the_page_is_that_of_the_written_config(tmp_path):
         assert c.dropout == float(cells[2])
 
 
-def test_csv_becomes_documents_as_the_page_says(tmp_path, monkeypatch):
+def test_text_files_become_jsonl_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = code_blocks(DOCS / "data.md", "python")
-    rows = "".join(f'{n},"{LINES * 20}"\n' for n in range(9))
-    Path("my.csv").write_text("id,body\n" + rows, encoding="utf-8")
+    Path("texts/deep").mkdir(parents=True)
+    texts = [f"{n}\n{LINES}" for n in range(9)]
+    for n, text in enumerate(texts):
+        Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text)
     exec(block, {})
-    assert prepare_text.main(["my.jsonl", "--out=data/my"]) is None
-    shards = read_manifest(Path("data/my"))["shards"]
-    assert sum(shard["documents"] for shard in shards) >= 9
+    result = run("data/prepare_text.py", "my.jsonl")
+    assert result.code == 0, result.err
+    shards = manifest_of(Path("data/my"))["shards"]
+    assert sum(shard["bytes"] for shard in shards) == sum(map(len, texts))
 
 
 def test_shakespeares_characters_are_made_as_the_page_says(tmp_path, monkeypatch):

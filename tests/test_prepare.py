@@ -109,9 +109,17 @@ def test_real_fineweb_documents(vocabulary, tmp_path):
     assert sum(shard["documents"] for shard in manifest_of(out)["shards"]) == counts[1]
 
 
-@pytest.mark.parametrize("val_tokens, shard_tokens, tokens", [
-    (1, 1, None), (60, 7, None), (60, 1000, 200), (300, 90, 100), (10, 33, 1), (25, 25, 10**6),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "val_tokens, shard_tokens, tokens",
+    [
+        (1, 1, None),
+        (60, 7, None),
+        (60, 1000, 200),
+        (300, 90, 100),
+        (10, 33, 1),
+        (25, 25, 10**6),
+    ],
+)
 def test_a_split_and_a_shard_end_with_the_document_that_fills_them(
     val_tokens, shard_tokens, tokens, tmp_path
 ):
@@ -217,12 +225,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("line, moments", [
-    ("book.txt rows.jsonl", (1, 3)),
-    ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
-    ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
-    ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, moments",
+    [
+        ("book.txt rows.jsonl", (1, 3)),
+        ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
+        ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
+        ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),
+    ],
+)
 def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(
     line, moments, tmp_path, monkeypatch
 ):

@@ -526,7 +526,7 @@ def start_streaming(source, work, **changes) -> list:
 
 def preparations(process) -> list:
     children = psutil.Process(process.pid).children()
-    return [child for child in children if "--follow" in child.cmdline()]
+    return [child for child in children if "--run_id=" in " ".join(child.cmdline())]
 
 
 def end_of(processes: list) -> tuple[list[int], str]:

@@ -269,11 +269,14 @@ def test_what_was_held_out_stays_when_a_resumed_run_evaluates_on_more(work):
     assert manifest_of(folder)["val_tokens"] == 256
 
 
-@pytest.mark.parametrize("flag, said", [
-    ("--stream=False", "stream True"),
-    ("--dataset=b.jsonl", "b.jsonl is not what"),
-    ("--dataset=a.jsonl", "other text or with other flags (files)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag, said",
+    [
+        ("--stream=False", "stream True"),
+        ("--dataset=b.jsonl", "b.jsonl is not what"),
+        ("--dataset=a.jsonl", "other text or with other flags (files)"),
+    ],
+)
 def test_a_stream_goes_on_with_its_own_source_alone(flag, said, work):
     write_jsonl(work / "a.jsonl", documents(100))
     write_jsonl(work / "b.jsonl", documents(100, seed=5))
