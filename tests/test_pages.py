@@ -118,7 +118,7 @@ def test_text_files_become_jsonl_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = code_blocks(DOCS / "data.md", "python")
     Path("texts/deep").mkdir(parents=True)
-    texts = [f"{n}\n{LINES}" for n in range(9)]
+    texts = [f"{n}\n{LINES * 20}" for n in range(9)]
     for n, text in enumerate(texts):
         Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text)
     exec(block, {})

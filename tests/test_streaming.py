@@ -211,7 +211,7 @@ def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(progra
 
 def test_a_source_that_fails_midway_is_used_up_and_named_and_mended(program, work):
     """Then the run goes on as if nothing had been."""
-    texts = [text for text in documents(1500) if text]
+    texts = [text for text in documents(1500, words=20) if text]
     lines = [json.dumps(dict(text=text)) for text in texts]
     path = work / "a.jsonl"
     path.write_text("\n".join([*lines[:1200], "{", *lines[1200:]]))
