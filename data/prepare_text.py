@@ -8,18 +8,17 @@ standard library (needs no download).
     python data/prepare_text.py book.txt --write=config/book.py   and a config: docs/own_text.md
     python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
-Each text file is one document, and so is each row. Text must be UTF-8, or UTF-16 with a byte-order
-mark, or in --encoding. --val_fraction of the text is held out for validation: whole short documents
-and the ends of long ones, spread over the text. From a single document, its end is held out. bpe:N
-trains a tokenizer on the text.
-In the code, OwnText chooses the validation text, and sources.py reads the files.
+Each text file is one document, and so is each row. Text is UTF-8, or UTF-16 with a byte-order mark,
+or else read in --encoding, with a warning. --val_fraction of the text is held out for validation:
+whole short documents and the ends of long ones, spread over the text. From a single document, its
+end is held out. bpe:N trains a tokenizer on the text.
+In the code, divide() chooses the validation text, and sources.py reads the files.
 """
 
 import argparse
 import glob
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,17 +27,21 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, UserError, command_line, parse_count, raise_if_any, run_main, say
-from data import sources
+from common.console import Parser, UserError, command_line, parse_count, run_main
 from data.shards import PREPARED_ON_DEMAND
+from data.sources import FALLBACK, FIELD, ROW_FILES, TEXT_FILES, Place, Row, Source, local_files
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
-from data.writer import Plan, prepare, say_what_it_holds, tokens_of
+from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
 
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
 VAL_PARTS = 16  # validation comes from this many places, so that no single subject fills it
 SETTINGS = ("val_fraction", "encoding", "text_field")  # flags that change the dataset
-MOST_NAMES = 10  # file names to print
+MOST_BYTES = 1_000_000_000  # of text, which is read into memory
+TOO_LARGE = (
+    f"more than {MOST_BYTES / 1e9:g} GB of text; prepare it as .jsonl, as docs/data.md shows: "
+    "python data/prepare_fineweb.py --source=FILE.jsonl --tokenizer=byte --out=data/NAME"
+)
 LEAST_TOKENS = 64 + 1  # in a split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # one window of a written config
 
@@ -46,42 +49,43 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # one window of a written config
 # Documents
 
 
-class OwnText:
+def read_all(source: Source) -> tuple[list[Row], int]:
     """
-    Files as a source of rows in two parts, for training and for validation, either may be empty.
+    All rows, and the number of bytes of their text. Raises UserError if that is more than
+    MOST_BYTES, and as Source.rows() does.
+    """
+    rows = []
+    size = 0
+    if sum(map(os.path.getsize, source.files)) > MOST_BYTES:
+        raise UserError(TOO_LARGE)
+    for behind, text in source.rows(Place()):
+        rows.append((behind, text))
+        size += len((text or "").encode(errors="replace"))
+        if size > MOST_BYTES:  # unpacked
+            raise UserError(TOO_LARGE)
+    return rows, size
 
-    Each document adds `fraction` of its size to what validation is owed. As soon as the debt is a
+
+def divide(rows: list[Row], fraction: float) -> Iterator[Document]:
+    """
+    The rows as documents, with what is held out of each for validation: all of it, its end, or
+    nothing.
+
+    A document adds `fraction` of its size to what validation is owed. As soon as the debt is a
     sixteenth of all validation, the end of the document pays it, or all of a shorter document. So
-    the text is read one document at a time, and validation is spread evenly over it.
+    validation is spread evenly over the text.
     """
-
-    def __init__(self, files: sources.FilesSource, fraction: float):
-        """Reads everything once, to know its size. Raises UserError."""
-        self.files, self.fraction = files, fraction
-        self.characters = self.bytes = self.documents = 0
-        for text in (row for _, _, rows in files(0, 0) for row in rows if isinstance(row, str)):
-            self.characters += len(text)
-            self.bytes += len(text.encode(errors="replace"))
-            self.documents += bool(text)
-
-    def __call__(self, file: int, row: int) -> Iterator[sources.RowBatch]:
-        owed, part = 0.0, self.fraction * self.characters / VAL_PARTS
-        # always from the beginning: the debt depends on everything that came before
-        for number, first, rows in self.files(0, 0):
-            divided: list[sources.LeftOut | tuple[str, str]] = []
-            for text in rows:
-                if not text or isinstance(text, sources.LeftOut):
-                    divided.append(text or ("", ""))
-                    continue
-                owed += self.fraction * len(text)
-                at = len(text)
-                if owed >= part:
-                    at = find_split(text, int(owed))
-                    owed -= len(text) - at
-                divided.append((text[:at], text[at:]))
-            if (number, first + len(divided)) > (file, row):
-                done = max(row - first, 0) if number == file else 0
-                yield number, first + done, divided[done:]
+    owed, part = 0.0, fraction * sum(len(text) for _, text in rows if text) / VAL_PARTS
+    for behind, text in rows:
+        if not text:
+            yield Document(behind, None)
+            continue
+        owed += fraction * len(text)
+        at = len(text)
+        if owed >= part:
+            at = find_split(text, int(owed))
+            owed -= len(text) - at
+        yield Document(behind, text[:at], text[at:])
 
 
 def find_split(text: str, length: int) -> int:
@@ -97,27 +101,6 @@ def find_split(text: str, length: int) -> int:
     return at
 
 
-def check_encodings(files: list[str], given: str | None) -> None:
-    """
-    Show how --encoding reads some words of the files. Raises UserError with a line for each text
-    file that cannot be read.
-    """
-    problems, shown = [], []
-    for name in (name for name in files if name.lower().endswith(sources.TEXT_FILES)):
-        try:
-            text, encoding = sources.decode(name, given)
-        except UserError as error:
-            problems += error.problems
-            continue
-        if encoding == given:
-            # the first words with non-ASCII characters, which show a wrong encoding
-            words = re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000])
-            shown.append(f"{name}: {' '.join(words)[:40]!r}")
-    raise_if_any(problems)
-    if shown:
-        say(f"files read as {given}, {len(shown):,} in all, such as:", *shown[:MOST_NAMES])
-
-
 # -----------------------------------------------------------------------------
 # Command line
 
@@ -130,9 +113,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="the folder to make (default: data/NAME, as the config or text)")
     add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
     add("--val_fraction", type=float, default=0.05, help="share held out (default: %(default)s)")
-    add("--encoding", help="of text files that are neither UTF-8 nor UTF-16, such as cp1252")
-    add("--text_field", default=sources.FIELD, help="field with the text (default: %(default)s)")
-    add("--skip_broken", action="store_true", help="leave out lines that are not JSON objects")
+    neither = "of text files that are neither UTF-8 nor UTF-16"
+    add("--encoding", help=f"{neither} (default: {FALLBACK}, with a warning)")
+    add("--text_field", default=FIELD, help="field with the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction <= 0.5:
@@ -149,8 +132,8 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     if not names:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
-        return title, sources.local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
-    files = sources.local_files(names, sources.TEXT_FILES + sources.ROW_FILES)
+        return title, local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
+    files = local_files(names, TEXT_FILES + ROW_FILES)
     first = Path(names[0])
     named = first.resolve() if first.exists() else Path(files[0])
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
@@ -174,31 +157,26 @@ def main(argv: list[str]) -> None:
     title, files, name = find_files(arguments.files)
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
-    check_encodings(files, arguments.encoding)
-    reader = sources.FilesSource(
-        files, arguments.text_field, arguments.encoding, arguments.skip_broken
-    )
-    sources.check_field(reader)
-    source = OwnText(reader, arguments.val_fraction)
-    if not tokenizer:
-        # trained on the training text alone
-        rows = (row for _, _, rows in source(0, 0) for row in rows)
-        texts = (row[0] for row in rows if isinstance(row, tuple))
-        tokenizer = train_bpe(arguments.tokenizer, texts, total=source.bytes)
+    source = Source(files, arguments.text_field, arguments.encoding)
+    rows, size = read_all(source)
+    documents = list(divide(rows, arguments.val_fraction))
+    if not tokenizer:  # trained on the training text alone
+        texts = (document.text for document in documents)
+        tokenizer = train_bpe(arguments.tokenizer, texts, total=size)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
     least_in_all = 100 * math.ceil(least / arguments.val_fraction / 100)
+    settings = {key: vars(arguments)[key] for key in SETTINGS}
     plan = Plan(
         folder=out,
-        source=title,
-        files=files,
+        made_from=made_from(title, files, tokenizer, **settings),
+        documents=lambda place: (d for d in documents if d.behind > place),
         tokenizer=tokenizer,
-        expected_tokens=source.bytes // bytes_per_token + source.documents,
-        settings={key: vars(arguments)[key] for key in SETTINGS},
+        expected_tokens=size // bytes_per_token + len(documents),
         least_tokens=least,
         hint=f"give more text, about {least_in_all:,} tokens in all",
     )
-    manifest = prepare(plan, source, arguments.workers)
+    manifest = prepare(plan, arguments.workers)
     if config:
         write_config(config, out, tokenizer, tokens_of(manifest)["train"])
     say_what_it_holds(out, manifest, config)

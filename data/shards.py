@@ -63,10 +63,12 @@ def open_shard(path: Path) -> Shard:
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
         begins = f"begins with {magic}, {version}, a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
         raise UserError(f"{path}: {begins}; prepare it again")
-    held = (size - header_bytes) / 2
-    if held != tokens:
+    expected = header_bytes + 2 * tokens
+    if size != expected:
         hint = f"delete {path.parent} and prepare it again"
-        raise UserError(f"{path}: holds {held:,.1f} tokens, not {tokens:,}; {hint}")
+        raise UserError(
+            f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}; {hint}"
+        )
     return Shard(path, header_bytes, tokens)
 
 

@@ -1,18 +1,13 @@
 """
-Where text comes from: documents out of parquet, jsonl and text files, here or on the hub.
+Documents out of parquet, jsonl and text files, here or on the hub.
 
-A source is a function of a place, (file number, row in that file). From there on it yields batches:
-the file number, the row of the batch's first document, and for each row its text, None if it is
-empty, or LeftOut if it has no readable text.
+A document is a row whose text field holds more than blanks, or a text file that does. Documents
+keep the order of the files and of their rows; training shuffles windows of their tokens
+(loader.py).
 
-    READERS        which function reads which kind of file: another kind, such as CSV, goes there
     local_files    which files, in which order
     hub_files      the same for a dataset on the hub
-    FilesSource    many files as one source
-
-Documents keep the order of the files and of their rows; training shuffles windows of their tokens
-(loader.py). To shuffle whole documents, shuffle the lines of the files, or the list of files that
-local_files() and hub_files() return, the same way at each start.
+    Source         their rows, from any Place on
 """
 
 import glob
@@ -20,51 +15,35 @@ import io
 import json
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from tqdm import tqdm
-
-from common.console import UserError, raise_if_any, say, warn
+from common.console import UserError, raise_if_any, warn
 from common.files import UTF16_MARKS
 
-
-@dataclass
-class LeftOut:
-    """A row that is left out, counted and reported."""
-
-    kind: str  # "no text" or "broken"
-    problem: str
-
-
-FileRow = str | None | LeftOut
-Row = FileRow | tuple[str, str]  # (for training, for validation)
-RowBatch = tuple[int, int, Sequence[Row]]
-Source = Callable[[int, int], Iterator[RowBatch]]
+TEXT_FILES = (".txt", ".md", ".py")
+ROW_FILES = (".parquet", *(f".{e}{z}" for e in ("jsonl", "ndjson") for z in ("", ".gz", ".zst")))
+HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # a local .json is often one object
 
 FIELD = "text"
-NAME_THE_FIELD = "prepare with --text_field=NAME"
-ROWS_PER_READ = 64  # few, because each may be a book
-FIRST_ROWS = 1000  # that show whether the text field is the right one
-MOST_WITHOUT = 0.01  # of the rows may have no text without a warning
-# Seconds before a hub file that failed is opened again at the same row; the library has already
-# retried several times
-BACKOFF_SECONDS = (5, 10, 20, 40, 80, 160, 320)
-
-TEXT_COLUMN = re.compile("(large_|dictionary<values=(large_)?)?(string|binary)|null")
+FALLBACK = "cp1252"  # of text files that are not Unicode: Windows' Latin-1
+FIRST_ROWS = 1000  # of a file, which show whether the text field is the right one
+BATCH_ROWS = 64  # of parquet, decoded at once; few, because each may be a book
+TEXT_COLUMN = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")  # of parquet
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tabs, line ends and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text
-
-# By default tqdm shares a lock between processes. A killed preparation would leave it behind, and
-# some systems would print a warning.
-tqdm.set_lock(threading.RLock())
+# Seconds before a file on the hub that failed is opened again, at the same row: an hour in all. The
+# hub's library has already retried several times.
+PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 
 # -----------------------------------------------------------------------------
 # Which files
+
+WITH_DATASETS = 'make parquet of it: python -c "from datasets import *; {}.to_parquet({!r})"'
 
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
@@ -75,23 +54,39 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     files, problems, others = [], [], list[Path]()
     for name in names:
-        found = []
         paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        for path in map(Path, paths):
-            inside = [f for f in (path.rglob("*") if path.is_dir() else [path]) if f.is_file()]
-            found += [str(f) for f in inside if f.name.lower().endswith(endings)]
-            others += [f for f in inside if not f.name.lower().endswith(endings)]
+        inside = [f for p in map(Path, paths) for f in (p.rglob("*") if p.is_dir() else [p])]
+        inside = [f for f in inside if f.is_file()]
+        found = [str(f) for f in inside if f.name.lower().endswith(endings)]
+        others += [f for f in inside if not f.name.lower().endswith(endings)]
         if not found:
-            there = (
-                "save it as text first" if os.path.isfile(name) else "no such file, or none there"
-            )
-            problems.append(f"{name}: {there}; read are {', '.join(endings)}")
+            problems.append(f"{name}: {how_to_convert(inside)}; read are {', '.join(endings)}")
         files += sorted(found)
     raise_if_any(problems)
     if others:
         kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
         warn(f"{len(others):,} files are not read ({kinds}), such as {others[0]}")
     return list(dict.fromkeys(files))  # one that was named twice is read once
+
+
+def how_to_convert(others: list[Path]) -> str:
+    """What to do with files of which none is read."""
+    if not others:
+        return "no such file, or none there"
+    # of a folder that save_to_disk has made
+    first = next((file for file in others if file.suffix == ".arrow"), others[0])
+    kind = first.suffix.lower()
+    parquet = str(first.with_suffix(".parquet"))
+    if kind == ".arrow":
+        load = f"load_from_disk({str(first.parent)!r})"
+        return WITH_DATASETS.format(load, f"{first.parent}.parquet")
+    if kind in (".csv", ".json"):
+        load = f"load_dataset({kind[1:]!r}, data_files={str(first)!r}, split='train')"
+        return WITH_DATASETS.format(load, parquet)
+    if kind == ".feather":
+        read = f"pandas.read_feather({str(first)!r}).to_parquet({parquet!r})"
+        return f'make parquet of it: python -c "import pandas; {read}"'
+    return "save it as text first"
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
@@ -108,7 +103,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
-    except Exception as error:  # whatever the network throws
+    except Exception as error:  # offline, gated, misspelt
         raise UserError(f"{dataset}: {first_line(error)}; or give local files") from None
     if not files or not all(file.endswith(HUB_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
@@ -116,20 +111,91 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
 
 
 # -----------------------------------------------------------------------------
-# Reading a file
-#
-# A reader is a function of a path or an hf:// address, a row, the field that holds the text, and
-# the encoding of text files. From that row on it yields lists of rows, each list with the number of
-# its first row. A row is its text; None where it is no document; all of it, a dict, where it has no
-# text in that field; or a ValueError where it cannot be read.
+# Their rows
 
 
-def read_parquet(
-    name: str, row: int, field: str, _encoding: str | None
-) -> Iterator[tuple[int, list]]:
+class Place(NamedTuple):
+    """Where a row is: in which file, in which of its row groups (0 if not parquet), and there."""
+
+    file: int = 0
+    group: int = 0
+    row: int = 0
+
+
+Row = tuple[Place, str | None]  # the place behind a row, and its text if it is a document
+
+
+@dataclass
+class Source:
+    """The rows of some files. Blank lines and blank text files are no rows."""
+
+    files: list[str]
+    field: str = FIELD  # holds the text, in parquet and jsonl
+    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
+
+    def rows(self, begin: Place) -> Iterator[Row]:
+        """
+        The rows from a place on. Raises UserError for a file that cannot be read, for a broken
+        line, and if most of the first rows of a file have no text.
+        """
+        for file in range(begin.file, len(self.files)):
+            place = begin if file == begin.file else Place(file)
+            is_checked = place == Place(file) and not self.files[file].lower().endswith(TEXT_FILES)
+            seen = without = 0
+            for behind, text in self.read_patiently(place):
+                seen += 1
+                without += text is None
+                if seen == FIRST_ROWS and is_checked:
+                    self.check_field(file, without, seen)
+                yield behind, text
+            if seen < FIRST_ROWS and is_checked:
+                self.check_field(file, without, seen)
+
+    def check_field(self, file: int, without: int, rows: int) -> None:
+        if 2 * without > rows:
+            held = f"{without:,} of the first {rows:,} rows hold no text in the field {self.field}"
+            name = self.files[file]
+            is_parquet = name.lower().endswith(".parquet")
+            fields = parquet_fields(name) if is_parquet else jsonl_fields(name, self.field)
+            raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
+
+    def read_patiently(self, place: Place) -> Iterator[Row]:
+        """The rows of a file from a place on. One on the hub is asked again for an hour."""
+        name = self.files[place.file]
+        failures = 0
+        while True:
+            try:
+                for behind, text in self.read(name, place):
+                    yield behind, text
+                    place = behind
+                    failures = 0
+                return
+            except UserError:
+                raise
+            except Exception as error:  # of a damaged file or of the network: the library's words
+                problem = f"{name}: {first_line(error)}"
+                # waiting mends neither a damaged file nor one that is not there
+                is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
+                if is_final or "://" not in name or failures == len(PAUSES):
+                    raise UserError(problem) from None
+                warn(f"{problem}; again in {PAUSES[failures]} s")
+                time.sleep(PAUSES[failures])
+                failures += 1
+
+    def read(self, name: str, place: Place) -> Iterator[Row]:
+        # To read CSV, write a reader like those below, with csv.DictReader, choose it here, and add
+        # ".csv" to ROW_FILES.
+        if name.lower().endswith(".parquet"):
+            return read_parquet(name, place, self.field)
+        if name.lower().endswith(TEXT_FILES):
+            return read_text(name, place, self.encoding)
+        return read_jsonl(name, place, self.field)
+
+
+def read_parquet(name: str, place: Place, field: str) -> Iterator[Row]:
     """
-    With pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer and, when
-    it begins in the middle of a file, downloads what it skips.
+    By pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer, and
+    downloads what a resumed preparation skips.
     """
     import fsspec
     import pyarrow.parquet
@@ -137,181 +203,144 @@ def read_parquet(
     with fsspec.open(name) as file:
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-        types = {column.name: str(column.type) for column in parquet.schema_arrow}
-        if not TEXT_COLUMN.match(types.get(field, "")):
-            raise UserError(f"{no_text(name, field, types)}; {NAME_THE_FIELD}")
-        end = 0
-        for group in range(parquet.num_row_groups):
-            begin, end = end, end + parquet.metadata.row_group(group).num_rows
-            if end <= row:
-                continue  # is not downloaded
-            for batch in parquet.iter_batches(ROWS_PER_READ, row_groups=[group], columns=[field]):
-                skipped = min(max(row - begin, 0), len(batch))
-                texts = batch.column(0)[skipped:].cast(pyarrow.large_binary()).to_pylist()
-                if texts:
-                    # invalid UTF-8 becomes U+FFFD; a row without text is its columns
-                    decoded = [(t or b"").decode(errors="replace") for t in texts]
-                    yield begin + skipped, [t if t.strip() else types for t in decoded]
-                begin += len(batch)
+        fields = {column.name: str(column.type) for column in parquet.schema_arrow}
+        if not TEXT_COLUMN.match(fields.get(field, "")):
+            problem = f"{name}: no text in the field {field}; {list_fields(fields)}"
+            raise UserError(f"{problem}; give --text_field=NAME")
+        row = place.row
+        # any other order of row groups would do: a place names its group
+        for group in range(place.group, parquet.num_row_groups):
+            rows = parquet.metadata.row_group(group).num_rows
+            if row >= rows:
+                row -= rows  # all of it has been read; it is not downloaded again
+                continue
+            for text in read_group(parquet, group, row, field):
+                row += 1
+                yield Place(place.file, group, row), text
+            row = 0
 
 
-def read_jsonl(name: str, row: int, field: str, encoding: str | None) -> Iterator[tuple[int, list]]:
-    """Each line is a row, a JSON object; a blank line is no document."""
+def read_group(parquet, group: int, row: int, field: str) -> Iterator[str | None]:
+    """The texts of a row group from a row on."""
+    import pyarrow
+
+    begin = 0
+    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field]):
+        column = batch.column(0)[max(row - begin, 0) :]
+        begin += len(batch)
+        for content in column.cast(pyarrow.large_binary()).to_pylist():
+            # invalid UTF-8 becomes U+FFFD
+            yield as_document((content or b"").decode(errors="replace"))
+
+
+def read_jsonl(name: str, place: Place, field: str) -> Iterator[Row]:
+    """Each line that is not blank is a row, a JSON object."""
+    for number, line in read_lines(name, place.row):
+        try:
+            # files from Windows may begin with a byte-order mark
+            text = json.loads(line.decode().removeprefix("\ufeff").rstrip()).get(field)
+        except (ValueError, AttributeError, RecursionError) as error:
+            problem = f"{name}: line {number:,} is no JSON object ({first_line(error)})"
+            hint = "mend it, or leave such lines out: jq -cR 'fromjson? | objects' FILE > NEW"
+            if isinstance(error, UnicodeDecodeError):
+                hint = "make UTF-8 of the file: iconv -f ENCODING -t utf-8 FILE > NEW"
+            if line.startswith(b"["):
+                hint = "make lines of a list: jq -c '.[]' FILE > NEW"
+            raise UserError(f"{problem}; {hint}") from None
+        yield Place(place.file, 0, number), as_document(text)
+
+
+def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The lines after the `first` ones that are not blank, with their numbers from 1 on."""
     import fsspec
 
     if name.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise UserError(f"{name}: pip install zstandard, to read .zst files")
     with fsspec.open(name, compression="infer") as file:
         # without the buffer, files on the hub copy megabytes per line
-        lines = islice(io.BufferedReader(file, 2**20), row, None)
-        while found := [parse(line, field, encoding) for line in islice(lines, ROWS_PER_READ)]:
-            yield row, found
-            row += len(found)
+        lines = io.BufferedReader(file, 2**20)
+        for number, line in enumerate(islice(lines, first, None), first + 1):
+            if not line.isspace():
+                yield number, line
 
 
-def parse(line: bytes, field: str, given: str | None) -> str | None | dict | ValueError:
-    """A line of jsonl as a row of a reader: UTF-8, or else in the `given` encoding."""
-    if line.isspace():
-        return None
-    if line.startswith(b"["):
-        return ValueError("a list; jq -c '.[]' FILE > NEW makes lines of it")
-    try:
-        try:
-            content = line.decode()
-        except UnicodeDecodeError:
-            if not given or line.startswith(UTF16_MARKS):
-                return ValueError("not UTF-8; iconv -f NAME -t utf-8 FILE > NEW converts it")
-            content = line.decode(given)
-        # files from Windows may begin with a byte-order mark
-        values = json.loads(content.removeprefix("\ufeff").rstrip())
-    except (ValueError, RecursionError) as error:  # also a number too long, nesting too deep
-        return ValueError(getattr(error, "msg", str(error)))
-    if not isinstance(values, dict):
-        return ValueError(type(values).__name__)
-    text = values.get(field)
-    return text if isinstance(text, str) and text.strip() else values
-
-
-def read_text(name: str, row: int, _field: str, encoding: str | None) -> Iterator[tuple[int, list]]:
+def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     """A text file is one row."""
-    if row == 0:
-        yield 0, [decode(name, encoding)[0]]
+    if place.row == 0 and (text := as_document(decode(name, encoding))):
+        yield Place(place.file, 0, 1), text
 
 
-def decode(name: str, given: str | None) -> tuple[str, str]:
+def as_document(text: object) -> str | None:
+    return text if isinstance(text, str) and text and not text.isspace() else None
+
+
+def decode(name: str, given: str | None) -> str:
     """
-    The text of a file and its encoding: UTF-16 if it begins with that byte-order mark, UTF-8 if it
-    is valid UTF-8, or else the given one. Raises UserError.
+    The text of a file: UTF-16 if it begins with that byte-order mark, else UTF-8, else in the given
+    encoding or FALLBACK, with a warning. Lines end in LF. Raises UserError if it is not text.
     """
-    content, problems = Path(name).read_bytes(), []
-    own = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
-    for encoding in filter(None, (own, given)):
+    content = Path(name).read_bytes()
+    unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    problems = []
+    for encoding in (unicode, given or FALLBACK):
         try:
             text = content.decode(encoding)
         except (UnicodeError, LookupError) as error:
             at = getattr(error, "start", 0)  # some multi-byte codecs do not say
             line = 1 + content[:at].count(b"\n")
-            problems.append(f"line {line:,} is not {encoding}: {content[at : at + 8]!r}")
+            problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
+            if encoding == unicode and is_damaged(content):
+                hint = "mend it: iconv -c -f utf-8 -t utf-8 FILE > NEW drops what is broken"
+                raise UserError(f"{name}: {problem}; {hint}") from None
+            problems.append(problem if isinstance(error, UnicodeError) else first_line(error))
             continue
         controls = len(CONTROLS.findall(text))
-        if controls <= 5 + MOST_CONTROLS * len(text):
-            # the same line ends, so that every system makes the same tokens
-            return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), encoding
-        problems.append(f"{controls:,} NULs and control characters: binary, or not {encoding}")
-    hint = "leave it out, or convert it: iconv -f NAME -t utf-8 FILE > NEW (-c drops bad bytes)"
-    problems.append(f"{hint}, or give --encoding=NAME, such as cp1252, for all such files")
-    raise UserError(f"{name}: {'; '.join(problems)}")
+        if controls > 5 + MOST_CONTROLS * len(text):
+            problems.append(f"{controls:,} NULs and control characters in {encoding}")
+            if given:
+                continue
+            break
+        if encoding != unicode:
+            words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
+            warn(f"{name}: {problems[0]}; read as {encoding}: {words!r}; or give --encoding=NAME")
+        # the same line ends, so that every system makes the same tokens
+        return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    raise UserError(f"{name}: {'; '.join(problems)}; leave it out, or give its --encoding=NAME")
 
 
-# What reads which kind of file, by its ending. To read CSV, write a reader like those above, with
-# csv.DictReader, and add ".csv" to ROW_FILES and to READERS.
-TEXT_FILES = (".txt", ".md", ".py")
-LINES = (".jsonl", ".ndjson")
-ROW_FILES = (".parquet", *LINES, *(f"{e}.{z}" for e in LINES for z in ("gz", "zst")))
-HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # a local .json is often one object
-READERS: dict[str, Callable] = dict.fromkeys(HUB_FILES, read_jsonl)
-READERS |= dict.fromkeys(TEXT_FILES, read_text) | {".parquet": read_parquet}
+def is_damaged(content: bytes) -> bool:
+    """Whether this is Unicode with some broken bytes: in another encoding most would be wrong."""
+    lenient = content.decode(errors="replace")
+    broken = lenient.count("\ufffd")
+    valid = len(lenient) - broken - len(lenient.encode("ascii", "ignore"))
+    return valid > broken or content.startswith(UTF16_MARKS)
+
 
 # -----------------------------------------------------------------------------
-# Reading many files
+# What messages say
 
 
-@dataclass
-class FilesSource:
-    """Many files as one source."""
+def parquet_fields(name: str) -> dict[str, str]:
+    import fsspec
+    import pyarrow.parquet
 
-    files: list[str]
-    field: str = FIELD  # holds the text, in parquet and jsonl
-    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
-    skip_broken: bool = False  # leave out lines that are not JSON objects
-
-    def __call__(self, file: int, row: int) -> Iterator[tuple[int, int, list[FileRow]]]:
-        """The batches from a place on. Raises UserError for a broken line or an unreadable file."""
-        failures = 0
-        while file < len(self.files):
-            name = self.files[file]
-            read = next(READERS[ending] for ending in READERS if name.lower().endswith(ending))
-            try:
-                for first, found in read(name, row, self.field, self.encoding):
-                    yield file, first, [self.to_row(name, n, x) for n, x in enumerate(found, first)]
-                    row = first + len(found)
-                    failures = 0
-            except UserError:
-                raise
-            except Exception as error:  # whatever a network or a damaged file throws
-                if "://" not in name or failures == len(BACKOFF_SECONDS):
-                    raise UserError(f"{name}: {first_line(error)}") from None
-                warn(f"{name}: {first_line(error)}; again in {BACKOFF_SECONDS[failures]} s")
-                time.sleep(BACKOFF_SECONDS[failures])
-                failures += 1
-                continue
-            file, row = file + 1, 0
-
-    def to_row(self, name: str, row: int, found: str | None | dict | ValueError) -> FileRow:
-        """Turn what a reader found into a row of the source. Raises UserError."""
-        if isinstance(found, ValueError):
-            problem = f"{name}: line {row + 1:,} is no JSON object ({found})"
-            if not self.skip_broken:
-                raise UserError(f"{problem}; fix it, or prepare with --skip_broken")
-            return LeftOut("broken", problem)
-        if isinstance(found, dict):
-            return LeftOut("no text", no_text(f"{name}: row {row + 1:,}", self.field, found))
-        return found
+    with fsspec.open(name) as file:
+        schema = pyarrow.parquet.read_schema(file)
+    return {column.name: str(column.type) for column in schema}
 
 
-def check_field(source: FilesSource) -> None:
-    """
-    Read the first rows of parquet and jsonl. Raises UserError if most have no text in the field.
-    """
-    files = [name for name in source.files if not name.lower().endswith(TEXT_FILES)]
-    batches = replace(source, files=files)(0, 0)
-    rows = list(islice((row for _, _, rows in batches for row in rows), FIRST_ROWS))
-    without = [row for row in rows if isinstance(row, LeftOut) and row.kind == "no text"]
-    if 2 * len(without) > len(rows):
-        problem = f"{share(len(without), len(rows))} hold no text: {without[0].problem}"
-        raise UserError(f"{problem}; {NAME_THE_FIELD}")
+def jsonl_fields(name: str, field: str) -> dict[str, str]:
+    """The fields of the first row without text."""
+    rows = (json.loads(line.decode().removeprefix("\ufeff")) for _, line in read_lines(name))
+    row = next(row for row in rows if not as_document(row.get(field)))
+    return {key: type(value).__name__ for key, value in row.items()}
 
 
-def report(left_out: dict) -> bool:
-    """Report what a manifest's `left_out` counts. Returns whether many rows had no text."""
-    has_many = left_out["no text"] > MOST_WITHOUT * left_out["rows"]
-    if has_many:
-        held = share(left_out["no text"], left_out["rows"])
-        warn(f"{held} hold no text and are left out: {left_out['first no text']}")
-    if left_out["broken"]:
-        skipped = share(left_out["broken"], left_out["rows"])
-        say(f"skipped: {skipped} are broken lines; the first: {left_out['first broken']}")
-    return has_many
-
-
-def share(part: int, rows: int) -> str:
-    return f"{part:,} of {rows:,} rows ({part / rows:.1%})"
-
-
-def no_text(where: str, field: str, fields: dict) -> str:
-    return f"{where}: no text in the field {field}; fields: {', '.join(fields)[:200]}"
+def list_fields(fields: dict[str, str]) -> str:
+    listed = ", ".join(f"{name} ({kind})" for name, kind in fields.items())
+    return f"fields: {listed[:200]}"
 
 
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}"
+    return f"{type(error).__name__}: {lines[0][:300].rstrip('.')}"

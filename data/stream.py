@@ -10,15 +10,17 @@ it trains on.
 
     open_stream    starts the preparation, and waits for the tokens that evaluations read
     Stream         in the training process: waits for shards, reads windows
-    Follower       in the preparation: keeps it a limited distance ahead, ends it with the run
+    Allowance      in the preparation: keeps it a limited distance ahead, ends it with the run
 """
 
 import bisect
 import contextlib
 import glob
+import os
 import re
+import secrets
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -38,7 +40,6 @@ HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 SCRIPT = Path(__file__).with_name("prepare_fineweb.py")
 SHARD_TOKENS = 2**22  # one to three seconds of work for a thread
 TOKENS_AHEAD = 2**25  # how far the preparation runs ahead of training
-CHECKED = "checked"  # a line that the preparation prints
 POLL_SECONDS = 0.1  # how often to look at the folder
 RESUME = "--init_from=resume continues the run"
 PATIENCE = 30  # seconds of waiting after which a line says so
@@ -50,16 +51,16 @@ PATIENCE = 30  # seconds of waiting after which a line says so
 class Stream:
     """The training sequences of a folder that is still being filled."""
 
-    def __init__(self, folder: Path, block_size: int):
+    def __init__(self, folder: Path, block_size: int, before: Sequence[str] = ()):
         self.folder, self.block_size = folder, block_size
         self.preparing: subprocess.Popen | None = None  # of rank 0: the process that fills it
+        self.run_id = ""  # of rank 0: in the manifest once the shards are from this source
+        self.errors: list[str] = []  # that the preparation has printed
         nothing = ShardTokens([], 0)
         # what has been seen of it so far
         self.data = Dataset(str(folder), nothing, nothing, 0, {}, complete=False)
-        self.closed = self.has_warned = False
-        self.checked = True  # whether the shards in the folder are known to be from this source
-        self.problems: list[str] = []  # the error lines that the preparation printed
-        self.before: list[str] = []  # shards_read() from the checkpoint of a resumed run
+        self.closed = False
+        self.before = [*before]  # shards_read() from the checkpoint of a resumed run
         self.epochs = 0  # how often all of the source has been read
 
     def start(self, config: Config, held_out: int) -> None:
@@ -76,24 +77,24 @@ class Stream:
         flags = dict(source=config.dataset, tokenizer=config.tokenizer, out=str(self.folder))
         if re.fullmatch(HUB_NAME, config.dataset) and not glob.glob(config.dataset):
             flags["dataset"], _, flags["name"] = flags.pop("source").partition(":")
+        self.run_id = flags["run_id"] = secrets.token_hex(8)
         sizes = dict(val_tokens=held_out, shard_tokens=SHARD_TOKENS, workers=config.data_workers)
         arguments = [f"--{name}={value}" for name, value in (flags | sizes).items()]
-        self.checked = False
-        self.preparing = start_child(SCRIPT, "--follow", *arguments, stderr=subprocess.PIPE)
-        lines = self.preparing.stderr
-        self.listener = threading.Thread(target=self.listen, args=[lines], daemon=True)
-        self.listener.start()
+        # its stderr is a file: of a pipe, a thread would have to take what it prints
+        stderr, path = tempfile.mkstemp()
+        self.printed = open(path, encoding="utf-8", errors="replace")
+        self.preparing = start_child(SCRIPT, *arguments, stderr=stderr)
+        os.close(stderr)
+        with contextlib.suppress(OSError):  # Windows deletes no file that is open
+            os.unlink(path)
 
-    def listen(self, lines) -> None:
-        """Print the warnings of the preparation, and keep its errors for read()."""
-        for line in lines:
-            text = line.decode(errors="replace").rstrip()
-            if text == CHECKED:
-                self.checked = True
-            elif text.startswith("error: "):
-                self.problems.append(text.removeprefix("error: "))
+    def listen(self) -> None:
+        """Print the warnings of the preparation, and keep its errors."""
+        for line in self.printed:
+            if line.startswith("error: "):
+                self.errors.append(line.removeprefix("error: ").rstrip())
             else:
-                print_err(text)
+                print_err(line.rstrip())
 
     def look(self, wanted: int, hint: str = CONTINUE) -> bool:
         """
@@ -101,22 +102,22 @@ class Stream:
         the source. Raises RunError, which ends in `hint`, if the preparation has failed.
         """
         code = self.preparing.poll() if self.preparing else None  # None: still running
+        if self.preparing:
+            self.listen()
         manifest = self.folder / "manifest.json"
-        if manifest.exists():
+        if manifest.exists() and self.run_id in ("", read_manifest(self.folder).get("run_id")):
             seen = [*self.data.train.shards, *self.data.val.shards]
             try:
                 self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
             except (FileNotFoundError, UserError):
                 if manifest.exists():  # otherwise the preparation found too little text
                     raise
-        ready = self.checked and self.holds(wanted)
-        if code is not None and not ready:
-            self.listener.join(timeout=1)
-            lines = self.problems or [
-                f"the preparation of {self.folder} has ended ({code}); {CONTINUE}"
-            ]
-            raise RunError(*(line.replace(CONTINUE, hint) for line in lines))
-        return ready
+        if self.holds(wanted):
+            return True
+        if code is not None:
+            ended = f"the preparation of {self.folder} has ended ({code}); {CONTINUE}"
+            raise RunError(*(line.replace(CONTINUE, hint) for line in self.errors or [ended]))
+        return False
 
     def holds(self, tokens: int) -> bool:
         """Whether this many training tokens have been seen, or all of the source."""
@@ -135,10 +136,6 @@ class Stream:
         """
         wanted, began = (first + count) * self.block_size + 1, time.monotonic()
         self.ask(wanted)
-        if self.problems and not self.has_warned:
-            self.has_warned = True
-            problem = self.problems[0].partition(f"; {CONTINUE}")[0]
-            warn(f"{problem}; the run continues to the last shard")
         while not (self.holds(wanted) or self.look(wanted, RESUME)):
             if self.closed:
                 raise RunError()  # nobody waits for these windows any more
@@ -170,6 +167,7 @@ class Stream:
         self.closed = True
         if self.preparing:
             self.preparing.kill()
+            self.printed.close()
 
 
 def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
@@ -180,8 +178,7 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
     UserError.
     """
     held_out = max(config.eval_size, config.block_size + 1)
-    stream = Stream(streamed_folder(config), config.block_size)
-    stream.before = [*before]
+    stream = Stream(streamed_folder(config), config.block_size, before)
     ranks.on_main(stream.start, config, held_out)
     stream.ask(held_out)
     ready = False
@@ -240,26 +237,22 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
 # In the preparation
 
 
-class Follower:
+class Allowance:
     """
-    Follows the training run: it sends the number of tokens it wants, a line each time, on stdin.
-    This process waits when it has prepared that many, and ends when stdin closes.
+    How many training tokens may be prepared. The run sends that number, a line each time, on stdin.
+    When stdin closes, this process ends.
     """
 
-    def __init__(self):
-        self.wanted, self.changed = 0, threading.Condition()
+    def __init__(self) -> None:
+        self.tokens, self.changed = 0, threading.Condition()
         end_with_parent(self.receive)
 
     def receive(self, line: str) -> None:
         with self.changed:
-            self.wanted = int(line)
+            self.tokens = int(line)
             self.changed.notify()
 
-    def checked(self) -> None:
-        """Tell the run that the shards in the folder are from this source."""
-        print(CHECKED, file=sys.stderr, flush=True)
-
     def wait(self, tokens: int) -> None:
-        """Wait until the run wants more than `tokens` training tokens."""
+        """Wait until more than `tokens` training tokens may be prepared."""
         with self.changed:
-            self.changed.wait_for(lambda: self.wanted > tokens)
+            self.changed.wait_for(lambda: self.tokens > tokens)

@@ -1,28 +1,28 @@
 """
 Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py share.
 
-Documents keep the order of the source, an end-of-text token before each; null and empty ones are
-skipped. A shard ends with a document. After each shard manifest.json is written, which also says
-where in the source the next one begins: a file and a row. So an interrupted preparation continues
-after the last finished shard. Its files are the same, byte for byte, however often it was
-interrupted and however many threads it uses.
+Documents keep the order of the source, an end-of-text token before each. A shard ends with a
+document. After each shard manifest.json is written, which also says where in the source the next
+one begins. So the same command, run again, continues after the last finished shard: its files are
+the same, byte for byte, however often it was stopped and however many threads it uses. With a
+larger --tokens it continues a finished folder.
 
-Validation is drawn in write_shards: the first documents that hold Plan.val_tokens tokens. Where
-that is 0, the source has drawn it, as prepare_text.OwnText does. How files are read, and in which
-order: sources.py.
+How files are read, and in which order: sources.py.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -31,14 +31,27 @@ from common.child import keep_awake
 from common.console import RunError, UserError, command_line, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
-from data.sources import LeftOut, RowBatch, Source, report
+from data.sources import Place
 from data.tokenizer import Tokenizer
 
-SPARE_BYTES = 50_000_000  # left free on the disk
+BATCH = 64  # documents that a thread tokenises at once
+READ_AHEAD = 2  # such batches for each thread
+LOCK_SECONDS = 10  # to wait for a preparation that is just ending
 SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
-READ_AHEAD = 2  # batches of documents for each thread that tokenises
 
 CONTINUE = "the same command continues after the last finished shard"
+
+# By default tqdm shares a lock between processes. A killed preparation would leave it behind, and
+# some systems would print a warning.
+tqdm.set_lock(threading.RLock())
+
+
+class Document(NamedTuple):
+    """A row of a source; without text it is only counted."""
+
+    behind: Place  # where the next one begins
+    text: str | None
+    held_out: str = ""  # what the source has cut off its end for validation
 
 
 @dataclass
@@ -46,69 +59,55 @@ class Plan:
     """What a data folder is to hold."""
 
     folder: Path
-    source: str  # as the user named it
-    files: list[str]  # the files to read, in order
+    made_from: dict  # what determines its shards: see made_from()
+    documents: Callable[[Place], Iterator[Document]]  # from a place on
     tokenizer: Tokenizer
-    expected_tokens: int  # both splits; for the disk space and the progress bar
-    settings: dict  # flags that change what is written
-    revision: str | None = None  # on the hub
-    val_tokens: int = 0  # taken from the first documents; 0: the source splits its rows
-    train_tokens: int | None = None  # None: all of the source
+    expected_tokens: int = 0  # both splits; for the disk space and the progress bar
+    val_tokens: int = 0  # of the first documents, held out whole; 0: the source holds out its own
+    train_tokens: int | None = None  # the most; None: all of the source
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # in each split
     hint: str = "give more text"  # ends the error if a split has fewer
-
-    def must_agree(self) -> dict:
-        """What must be the same for a preparation to continue."""
-        same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=self.source)
-        same |= dict(revision=self.revision, tokenizer=self.tokenizer.kind)
-        same |= dict(vocab=self.tokenizer.vocab, eot=self.tokenizer.eot)
-        if self.tokenizer.kind == "bpe":
-            spec = self.tokenizer.spec["json"]
-            same["tokenizer_sha256"] = hashlib.sha256(spec.encode()).hexdigest()
-        same |= dict(val_tokens=self.val_tokens, train_tokens=self.train_tokens)
-        return same | dict(shard_tokens=self.shard_tokens, **self.settings)
+    # for a stream: the run that trains meanwhile, and a wait until more training tokens are wanted
+    run_id: str = ""
+    wait: Callable[[int], None] = lambda tokens: None
 
 
-def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> dict:
+def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
     """
-    Fill plan.folder from the source, or continue where an earlier launch stopped. `workers` threads
-    tokenise. Returns the manifest. Raises UserError, and RunError for what fails on the way.
+    What must stay the same for a preparation to continue: the source as the user named it, its
+    files, the tokenizer, and the flags that change what is written.
+    """
+    same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=source)
+    same |= dict(tokenizer=tokenizer.kind, vocab=tokenizer.vocab, eot=tokenizer.eot)
+    if tokenizer.kind == "bpe":
+        same["tokenizer_sha256"] = hashlib.sha256(tokenizer.spec["json"].encode()).hexdigest()
+    local = {name: os.stat(name) for name in files if "://" not in name}
+    stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in local.items()}
+    return same | settings | dict(files=stamps)
 
-    With a stream.Follower a training run reads the shards at the same time: before each shard this
-    waits until training needs it. If another preparation is writing to the folder, it waits until
-    that one has ended.
+
+def prepare(plan: Plan, workers: int) -> dict:
+    """
+    Fill plan.folder, or continue where an earlier launch stopped. `workers` threads tokenise.
+    Returns the manifest. Raises UserError, and RunError for what fails on the way.
     """
     check_folder(plan)
-    if follower:
-        follower.checked()
     plan.folder.mkdir(parents=True, exist_ok=True)
     keep_awake()
-    locked = False
     try:
         with open(plan.folder / "lock", "ab") as lock:
-            while not (locked := try_lock(lock)):
-                if not follower:
-                    problem = f"{plan.folder}: another preparation is writing to it"
-                    raise UserError(f"{problem}; wait for that one, or choose another folder")
-                time.sleep(1)
+            wait_for_lock(lock, plan.folder)
             manifest = begin_or_continue(plan)
-            if manifest["complete"]:
-                say(f"{plan.folder}: complete, nothing to do")
-                report(manifest["left_out"])
-            else:
-                write_shards(plan, manifest, source, workers, follower)
+            if not manifest["complete"]:
+                write_shards(plan, manifest, workers)
+                finish(plan, manifest)
     except KeyboardInterrupt:
         print_err(f"stopped: {CONTINUE}")
         raise
     except OSError as error:  # a full disk, whose error names no file, or a text file that is gone
         path = error.filename or plan.folder
         raise RunError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
-    finally:
-        if locked and not (plan.folder / "manifest.json").exists():
-            with contextlib.suppress(OSError):  # another process waits for it
-                (plan.folder / "lock").unlink()
-                plan.folder.rmdir()
     return manifest
 
 
@@ -116,71 +115,74 @@ def prepare(plan: Plan, source: Source, workers: int, follower: Any = None) -> d
 # The folder
 
 
-def check_folder(plan: Plan) -> list[str]:
-    """
-    Raises UserError if the folder holds something else or its disk is too full. Returns the files
-    of the source that have changed since the interrupted preparation began.
-    """
+def wait_for_lock(lock, folder: Path) -> None:
+    began = time.monotonic()
+    while not try_lock(lock):
+        if time.monotonic() - began > LOCK_SECONDS:
+            problem = f"{folder}: another preparation is writing to it"
+            raise UserError(f"{problem}; wait for that one, or choose another folder")
+        time.sleep(0.2)
+
+
+def check_folder(plan: Plan) -> None:
+    """Raises UserError if the folder holds something else than what this plan makes."""
     folder = plan.folder
     if folder.resolve() == Path(__file__).resolve().parent:
         raise UserError(f"{folder}: holds this program's own files; choose a folder in it")
     if (folder / "manifest.json").exists():
-        return check_agrees(plan, read_manifest(folder))
-    if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
+        check_manifest(plan, read_manifest(folder))
+    elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
         raise UserError(f"{folder}: holds files of another program; choose another folder")
-    # a token takes 2 bytes
-    if shortage := lack_of_space(folder, 2 * plan.expected_tokens + SPARE_BYTES):
-        raise UserError(f"{shortage}; choose another folder, or fewer tokens")
-    return []
 
 
-def check_agrees(plan: Plan, found: dict) -> list[str]:
-    """
-    Raises UserError if the folder's manifest, `found`, was made from other text or flags. Returns
-    the files of the source that have changed since.
-    """
-    asked, then, now = plan.must_agree(), found.get("files", {}), stamps(plan.files)
-    differs = [key for key in asked if found.get(key) != asked[key]]
-    if [*then] != [*now]:
-        names = sorted({*then} ^ {*now})
-        differs.append(f"{names[0]} is new or missing" if names else "the order of the files")
-    changed = [name for name in then if then[name] != now.get(name)]
-    if changed and found["complete"]:
-        differs.append(f"{changed[0]} has changed")
-    if "files" not in found:
-        differs = ["an earlier version of this program made it"]
-    if differs:
+def check_manifest(plan: Plan, manifest: dict) -> None:
+    """Raises UserError if the folder was made from other text or flags."""
+    asked = dict(plan.made_from)
+    if not manifest.get("complete", True):
+        # a line may have been mended meanwhile
+        asked["files"] = list(asked["files"])
+        manifest = manifest | dict(files=list(manifest.get("files", {})))
+    if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
-    return changed
+    wanted = plan.train_tokens or 0
+    if "next" not in manifest and wanted > (manifest.get("train_tokens") or wanted):
+        problem = "an earlier version made it, so that it cannot be given more tokens"
+        raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
 
 
 def begin_or_continue(plan: Plan) -> dict:
     """The manifest of a folder that is locked for this process: a new one, or what is there."""
-    folder, changed = plan.folder, check_folder(plan)
+    folder = plan.folder
+    check_folder(plan)  # another process may have been here
     remove_temporaries(folder, "*.bin", "*.json")
-    for name in changed:  # as by fixing a line of it
-        warn(f"{name}: has changed since the preparation began; finished shards keep the old text")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
-        if not manifest["complete"]:
-            say(f"{folder}: continuing after {len(manifest['shards'])} shards")
+        for name, stamp in plan.made_from["files"].items():
+            if manifest["files"][name] != stamp:  # a line of it has been mended
+                warn(f"{name}: has changed since the preparation began; finished shards stay")
     else:
-        manifest = plan.must_agree() | dict(files=stamps(plan.files), complete=False, shards=[])
-        manifest |= dict(left_out={"rows": 0, "no text": 0, "broken": 0})
-        manifest["next"] = dict(file=0, row=0)
-        write_manifest(folder, manifest)
+        if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
+            warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
+        manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
+        manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
+    has_room = plan.train_tokens is None or tokens_of(manifest)["train"] < plan.train_tokens
+    if manifest["complete"] and not (manifest.get("next") and has_room):
+        say(f"{folder}: complete, nothing to do")
+    elif manifest["complete"]:
+        say(f"{folder}: adding tokens; runs that began with fewer cannot be resumed on it")
+        manifest["complete"] = False
+    elif manifest["shards"]:
+        say(f"{folder}: continuing after {len(manifest['shards'])} shards")
+    manifest["files"] = plan.made_from["files"]
+    if plan.run_id:
+        manifest["run_id"] = plan.run_id  # tells that run that the shards are from its source
+    write_manifest(folder, manifest)
     own_json = folder / "tokenizer.json"
     if plan.tokenizer.kind == "bpe" and not own_json.exists():
         with replacing(own_json) as file:
             file.write(plan.tokenizer.spec["json"].encode())
     return manifest
-
-
-def stamps(files: list[str]) -> dict[str, list[int]]:
-    """Size in bytes and time of the last change of each local file among `files`."""
-    local = {name: os.stat(name) for name in files if "://" not in name}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in local.items()}
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -195,6 +197,32 @@ def tokens_of(manifest: dict) -> dict[str, int]:
     for shard in manifest["shards"]:
         totals[shard["name"].partition("_")[0]] += shard["tokens"]
     return totals
+
+
+def finish(plan: Plan, manifest: dict) -> None:
+    """End a preparation. Raises UserError if a split has too few tokens."""
+    totals, left_out = tokens_of(manifest), manifest["left_out"]
+    if left_out["no text"]:
+        held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
+        warn(f"{manifest['source']}: {held} in the field and are left out")
+    if min(totals.values()) < plan.least_tokens:
+        discard(plan.folder, manifest)
+        held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
+        needs = f"each needs at least {plan.least_tokens}; {plan.hint}"
+        raise UserError(f"{manifest['source']}: {held}, {needs}")
+    if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
+        say(f"the source has no more: {plan.train_tokens:,} tokens were asked for")
+    manifest["complete"] = True
+    write_manifest(plan.folder, manifest)
+
+
+def discard(folder: Path, manifest: dict) -> None:
+    """Leave nothing that looks like a dataset. A run beside this one reads the manifest first."""
+    shards = [shard["name"] for shard in manifest["shards"]]
+    with contextlib.suppress(OSError):  # Windows deletes no file that is open, as the lock is
+        for name in ["manifest.json", "tokenizer.json", *shards, "lock"]:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
@@ -229,61 +257,73 @@ class Part:
     bytes: int = 0  # of their text
 
 
-def write_shards(plan: Plan, manifest: dict, source: Source, workers: int, follower: Any) -> None:
+class Encoded(NamedTuple):
+    """A document's tokens, two bytes each, end-of-text first; and its text in UTF-8."""
+
+    tokens: bytes
+    text: bytes
+
+
+def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     """Write the shards that follow the finished ones. Raises UserError and RunError."""
-    totals, most, place = tokens_of(manifest), plan.train_tokens or 2**63, manifest["next"]
-    warned = False
-    documents = encode(source(place["file"], place["row"]), plan.tokenizer, workers)
+    totals = tokens_of(manifest)
+    most = plan.train_tokens or 2**63
+    documents = encode(plan.documents(Place(**manifest["next"])), plan.tokenizer, workers)
     # disable=None: shown on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
-        while totals["train"] < most:
-            # the number of tokens that the next shard of each split may take
+        while manifest["next"] and totals["train"] < most:
+            # how many tokens the next shard of each split may take
+            room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
+            first_split = "train"
             if totals["val"] < plan.val_tokens:
-                room = dict(val=min(plan.shard_tokens, plan.val_tokens - totals["val"]))
+                first_split = "val"
+                room["val"] = min(plan.shard_tokens, plan.val_tokens - totals["val"])
             else:
-                room = dict(train=min(plan.shard_tokens, most - totals["train"]))
-                if follower:
-                    follower.wait(totals["train"])
-            if plan.val_tokens == 0:
-                room |= dict(val=plan.shard_tokens)
-            parts, place = take(documents, room, manifest["left_out"], bar)
-            if not place:
-                break
+                plan.wait(totals["train"])
+            parts = take(documents, first_split, room, manifest, bar)
             for split in [*parts]:  # frees each part before the next one is written
                 write_part(plan, manifest, split, parts.pop(split))
-            manifest["next"] = place
             write_manifest(plan.folder, manifest)
-            if follower and not warned:  # the run may end before the source does
-                warned = report(manifest["left_out"])
             totals = tokens_of(manifest)
     documents.close()  # ends the threads
-    finish(plan, manifest, totals)
 
 
 def take(
-    documents: Iterator, room: dict[str, int], left_out: dict, bar: tqdm
-) -> tuple[dict[str, Part], dict]:
+    documents: Iterator, split: str, room: dict[str, int], manifest: dict, bar: tqdm
+) -> dict[str, Part]:
     """
-    The next documents, until one split has no room for another one, and the place in the source
-    where the following ones begin, {} if the source has ended. Counts the rows in `left_out`.
+    The next documents, for this split, until one split has no room for another one. Notes in the
+    manifest where the following ones begin, what is left out, and the validation text.
     """
-    parts, place = {split: Part() for split in room}, {}
-    for file, row, texts in documents:
-        place = dict(file=file, row=row + 1)
-        left_out["rows"] += 1
-        if isinstance(texts, LeftOut):
-            left_out[texts.kind] += 1
-            left_out.setdefault(f"first {texts.kind}", texts.problem)
-            continue
-        for part, (tokens, size) in zip(parts.values(), texts, strict=True):
-            part.tokens += tokens
-            part.documents += bool(tokens)
-            part.bytes += size
-            bar.update(len(tokens) // 2)
-        if any(len(parts[split].tokens) >= 2 * room[split] for split in room):
-            break
-    return parts, place
+    parts = {"train": Part(), "val": Part()}
+    for behind, whole, held_out in documents:
+        manifest["left_out"]["rows"] += 1
+        manifest["left_out"]["no text"] += not (whole.text or held_out.text)
+        for name, encoded in ((split, whole), ("val", held_out)):
+            part = parts[name]
+            part.tokens += encoded.tokens
+            part.documents += bool(encoded.tokens)
+            part.bytes += len(encoded.text) if encoded.tokens else 0
+            bar.update(len(encoded.tokens) // 2)
+            if name == "val" and encoded.text:
+                add_to_val_text(manifest, encoded.text)
+        if any(len(parts[name].tokens) >= 2 * room[name] for name in room):
+            manifest["next"] = behind._asdict()
+            return parts
+    manifest["next"] = None  # the source has ended
+    return parts
+
+
+def add_to_val_text(manifest: dict, text: bytes) -> None:
+    """
+    Continue the hash of the validation text by a document: of the hash so far and the document's
+    own. It does not depend on the tokenizer, on shards, or on where a preparation was stopped.
+    """
+    so_far = manifest.get("val_text_sha256")
+    if so_far is not None:  # an earlier version began this folder without it
+        both = bytes.fromhex(so_far) + hashlib.sha256(text).digest()
+        manifest["val_text_sha256"] = hashlib.sha256(both).hexdigest()
 
 
 def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
@@ -296,67 +336,41 @@ def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
     manifest["shards"].append(listed | dict(documents=part.documents, bytes=part.bytes))
 
 
-def finish(plan: Plan, manifest: dict, totals: dict[str, int]) -> None:
-    """End a preparation. Raises UserError if a split has too few tokens."""
-    folder = plan.folder
-    report(manifest["left_out"])
-    if min(totals.values()) < plan.least_tokens:
-        # leave nothing that looks like a dataset; a run that follows reads the manifest first
-        names = [shard["name"] for shard in manifest["shards"]]
-        for name in ["manifest.json", "tokenizer.json", *names]:
-            (folder / name).unlink(missing_ok=True)
-        held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
-        needs = f"each needs at least {plan.least_tokens}; {plan.hint}"
-        raise UserError(f"{plan.source}: {held}, {needs}")
-    if totals["train"] < (plan.train_tokens or 0):
-        say(f"the source has no more: {plan.train_tokens:,} tokens were asked for")
-    elif plan.train_tokens:
-        at = f"file {manifest['next']['file'] + 1:,} of {len(plan.files):,}"
-        say(f"--tokens={plan.train_tokens:,} ends in {at}; the rest of the source is not read")
-    del manifest["next"]
-    manifest["complete"] = True
-    write_manifest(folder, manifest)
-
-
-def encode(batches: Iterator[RowBatch], tokenizer: Tokenizer, workers: int) -> Generator:
+def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) -> Generator:
     """
-    Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields file, row and,
-    for each part of the row, its tokens as bytes and the number of bytes of its text; or LeftOut.
-    Reads far enough ahead to keep the threads busy while the source downloads or a shard is
-    written; memory does not grow with the source. Raises RunError if reading the source fails.
+    Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields for each
+    document the place behind it, its text and what is held out, both Encoded. Reads far enough
+    ahead to keep the threads busy while the source downloads or a shard is written; memory does not
+    grow with the source. Raises RunError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending: deque[Future] = deque()
     try:
-        for batch in batches:
+        while batch := list(islice(documents, BATCH)):
             pending.append(pool.submit(encode_batch, batch, tokenizer))
             if len(pending) > READ_AHEAD * workers:
                 yield from pending.popleft().result()
         for future in pending:
             yield from future.result()
     except UserError as error:
-        problems = [f"{problem}; {CONTINUE}, from the same source" for problem in error.problems]
-        raise RunError(*problems) from None
+        raise RunError(*(f"{problem}; then {CONTINUE}" for problem in error.problems)) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(batch: RowBatch, tokenizer: Tokenizer) -> list[tuple]:
-    file, first, rows = batch
-    documents: list[tuple] = []
-    for number, row in enumerate(rows, first):
-        if isinstance(row, LeftOut):
-            documents.append((file, number, row))
-            continue
-        parts = row if isinstance(row, tuple) else (row,)
-        documents.append((file, number, [encode_document(text, tokenizer) for text in parts]))
-    return documents
+def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
+    return [
+        (behind, encode_text(text, tokenizer), encode_text(held_out, tokenizer))
+        for behind, text, held_out in batch
+    ]
 
 
-def encode_document(text: str | None, tokenizer: Tokenizer) -> tuple[bytes, int]:
-    """A document's tokens, two bytes each, end-of-text first, and the bytes of its text."""
-    ids = tokenizer.encode(text) if text else ()
-    if not text or not len(ids):
-        return b"", 0
+def encode_text(text: str | None, tokenizer: Tokenizer) -> Encoded:
+    if not text:
+        return Encoded(b"", b"")
+    content = text.encode(errors="replace")
+    ids = tokenizer.encode(text)
+    if not len(ids):
+        return Encoded(b"", content)
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
-    return tokens.tobytes(), len(text.encode(errors="replace"))
+    return Encoded(tokens.tobytes(), content)

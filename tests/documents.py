@@ -3,6 +3,7 @@ Sources of text for the tests of preparation and of streaming: documents, files,
 machine.
 """
 
+import hashlib
 import json
 import random
 import threading
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -56,6 +58,34 @@ def write_source(folder: Path) -> Path:
     return folder
 
 
+def stored(folder: Path, split: str) -> list[int]:
+    """The tokens of a split, read without any of our code: 1024 bytes of header, then uint16."""
+    shards = sorted(folder.glob(f"{split}_*.bin"))
+    return [int(i) for shard in shards for i in np.fromfile(shard, dtype="<u2", offset=1024)]
+
+
+def stored_texts(folder: Path, split: str) -> list[str]:
+    """The documents of a split whose tokens are bytes."""
+    return bytes(stored(folder, split)).decode().split("\0")[1:]
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text("utf-8"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The sha256 of each shard."""
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.bin")}
+
+
+def chained_sha256(texts: list[str]) -> str:
+    """The hash of a validation text, as manifest.json has it."""
+    so_far = b""
+    for text in texts:
+        so_far = hashlib.sha256(so_far + hashlib.sha256(text.encode()).digest()).digest()
+    return so_far.hex()
+
+
 def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
     """
     That the two splits hold each text once, in order: its beginning in training, its end in
@@ -79,7 +109,7 @@ class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
     newest = REVISION
-    downloads_allowed = 10**9  # parts of files, before it begins to refuse
+    allowed: dict[str, int] = {}  # of some files: how often they are sent before it refuses
 
     def log_message(self, *_):
         pass
@@ -111,19 +141,19 @@ class Hub(BaseHTTPRequestHandler):
                 entries.append(dict(type="directory", path="small", size=0, oid="small"))
             self.answer(200, json.dumps(entries).encode())
         elif (name := path.partition(f"{REVISION}/")[2]) in self.files:
-            self.send_file(self.files[name])
+            self.send_file(name, self.files[name])
         else:
             self.answer(404, X_Error_Code="EntryNotFound")
 
     do_HEAD = do_GET
 
-    def send_file(self, content: bytes) -> None:
+    def send_file(self, name: str, content: bytes) -> None:
         if not self.headers.get("Range"):
             self.answer(200, content, ETag='"etag"')
-        elif Hub.downloads_allowed <= 0:
+        elif Hub.allowed.get(name) == 0:
             self.answer(410)
         else:
-            Hub.downloads_allowed -= 1
+            Hub.allowed[name] = Hub.allowed.get(name, 10**9) - 1
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             part = content[first : last + 1]
             where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
@@ -140,4 +170,4 @@ def serve_hub(source: Path) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    Hub.downloads_allowed, Hub.newest = 10**9, REVISION
+    Hub.allowed, Hub.newest = {}, REVISION

@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from moments import watched
@@ -262,33 +263,46 @@ TOOLS = [
     ("convert.py nanogpt-to-ckpt run/best.pt unknown.pt", "unknown.pt exists"),
 ]
 
+ROWS = "data/prepare_fineweb.py --tokenizer=byte --out=out --source"
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt no such"),
     ("data/prepare_text.py book.docx --out=out", "book.docx text"),
-    ("data/prepare_text.py latin1.txt --out=out", "latin1.txt line 3 utf-8 --encoding"),
-    ("data/prepare_text.py book.txt latin1.txt binary.txt --out=out", "latin1.txt", "binary.txt"),
-    ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "utf9"),
-    ("data/prepare_text.py short.txt --out=out", "short.txt more text"),
+    ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt", "book.docx"),
+    ("data/prepare_text.py table.csv --out=out", "table.csv load_dataset('csv' table.parquet"),
+    ("data/prepare_text.py array.json --out=out", "array.json load_dataset('json' to_parquet"),
+    ("data/prepare_text.py saved --out=out", "saved load_from_disk('saved') saved.parquet"),
+    ("data/prepare_text.py frame.feather --out=out", "frame.feather read_feather to_parquet"),
+    ("data/prepare_text.py book.txt binary.txt --out=out", "binary.txt --encoding"),
+    ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "latin1.txt line 3 utf9"),
+    ("data/prepare_text.py short.txt --out=out", "short.txt 65 more text 1,300"),
     ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl"),
-    ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text body"),
-    ("data/prepare_text.py broken.jsonl --out=out", "broken.jsonl line 2 --skip_broken"),
+    ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text body --text_field"),
+    ("data/prepare_text.py lists.jsonl --out=out", "lists.jsonl text (list) --text_field"),
+    ("data/prepare_text.py broken.jsonl --out=out", "broken.jsonl line 2 jq"),
+    ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "--val_fraction"),
     ("data/prepare_text.py book.txt --tokenizer=gpt4 --out=out", "gpt4"),
     ("data/prepare_text.py book.txt --tokenizer=bpe:12 --out=out", "bpe:12 257"),
     ("data/prepare_text.py book.txt --write=tiny.py", "tiny.py exist"),
+    ("data/prepare_text.py book.txt --write=config", "config .py"),
+    ("data/prepare_text.py book.txt --tokenizer=gpt2 --write=new.py", "--write finetune.md"),
     ("data/prepare_text.py book.txt --ouput=out", "--ouput"),
-    ("data/prepare_text.py book.txt --out=tokens", "tokens"),
+    ("data/prepare_text.py book.txt --out=tokens", "tokens other text"),
     ("data/prepare_text.py book.txt --out=chars", "chars another program"),
     ("data/prepare_text.py book.txt --out=book.txt", "book.txt"),
+    (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens lots"),
     ("data/prepare_fineweb.py --tokens=0 --out=out", "--tokens 0"),
-    ("data/prepare_fineweb.py --source=nowhere --tokenizer=byte --out=out", "nowhere no such"),
-    ("data/prepare_fineweb.py --source=book.txt --tokenizer=byte --out=out", "book.txt"),
-    (
-        "data/prepare_fineweb.py --source=posts.jsonl --tokenizer=byte --out=out",
-        "posts.jsonl text body",
-    ),
-    ("data/prepare_fineweb.py --source=posts.jsonl --token=1M --out=out", "--token"),
+    ("data/prepare_fineweb.py --workers=0 --out=out", "--workers 0"),
+    (f"{ROWS}=nowhere", "nowhere no such"),
+    (f"{ROWS}=book.txt", "book.txt .parquet"),
+    (f"{ROWS}=posts.jsonl", "posts.jsonl text body --text_field"),
+    (f"{ROWS}=empty.jsonl", "empty.jsonl 0 more text"),
+    (f"{ROWS}=broken.jsonl", "broken.jsonl line 2 jq"),
+    (f"{ROWS}=lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
+    (f"{ROWS}=garbage.parquet", "garbage.parquet Parquet"),
+    (f"{ROWS}=good.jsonl --val_tokens=9k", "good.jsonl 0 for training --val_tokens"),
+    (f"{ROWS}=good.jsonl --token=1M", "--token"),
 ]
 
 
@@ -390,6 +404,15 @@ def write_texts() -> None:
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
     Path("binary.txt").write_bytes(bytes(range(256)) * 99)
     Path("empty.jsonl").write_text("")
+    for name in ("table.csv", "array.json", "frame.feather"):
+        Path(name).write_text("its ending is enough")
+    Path("saved").mkdir()
+    Path("saved/data-00000-of-00001.arrow").write_text("as save_to_disk names it")
+    Path("garbage.parquet").write_bytes(bytes(range(200)))
+    Path("good.jsonl").write_text('{"text": "It was a dark night."}\n' * 300)
+    Path("lists.jsonl").write_text('{"text": ["It", "was"], "n": 1}\n' * 300)
+    lists = pyarrow.table({"text": [["It", "was"]] * 300, "n": [1] * 300})
+    pyarrow.parquet.write_table(lists, "lists.parquet")
     Path("posts.jsonl").write_text('{"body": "It was a dark night.", "title": "Night"}\n' * 300)
     Path("broken.jsonl").write_text(
         '{"text": "good"}\n{"text": "cut o\n' + '{"text": "good"}\n' * 300
@@ -447,10 +470,10 @@ def check(folder: Path, monkeypatch, command: str, *expected: str) -> None:
     assert listing(folder) == before
 
 
-ROWS = COMMAND_LINE + DATA + FOLDERS + TOOLS + PREPARATION
+BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + TOOLS + PREPARATION
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
 def test_a_bad_start_is_one_line_a_problem_and_writes_nothing(row, world, monkeypatch):
     check(world, monkeypatch, *row)
 

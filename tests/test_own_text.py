@@ -1,110 +1,180 @@
 """
-A small text read many times: the config file that prepare_text.py writes for it, the line of a run
-whose validation has turned, and sample.py after it.
+A small text read many times: what is held out of it for validation, the config file that
+prepare_text.py writes for it, a sample, and fine-tuning as the pages say.
 """
 
 import re
 import shlex
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from documents import check_documents, digests, stored_texts, write_parquet
 from helpers import ROOT, records, run_here, write_dataset
 from pages import README, command_lines
+from program import run
 from weights import random_gpt2
 
-import convert
-import sample
 import train
 from common.console import UserError
 from configurator import load_config
 from data import prepare_text
-from data.shards import read_manifest
-from training.pretrained import read_weights
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 CPU = ["--device=cpu", "--dtype=float32"]
 
 
+def prepare(*arguments) -> str:
+    """prepare_text.py in this process; returns what it says last."""
+    result = run("data/prepare_text.py", *arguments)
+    assert (result.code, result.err) == (0, ""), result
+    return result.out.splitlines()[-1]
+
+
+# -----------------------------------------------------------------------------
+# What is held out for validation
+
+
+def validation_of(out: Path, texts: list[str]) -> list[str]:
+    """Validation's documents of a byte dataset that holds each of the texts once, in order."""
+    val, train = (stored_texts(out, split) for split in ("val", "train"))
+    check_documents(val, train, texts)
+    return val
+
+
+@pytest.mark.parametrize(
+    "text, begins",
+    [
+        ("\n\n".join(f"paragraph {i} " * 5 + "\nand a line" for i in range(40)), ("paragraph",)),
+        ("\n".join(f"line {i} " * 5 for i in range(100)), ("line",)),
+        ("two words, " * 300, ("two", "words")),
+        ("x" * 3000, ("x",)),
+    ],
+    ids=["paragraphs", "lines", "words", "letters"],
+)
+def test_the_end_of_a_single_document_is_held_out_from_a_good_place_on(text, begins, tmp_path):
+    (tmp_path / "book.txt").write_text(text)
+    prepare(tmp_path / "book.txt", f"--out={tmp_path / 'out'}", "--val_fraction=0.25")
+    (val,) = validation_of(tmp_path / "out", [text])
+    assert val.startswith(begins)
+    # up to half as much again is taken for a good place
+    assert 0.25 <= len(val) / len(text) <= 0.375
+
+
+def write_letters(folder: Path) -> list[str]:
+    """Six languages in path order, of which the first documents would be of one alone."""
+    texts = [f"{letter}{i} " * (100 + 30 * i) for letter in "abcdef" for i in range(8)]
+    for i, text in enumerate(texts):
+        (folder / f"{i:02}.txt").write_text(text)
+    return texts
+
+
+def write_tenths(folder: Path) -> list[str]:
+    """A language that is a tenth of a folder, wherever its files stand."""
+    texts = [f"{i} " * 5000 for i in range(10)]
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text)
+    return texts
+
+
+def write_rows(folder: Path) -> list[str]:
+    texts = [f"{i // 100} row {i} " * (i % 7 + 2) for i in range(1000)]
+    write_parquet(folder / "a.parquet", texts)
+    return texts
+
+
+@pytest.mark.parametrize("write", [write_letters, write_tenths, write_rows])
+def test_validation_is_from_all_over_the_text(write, tmp_path):
+    texts = write(tmp_path)
+    prepare(tmp_path, f"--out={tmp_path / 'out'}")
+    val = validation_of(tmp_path / "out", texts)
+    assert {text[0] for text in val} == {text[0] for text in texts}
+    # at most a sixteenth of it is still owed at the end
+    assert 0.046 <= sum(map(len, val)) / sum(map(len, texts)) < 0.055
+    if write == write_rows:  # short documents are held out whole
+        assert set(val) < set(texts)
+        numbers = [texts.index(text) for text in val]
+        assert max(b - a for a, b in pairwise([0, *numbers, 1000])) < 150
+
+
+def test_the_quickstarts_dataset_is_small_and_the_same_at_every_start(tmp_path):
+    prepare(f"--out={tmp_path / 'first'}")
+    prepare(f"--out={tmp_path / 'second'}", "--workers=1")
+    assert digests(tmp_path / "first") == digests(tmp_path / "second")
+    val, train = (stored_texts(tmp_path / "first", split) for split in ("val", "train"))
+    share = sum(map(len, val)) / sum(map(len, [*val, *train]))
+    assert len(val) > 8 and 0.045 < share < 0.055
+
+
+@pytest.mark.parametrize(
+    "size, fraction, said",
+    [
+        (50, 0.05, "each needs at least 65; give more text, about 1,300 tokens in all"),
+        (300, 0.05, "16 tokens for validation and 286 for training"),
+        (100, 0.5, "give more text, about 200 tokens in all"),
+    ],
+)
+def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
+    size, fraction, said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert load_config([str(ROOT / "config/quickstart.py")]).block_size == 64
+    Path("a.txt").write_text("x" * size)
+    result = run("data/prepare_text.py", "a.txt", f"--val_fraction={fraction}")
+    assert result.code == 2 and said in result.err and result.err.count("\n") == 1
+    assert not list(Path("data").glob("*"))
+
+
+# -----------------------------------------------------------------------------
+# A config for it
+
+
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_two_commands_and_a_sample(tokenizer, tmp_path, script, monkeypatch):
+def test_two_commands_and_a_sample(tokenizer, tmp_path, monkeypatch):
     """As typed, but for the number of iterations: README's way for one's own text."""
     monkeypatch.chdir(tmp_path)
-    Path("config").mkdir()
     Path("my text.txt").write_text(LINES * 300)
     given = ["my text.txt", f"--tokenizer={tokenizer}", "--write=config/my.py"]
-    code, out, _ = script(prepare_text.main, *given)
-    assert code == 0
-    assert out.splitlines()[-1] == "next: python train.py config/my.py"
+    assert prepare(*given) == "next: python train.py config/my.py"
     written = Path("config/my.py").read_text()
-    assert script(train.main, "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU)[0] == 0
+    assert run("train.py", "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU).code == 0
     (command,) = re.findall("^# python (sample.*)$", written, re.MULTILINE)
-    words = shlex.split(command)[1:]
-    code, out, _ = script(sample.main, *words, "--start=To", "--max_new_tokens=9", "--device=cpu")
-    assert code == 0 and out.startswith("To")
-    # nobody's file is overwritten, and no folder is advised to be
-    for name in ("config/my.py", "config"):
-        code, out, err = script(prepare_text.main, "my text.txt", f"--write={name}")
-        assert code == 2 and not out
-        assert err == [f"error: --write={name}: give a .py file that does not exist yet"]
+    words = shlex.split(command)
+    result = run(*words, "--start=To", "--max_new_tokens=9", "--device=cpu")
+    assert result.code == 0 and result.out.startswith("To")
+    # nobody's file is overwritten
+    result = run("data/prepare_text.py", "my text.txt", "--write=config/my.py")
+    assert result.code == 2 and "does not exist yet" in result.err
     assert Path("config/my.py").read_text() == written
 
 
-def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, script, monkeypatch):
+def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, monkeypatch):
     """So README's two ways, bytes and then a BPE, work on one text, in new folders too."""
     monkeypatch.chdir(tmp_path)
     Path("my_notes.txt").write_text(LINES * 300)
-    for name, flags in {
-        "my_notes": [],
-        "notes_bpe": ["--tokenizer=bpe:300"],
-        "elsewhere": ["--out=data/my_notes"],
-    }.items():
-        write = f"--write=new/config/{name}.py"
-        code, out, err = script(prepare_text.main, "my_notes.txt", write, *flags)
-        assert code == 0, err
-        assert out.splitlines()[-1] == f"next: python train.py new/config/{name}.py"
+    for name, flags, folder in (
+        ("my_notes", [], "my_notes"),
+        ("notes_bpe", ["--tokenizer=bpe:300"], "notes_bpe"),
+        ("elsewhere", ["--out=data/my_notes"], "my_notes"),
+    ):
+        last = prepare("my_notes.txt", f"--write=new/config/{name}.py", *flags)
+        assert last == f"next: python train.py new/config/{name}.py"
         c = load_config([f"new/config/{name}.py"])
-        folder = name if name != "elsewhere" else "my_notes"
         assert (c.dataset, c.out_dir) == (f"data/{folder}", f"out/{name}")
-        assert f"data/{folder}: " in out
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
 
 
-def test_a_config_copied_without_its_text_is_told_where_it_was_looked_for(
-    tmp_path, script, monkeypatch
-):
+def test_a_config_copied_without_its_text_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    prepare_text.write_config(
-        Path("anna.py"), Path("data/anna"), SimpleNamespace(kind="byte", vocab=256), 9000
-    )
-    code, _, err = script(train.main, "anna.py", *CPU)
-    assert code == 2
-    assert err[0].startswith(f"error: dataset: there is no folder data/anna in {tmp_path}")
-    assert "make it with: python data/prepare_text.py FILE --out=data/anna; or give" in err[0]
-
-
-def test_a_config_of_another_dataset_is_not_next(tmp_path, script, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("config").mkdir()
-    Path("config/quickstart.py").write_text('dataset = "data/python_stdlib"')
-    Path("quickstart.txt").write_text(LINES * 300)
-    code, out, _ = script(prepare_text.main, "quickstart.txt")
-    assert code == 0 and out.splitlines()[-1].startswith(
-        "next: python train.py config/quickstart.py --dataset=quickstart "
-    )
-
-
-def test_a_file_named_twice_is_read_once_and_out_may_begin_with_home(tmp_path, monkeypatch):
-    """Else one copy may be in training and the other in validation."""
-    (tmp_path / "notes").mkdir()
-    for name in "ab":
-        (tmp_path / "notes" / f"{name}.txt").write_text(LINES * 300)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    given = [str(tmp_path / "notes"), str(tmp_path / "notes" / "a.txt"), "--out=~/mine"]
-    assert prepare_text.main(given) is None
-    shards = read_manifest(tmp_path / "mine")["shards"]
-    assert sum(shard["documents"] for shard in shards) == 4  # both are cut for validation
+    Path("anna.txt").write_text(LINES * 300)
+    prepare("anna.txt", "--write=anna.py")
+    shutil.rmtree("data")
+    result = run("train.py", "anna.py", *CPU)
+    assert result.code == 2
+    assert result.err.startswith(f"error: dataset: there is no folder data/anna in {tmp_path}")
+    assert "python data/prepare_text.py FILE --out=data/anna" in result.err
 
 
 def written(path: Path, kind: str, tokens: int):
@@ -147,71 +217,32 @@ def test_the_rule_changes_at_its_thresholds(
     assert (c.iter_tokens, c.block_size) == (2048, prepare_text.LEAST_TOKENS_WRITTEN - 1)
 
 
-def test_gpt2s_tokens_are_sent_to_fine_tuning(tmp_path, script):
-    path = tmp_path / "my.py"
-    code, _, err = script(prepare_text.main, __file__, "--tokenizer=gpt2", f"--write={path}")
-    assert code == 2 and len(err) == 1
-    assert err[0].endswith("to fine-tune GPT-2 on this text: docs/finetune.md")
-    assert not path.exists()
-
-
 def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
     """A window in each split, and an iteration; one token less is one line."""
     path, least = tmp_path / "my.py", prepare_text.LEAST_TOKENS_WRITTEN
     text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
     text.write_text("x" * (2 * least - 3))  # and two ends of text
     half = [str(text), "--val_fraction=0.5", *flags]
-    with pytest.raises(UserError, match=f"each needs at least {least}; give more text, about"):
-        prepare_text.main(half)
+    result = run("data/prepare_text.py", *half)
+    assert result.code == 2 and f"each needs at least {least}; give more text" in result.err
     assert not path.exists()
     text.write_text("x" * (2 * least - 2))
-    assert prepare_text.main(half) is None
+    prepare(*half)
     flags = [f"--out_dir={tmp_path / 'run'}", "--sample_tokens=0", "--max_iters=1", *CPU]
     assert train.main([str(path), *flags]) == 0
 
 
-def evaluated(losses: list[tuple[float, float]], dataset, out_dir, monkeypatch, **changes) -> None:
-    """A run whose evaluations, every two iterations, are these: of training and validation."""
-    left = iter(losses)
-    monkeypatch.setattr(train, "estimate_loss", lambda *_: ([*next(left)], None))
-    iters = 2 * (len(losses) - 1)
-    run_here(dataset, out_dir, max_iters=iters, eval_interval=2, **changes)
+def test_fine_tuning_that_only_harms_leaves_no_best_pt(tmp_path):
+    folder = write_dataset(tmp_path / "data", [3000])
+    harmful = dict(max_iters=4, eval_interval=2, learning_rate=30.0, grad_clip=0.0)
+    run_here(folder, tmp_path / "run", **harmful)
+    before, *others = [record["val_loss"] for record in records(tmp_path / "run", "eval")]
+    assert min(others) > before
+    assert not (tmp_path / "run/best.pt").exists()
 
 
-def test_losses_on_other_tokens_are_not_compared(dataset, tmp_path, monkeypatch, capsys):
-    """A resumed run with another eval_tokens: its first evaluation is the best so far."""
-    evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 2.9)], dataset, tmp_path, monkeypatch)
-    other = dict(init_from="resume", eval_tokens=64)
-    losses = [(2.3, 3.2), (2.2, 3.1), (4.0, 4.0), (4.0, 4.0), (4.0, 4.0)]  # two are read
-    evaluated(losses, dataset, tmp_path, monkeypatch, **other)
-    assert "validation" not in capsys.readouterr().err
-    assert read_weights(str(tmp_path / "best.pt"))["progress"]["best_val_loss"] == 3.1
-
-
-def test_fine_tuning_that_only_harms_leaves_no_best_pt(dataset, tmp_path, monkeypatch):
-    evaluated([(3.0, 3.0), (2.9, 3.1), (2.8, 3.2)], dataset, tmp_path, monkeypatch)
-    assert not (tmp_path / "best.pt").exists()
-
-
-def test_samples_and_exports_come_from_the_best_evaluation(tmp_path, script, monkeypatch):
-    """Also of a run that was stopped after that, between two evaluations."""
-    dataset = write_dataset(tmp_path / "data", [1500], vocab=256)
-    evaluated([(4.0, 4.0), (2.5, 3.0), (2.4, 3.01)], dataset, tmp_path / "run", monkeypatch)
-    options = dict(max_new_tokens=5, num_samples=1, device="cpu", start="a")
-    words = [f"--{key}={value}" for key, value in options.items()]
-
-    def source_of(given: str) -> str:
-        code, _, err = script(sample.main, given, *words)
-        (line,) = err
-        assert code == 0
-        return line
-
-    best, newest = tmp_path / "run/best.pt", tmp_path / "run/ckpt-00000004.pt"
-    expected = f"{best}, iteration 2, val loss 3.0000"
-    assert source_of(f"--out_dir={tmp_path}/run") == f"model: {expected}"
-    assert convert.ckpt_to_hf(str(tmp_path / "run"), str(tmp_path / "hf")) == expected
-    # a checkpoint that is named is the one that is read
-    assert source_of(f"--init_from={newest}") == f"model: {newest}, iteration 4, val loss 3.0100"
+# -----------------------------------------------------------------------------
+# Fine-tuning on it
 
 
 def fine_tuning(weights: str) -> list[list[str]]:
@@ -262,9 +293,9 @@ def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch
     short = [*steps, "--sample_tokens=0", *CPU]
     for name, text in (("my", LINES * 100), ("letters", LINES[::-1] * 100)):
         Path(f"{name}.txt").write_text(text)
-    assert prepare_text.main(["my.txt", "--write=config/my.py", "--val_fraction=0.2"]) is None
+    prepare("my.txt", "--write=config/my.py", "--val_fraction=0.2")
     assert train.main(["config/my.py", *short]) == 0
-    assert prepare_text.main(["letters.txt", "--val_fraction=0.2"]) is None
+    prepare("letters.txt", "--val_fraction=0.2")
     (arguments,) = fine_tuning("out/my/best.pt")
     assert train.main([*arguments, *short]) == 0
     before, *_, after = records(Path("out/letters"), "eval")

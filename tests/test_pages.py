@@ -186,15 +186,18 @@ def test_everybody_runs_the_same_tests():
 TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 
 
-def test_csv_becomes_documents_as_the_page_says(tmp_path, monkeypatch):
+def test_text_files_become_jsonl_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = code_blocks(ROOT / "docs/data.md", "python")
-    rows = "".join(f'{n},"{TEXT * 20}"\n' for n in range(9))
-    Path("my.csv").write_text("id,body\n" + rows, encoding="utf-8")
+    Path("texts/deep").mkdir(parents=True)
+    texts = [f"{n}\n{TEXT * 20}" for n in range(9)]
+    for n, text in enumerate(texts):
+        Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text)
     exec(block, {})
-    assert run("data/prepare_text.py", "my.jsonl", "--out=data/my").code == 0
+    result = run("data/prepare_text.py", "my.jsonl")
+    assert result.code == 0, result.err
     shards = read_manifest(Path("data/my"))["shards"]
-    assert sum(shard["documents"] for shard in shards) >= 9
+    assert sum(shard["bytes"] for shard in shards) == sum(map(len, texts))
 
 
 def test_shakespeares_characters_are_made_as_the_page_says(tmp_path, monkeypatch):

@@ -10,25 +10,29 @@ import signal
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
-from documents import check_documents, documents, write_jsonl, write_parquet
+from documents import (
+    check_documents,
+    documents,
+    manifest_of,
+    stored,
+    write_jsonl,
+    write_parquet,
+)
 from helpers import flags as all_flags
-from helpers import full_disk_at, load, needs_signals, run_here, start_process
+from helpers import load, needs_signals, run_here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from program import run, start
 
-import sample
-import train
-from common.console import RunError, UserError
-from data import prepare_fineweb, prepare_text
+from common.console import UserError
 from data import tokenizer as tokenizer_module
 from data.shards import open_dataset, read_folder
 from data.tokenizer import Tokenizer, split_long, train_bpe
-from data.writer import Plan, prepare
 
+TEXT, FINEWEB = "data/prepare_text.py", "data/prepare_fineweb.py"
 TEXTS = [text for text in documents(300, seed=3) if text]
 OTHER_TEXTS = [text[::-1] for text in TEXTS]
 # as large as the models of tests need it
@@ -54,19 +58,9 @@ def another(tmp_path_factory) -> Path:
 
 def prepare_rows(folder: Path, texts: list, tokenizer: str = f"bpe:{VOCAB}") -> Path:
     source = write_parquet(folder / "rows.parquet", texts)
-    flags = [str(source), f"--tokenizer={tokenizer}", f"--out={folder / 'data'}", "--workers=1"]
-    assert prepare_text.main(flags) is None
+    result = run(TEXT, source, f"--tokenizer={tokenizer}", f"--out={folder / 'data'}")
+    assert (result.code, result.err) == (0, "")
     return folder / "data"
-
-
-def tokens_of(folder: Path, split: str) -> list[int]:
-    """Read without any of our code: 1024 bytes of header, then uint16."""
-    files = sorted(folder.glob(f"{split}_*.bin"))
-    return [int(i) for file in files for i in np.fromfile(file, dtype="<u2", offset=1024)]
-
-
-def manifest_of(folder: Path) -> dict:
-    return json.loads((folder / "manifest.json").read_text("utf-8"))
 
 
 # -----------------------------------------------------------------------------
@@ -123,7 +117,7 @@ def test_a_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, o
     text = Tokenizer(data.tokenizer)
     splits = []
     for split in ("val", "train"):
-        ids = tokens_of(mine, split)
+        ids = stored(mine, split)
         begins = [i for i, id in enumerate(ids) if id == manifest["eot"]]
         ends = [*begins[1:], len(ids)]
         splits.append([text.decode(ids[i + 1 : j]) for i, j in zip(begins, ends, strict=True)])
@@ -137,11 +131,11 @@ def test_validation_text_trains_no_tokenizer(tmp_path):
     book = tmp_path / "book.txt"  # its end is for validation
     book.write_text("".join(TEXTS) + "\n\n" + "xyxyxyxyxy " * 50, "utf-8")
     flags = ["--val_fraction=0.03", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'text'}"]
-    assert prepare_text.main([str(book), *flags]) is None
+    assert run(TEXT, book, *flags).code == 0
     vocab = json.loads((tmp_path / "text/tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
     flags = ["--val_tokens=300", f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'rows'}"]
-    assert prepare_fineweb.main([f"--source={source}", *flags]) is None
+    assert run(FINEWEB, f"--source={source}", *flags).code == 0
     vocab = json.loads((tmp_path / "rows/tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
 
@@ -167,8 +161,7 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
     letters[::9] = 32
     (tmp_path / "words.txt").write_bytes(letters.tobytes())
     out = tmp_path / "out"
-    command = ["data/prepare_text.py", str(tmp_path / "words.txt"), f"--out={out}"]
-    process = start_process(*command, "--tokenizer=bpe:60000")
+    process = start(TEXT, str(tmp_path / "words.txt"), f"--out={out}", "--tokenizer=bpe:60000")
     assert process.stdout.readline().startswith("tokenizer: training")
     time.sleep(4)
     began = time.monotonic()
@@ -178,61 +171,11 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
     assert not err and not out.exists()
 
 
-def test_an_interrupted_preparation_goes_on_with_the_same_tokenizer(tmp_path, monkeypatch):
-    straight, out = tmp_path / "straight", tmp_path / "out"
-    source = write_parquet(tmp_path / "a.parquet", TEXTS)
-    flags = [f"--source={source}", "--val_tokens=100", "--shard_tokens=1k", "--workers=1"]
-    flags.append(f"--tokenizer=bpe:{VOCAB}")
-    assert prepare_fineweb.main([*flags, f"--out={straight}"]) is None
-    with full_disk_at("train_000003.bin"):
-        with pytest.raises(RunError, match="the same command continues"):
-            prepare_fineweb.main([*flags, f"--out={out}"])
-    monkeypatch.setattr(prepare_fineweb, "train_bpe", None)  # is not needed again
-    assert prepare_fineweb.main([*flags, f"--out={out}"]) is None
-    for path in straight.iterdir():
-        assert (out / path.name).read_bytes() == path.read_bytes()
-
-
-@pytest.mark.parametrize("shard_tokens", [7, 100, 10**6])
-def test_every_byte_of_text_is_counted_in_one_shard(own, tmp_path, shard_tokens):
-    def source(file, row):
-        yield 0, 0, [None, "", "\ud83d", *TEXTS[:8]]
-
-    for tokenizer in (own, Tokenizer({"kind": "byte"})):
-        plan = Plan(tmp_path / tokenizer.kind, "s", [], tokenizer, 0, {}, val_tokens=1)
-        plan.shard_tokens = shard_tokens
-        with mock.patch("os.fsync"):
-            shards = prepare(plan, source, 1)["shards"]
-        assert sum(shard["bytes"] for shard in shards) == 1 + sum(
-            len(text.encode()) for text in TEXTS[:8]
-        )
-        if tokenizer.kind == "byte":
-            for shard in shards:
-                assert shard["bytes"] == shard["tokens"] - shard["documents"]
-
-
-def test_commands_end_with_what_there_is_and_how_to_train_on_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("my novel.txt").write_text("caf\u00e9 \n" * 1000, "utf-8")
-    assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) is None
-    lines = capsys.readouterr().out.splitlines()
-    tokens = sum(len(tokens_of(Path("data/my novel"), split)) for split in ("train", "val"))
-    command = "config/quickstart.py '--dataset=my novel' '--out_dir=out/quickstart_my novel'"
-    assert lines[-3].startswith("data/my novel: 2 documents, ")
-    assert lines[-2].startswith(f"text: 7,000 bytes, {7000 / tokens:.3f} bytes per token; ")
-    # Windows' shells quote with "
-    assert lines[-1].replace('"', "'") == f"next: python train.py {command}"
-    # the same command again says the same
-    assert prepare_text.main(["my novel.txt", "--tokenizer=bpe:260"]) is None
-    again = capsys.readouterr().out.splitlines()
-    assert again == ["data/my novel: complete, nothing to do", *lines[-3:]]
-
-
 # -----------------------------------------------------------------------------
 # Training with it
 
 
-def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path, script):
+def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path):
     run_here(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
     run_here(mine, tmp_path / "run", init_from="resume", max_iters=6)
     state = load(tmp_path / "run", 6)
@@ -240,59 +183,58 @@ def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path, script):
     assert state["vocab"] == VOCAB
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # a sample needs no data folder
     flags = [f"--out_dir={tmp_path / 'elsewhere'}", "--start=alpha<|endoftext|> na\u00efve"]
-    code, out, _ = script(sample.main, *flags, "--num_samples=2", "--max_new_tokens=20")
-    assert code == 0 and out.startswith("alpha<|endoftext|> na\u00efve")
+    result = run("sample.py", *flags, "--num_samples=2", "--max_new_tokens=20")
+    assert result.code == 0 and result.out.startswith("alpha<|endoftext|> na\u00efve")
     run_here(mine, tmp_path / "tuned", init_from=tmp_path / "run", max_iters=2)
 
 
-def test_two_tokenizers_are_never_mixed(mine, another, tmp_path, script):
+def refusal(result) -> str:
+    """The one error line of a command that was refused."""
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert result.code == 2 and len(errors) == 1, result
+    return errors[0]
+
+
+def train_on(dataset, out_dir, **options):
+    return run("train.py", *all_flags(dataset, out_dir, **options))
+
+
+def test_two_tokenizers_are_never_mixed(mine, another, tmp_path):
     run_here(mine, tmp_path / "run", max_iters=1)
-    for options in (dict(init_from="resume"), dict(init_from=tmp_path / "run")):
-        out = tmp_path / "run" if options["init_from"] == "resume" else tmp_path / "new"
-        code, _, err = run_flags(script, another, out, **options)
-        assert code == 2 and len(err) == 1 and err[0].startswith("error: dataset: "), err
-    assert "another tokenizer" in err[0]
-    bytes_run = tmp_path / "bytes"
-    run_here(prepare_rows(tmp_path, TEXTS, "byte"), bytes_run, max_iters=1)
-    code, _, err = run_flags(script, mine, tmp_path / "new", init_from=bytes_run)
-    assert code == 2 and len(err) == 1 and "another tokenizer (bpe)" in err[0]
+    resumed = train_on(another, tmp_path / "run", init_from="resume")
+    assert "another tokenizer" in refusal(resumed)
+    tuned = train_on(another, tmp_path / "new", init_from=tmp_path / "run")
+    assert "another tokenizer" in refusal(tuned)
+    run_here(prepare_rows(tmp_path, TEXTS, "byte"), tmp_path / "bytes", max_iters=1)
+    tuned = train_on(mine, tmp_path / "new", init_from=tmp_path / "bytes")
+    assert "another tokenizer (bpe)" in refusal(tuned)
 
 
-def run_flags(script, dataset, out_dir, **options):
-    return script(train.main, *all_flags(dataset, out_dir, **options))
-
-
-def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, script, monkeypatch):
+def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # its shards go to data/streamed
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     options = dict(stream=True, data_workers=1, tokenizer=mine / "tokenizer.json")
     run_here(source, tmp_path / "run", max_iters=2, **options)
-    state = load(tmp_path / "run", 2)
-    assert state["tokenizer"] == open_dataset(str(mine)).tokenizer
+    assert load(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
     # without naming it again, as the dataset
     flags = [f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--compile=False"]
     flags += ["--device=cpu", "--dtype=float32", "--data_workers=1", "--eval_tokens=256"]
-    assert train.main([*flags, "--batch_size=4", "--max_iters=3"]) == 0
+    assert run("train.py", *flags, "--batch_size=4", "--max_iters=3").code == 0
     options |= dict(init_from="resume", max_iters=4, tokenizer=another / "tokenizer.json")
-    code, _, err = run_flags(script, source, tmp_path / "run", **options)
-    assert code == 2
-    assert len(err) == 1
-    assert "another tokenizer" in err[0]
+    assert "another tokenizer" in refusal(train_on(source, tmp_path / "run", **options))
 
 
-def test_a_preparation_that_has_written_no_tokenizer_yet_is_read_as_unfinished(mine, tmp_path):
+def test_a_preparation_that_has_written_no_tokenizer_yet_is_unfinished(mine, tmp_path):
     """A stream looks at any moment."""
-    manifest = json.loads((mine / "manifest.json").read_text("utf-8"))
-    begun = json.dumps(manifest | dict(shards=[], complete=False))
-    (tmp_path / "manifest.json").write_text(begun, "utf-8")
+    begun = manifest_of(mine) | dict(shards=[], complete=False)
+    (tmp_path / "manifest.json").write_text(json.dumps(begun), "utf-8")
     assert len(read_folder(tmp_path).train) == 0
-    with pytest.raises(UserError, match="unfinished"):
-        open_dataset(str(tmp_path))
+    assert "unfinished" in refusal(train_on(tmp_path, tmp_path / "run"))
 
 
-def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path, script):
-    code, _, err = run_flags(script, mine, tmp_path / "run", tokenizer=mine / "tokenizer.json")
-    assert code == 2 and len(err) == 1 and "tokenizer: a data folder has its own" in err[0]
+def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path):
+    result = train_on(mine, tmp_path / "run", tokenizer=mine / "tokenizer.json")
+    assert "tokenizer: a data folder has its own" in refusal(result)
 
 
 def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsys):
@@ -320,16 +262,14 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
         (".", "; give one of byte, gpt2, "),
     ],
 )
-def test_a_tokenizer_that_there_is_not(tmp_path, script, name, message):
+def test_a_tokenizer_that_there_is_not(tmp_path, name, message):
     source, out = write_parquet(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
     flags = [f"--tokenizer={name}", f"--out={out}"]
-    for main, files in (
-        (prepare_text.main, [source]),
-        (prepare_fineweb.main, [f"--source={source}", "--val_tokens=100"]),
-    ):
-        code, said, err = script(main, *files, *flags)
-        assert code == 2 and len(err) == 1 and message in err[0] and not out.exists()
-        assert bool(said) == (name == "bpe:60000")  # all others are refused before text is read
+    for command in ([TEXT, source], [FINEWEB, f"--source={source}", "--val_tokens=100"]):
+        result = run(*command, *flags)
+        assert message in refusal(result) and not out.exists()
+        # all others are refused before text is read
+        assert bool(result.out) == (name == "bpe:60000")
 
 
 def edited(change) -> str:
@@ -364,13 +304,12 @@ TOKENIZER_FILES = {
 
 
 @pytest.mark.parametrize("content, message", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
-def test_a_tokenizer_json_that_cannot_be_used(tmp_path, script, content, message):
+def test_a_tokenizer_json_that_cannot_be_used(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     path.write_text(content if isinstance(content, str) else content(), "utf-8")
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
-    flags = [f"--tokenizer={path}", f"--out={tmp_path / 'out'}"]
-    code, _, err = script(prepare_text.main, source, *flags)
-    assert code == 2 and len(err) == 1 and message in err[0] and f"{path}: " in err[0]
+    line = refusal(run(TEXT, source, f"--tokenizer={path}", f"--out={tmp_path / 'out'}"))
+    assert message in line and f"{path}: " in line
     assert not (tmp_path / "out").exists()
 
 
@@ -385,44 +324,38 @@ def test_other_names_of_end_of_text_and_settings_that_would_change_the_tokens(ow
     assert list(theirs.encode(TEXTS[0])) == ids and len(ids) > 4
 
 
-def test_a_folder_without_its_tokenizer_is_not_trained_on(mine, tmp_path, script):
+def test_a_folder_without_its_tokenizer_is_not_trained_on(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     (folder / "tokenizer.json").unlink()
-    flags = [f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
-    code, _, err = script(train.main, *flags)
     message = "tokenizer.json: No such file or directory; restore it, or prepare it again"
-    assert code == 2 and len(err) == 1 and message in err[0], err
+    assert message in refusal(train_on(folder, tmp_path / "run"))
 
 
-def test_a_preparation_continues_with_no_other_tokenizer(mine, tmp_path, script):
+def test_a_preparation_continues_with_no_other_tokenizer(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     content = (folder / "tokenizer.json").read_text("utf-8")
     (folder / "tokenizer.json").write_text(content + "\n", "utf-8")
     flags = [mine.parent / "rows.parquet", f"--out={folder}", f"--tokenizer=bpe:{VOCAB}"]
-    code, _, err = script(prepare_text.main, *flags)
-    assert code == 2 and len(err) == 1 and "other flags (tokenizer_sha256); choose" in err[0], err
+    assert "other flags (tokenizer_sha256); choose" in refusal(run(TEXT, *flags))
 
 
-def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_path, script):
+def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_path):
     path = tmp_path / "out/tokenizer.json"
     path.parent.mkdir()
     path.write_text(own.spec["json"], "utf-8")
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     for name in (path, "bpe:300", "bpe:280", "byte"):
-        flags = [f"--tokenizer={name}", f"--out={path.parent}"]
-        code, _, err = script(prepare_text.main, source, *flags)
-        assert code == 2 and len(err) == 1 and "holds files of another program" in err[0]
+        result = run(TEXT, source, f"--tokenizer={name}", f"--out={path.parent}")
+        assert "holds files of another program" in refusal(result)
     assert os.listdir(path.parent) == ["tokenizer.json"]
     assert path.read_text("utf-8") == own.spec["json"]
 
 
-def test_too_little_text_leaves_nothing(tmp_path, script):
+def test_too_little_text_leaves_nothing(tmp_path):
     source = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
     out = tmp_path / "out"
-    flags = [f"--source={source}", f"--out={out}", "--tokenizer=bpe:257"]
-    code, _, err = script(prepare_fineweb.main, *flags, "--val_tokens=1M")
-    assert code == 2 and "0 for training" in err[0] and not out.exists()
-    code, _, err = script(
-        prepare_fineweb.main, *flags[:2], "--tokenizer=bpe:999", "--val_tokens=1M"
-    )
-    assert code == 2 and "less validation" in err[0] and not out.exists()
+    flags = [f"--source={source}", f"--out={out}", "--val_tokens=1M"]
+    assert "0 for training" in refusal(run(FINEWEB, *flags, "--tokenizer=bpe:257"))
+    assert not out.exists()
+    assert "less validation" in refusal(run(FINEWEB, *flags, "--tokenizer=bpe:999"))
+    assert not out.exists()
