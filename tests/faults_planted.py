@@ -919,5 +919,47 @@ FAULTS = [
         "return max(config.keep_checkpoints, 2) + 1",
         "return max(config.keep_checkpoints, 2)",
         "test_plan.py::test_a_figure_of_a_plan_is_the_one_computed_by_hand[a disk]",
+    # compare.py
+    Fault(
+        "losses_compare_only_where_all_tokens_are_equal",
+        "compare.py",
+        'same_of_start(ours, "val_fingerprint")',
+        'same_of_start(ours, "data_fingerprint")',
+        "test_compare.py::test_equal_tokens_compare_in_loss_equal_text_in_bits_per_byte",
+    ),
+    Fault(
+        "bits_per_byte_compare_on_any_text",
+        "compare.py",
+        '        word = NO_VERDICT if why_bits_do_not_compare(runs) else "lower"\n',
+        '        word = "lower"\n',
+        "test_compare.py::test_equal_tokens_compare_in_loss_equal_text_in_bits_per_byte",
+    ),
+    Fault(
+        "unknown_tokens_count_as_equal",
+        "compare.py",
+        "    return len(set(values)) == 1 if all(values) else None\n",
+        "    return len(set(values)) == 1\n",
+        "test_compare.py::test_equal_tokens_compare_in_loss_equal_text_in_bits_per_byte",
+    ),
+    Fault(
+        "losses_are_read_off_long_lines",
+        "reports/runs.py",
+        "NEAR = 0.2\n",
+        "NEAR = 0.9\n",
+        "test_compare.py::test_a_loss_is_read_off_a_short_line_between_evaluations_only",
+    ),
+    Fault(
+        "nanogpts_evaluations_count_as_iterations",
+        "reports/nanogpt_log.py",
+        "            is_plain = it > 0 and it not in evals and ms > 0\n",
+        "            is_plain = it > 0\n",
+        "test_compare.py::test_the_notes_two_runs_give_speed_and_mfu_of_a_4070",
+    ),
+    Fault(
+        "nanogpts_mfu_includes_its_evaluations",
+        "reports/nanogpt_log.py",
+        "    for part in (text[: min(later, default=len(text))], text):\n",
+        "    for part in (text,):\n",
+        "test_compare.py::test_the_notes_two_runs_give_speed_and_mfu_of_a_4070",
     ),
 ]

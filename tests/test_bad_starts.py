@@ -206,6 +206,9 @@ TOOLS = [
     ("compare.py console.txt", "console.txt out_dir"),
     ("compare.py run run/metrics.jsonl --pgn=x.png", "--pgn"),
     ("compare.py run --loss=low", "--loss 'low'"),
+    ("compare.py old.log --gpu=4711", "gpu 4711"),
+    ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
+    ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
     ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
@@ -319,6 +322,7 @@ def write_runs() -> None:
 def write_texts() -> None:
     text = "It was a dark and stormy night.\n" * 300
     Path("book.txt").write_text(text)
+    Path("old.log").write_text("iter 100: loss 4.5, time 168.20ms, mfu 41.20%\n")
     Path("book.docx").write_bytes(b"PK\3\4")
     Path("short.txt").write_text("Too short.")
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
