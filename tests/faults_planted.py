@@ -919,6 +919,8 @@ FAULTS = [
         "return max(config.keep_checkpoints, 2) + 1",
         "return max(config.keep_checkpoints, 2)",
         "test_plan.py::test_a_figure_of_a_plan_is_the_one_computed_by_hand[a disk]",
+    ),
+    # -----------------------------------------------------------------------------
     # compare.py
     Fault(
         "losses_compare_only_where_all_tokens_are_equal",
