@@ -469,6 +469,7 @@ def state_to_save(
         shards_read=data.stream.shards_read(p.sequences) if data.stream else [],
         config=config_values(c),
         val_loss=p.val_loss if p.evaluated_at == p.iter_num else None,
+        unwritten=log.unwritten.decode(),
     )
 
 

@@ -23,6 +23,7 @@ import plain
 import pytest
 import torch
 from moments import (
+    PAGE,
     Clock,
     after_updates,
     at_update,
@@ -193,6 +194,21 @@ def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_
     assert not [it for it in saved if 4 < it < 30]
     train_tiny(tokens, tmp_path / "straight", **options)
     assert_same_run(tmp_path / "straight", disk / "run", 40)
+
+
+def test_records_that_a_disk_refused_to_the_end_are_in_the_checkpoint(
+    tokens, straight, make_disk, tmp_path
+):
+    """metrics.jsonl alone is on the full disk. A resume makes a new file in out_dir of it."""
+    disk, out_dir = make_disk(PAGE), tmp_path / "run"
+    out_dir.mkdir()
+    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+    with at_update(7, lambda: signal.raise_signal(signal.SIGTERM)):
+        stopped = run_tiny(tokens, out_dir)
+    assert stopped.code == 128 + signal.SIGTERM
+    assert column(out_dir, "step", "iter") != list(range(7))
+    train_tiny(tokens, out_dir, init_from="resume")
+    assert_same_run(straight, out_dir, 8)
 
 
 def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):

@@ -20,7 +20,7 @@ from common.files import plain
 from configurator import Config, config_values
 from training.clock import CATEGORIES, Clock
 from training.hardware import Hardware
-from training.log import Log, Tracker, drop_records, tokenizer_name
+from training.log import Log, drop_records, tokenizer_name
 from training.ranks import Ranks
 
 KINDS = ("step", "eval", "checkpoint", "event")
@@ -223,32 +223,6 @@ def test_a_console_on_a_full_disk_costs_its_lines_not_the_run(monkeypatch):
         say("iter 1: loss 2.0")
         warn("metrics.jsonl: No space left on device; the run continues")
     assert sys.stdout.name == sys.stderr.name == os.devnull
-
-
-class Disk:
-    """A file on a disk with room for so many bytes."""
-
-    def __init__(self, room: int):
-        self.room, self.content = room, b""
-
-    def write(self, content: bytes) -> int:
-        if not self.room:
-            raise OSError(28, "No space left on device")
-        size = min(len(content), self.room)
-        self.content += content[:size]
-        self.room -= size
-        return size
-
-
-def test_records_that_a_full_disk_refuses_are_written_once_there_is_room(capsys):
-    log = Log.__new__(Log)
-    log.file, log.tracker, log.unwritten = Disk(300), Tracker(Config(), 0), b""
-    for it in range(9):
-        if it == 7:
-            log.file.room = 10_000
-        log.record("step", iter=it, loss=3.0)
-    assert [json.loads(line)["iter"] for line in log.file.content.splitlines()] == list(range(9))
-    assert capsys.readouterr().err.count("metrics.jsonl: No space left on device") == 1
 
 
 class Interrupted(io.RawIOBase):

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -55,7 +56,7 @@ class Log:
         self.ranks = ranks
         self.out_dir = Path(config.out_dir)
         self.file: BinaryIO | None = None
-        self.unwritten = b""  # records that did not fit on a full disk
+        self.unwritten = b""  # records that a full disk has not taken; a checkpoint has them too
         self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
@@ -70,8 +71,9 @@ class Log:
             return
         progress = resumed["progress"] if resumed else None
         self.lock = claim_folder(self.out_dir, progress)
-        if progress:
+        if resumed and progress:
             drop_records(self.out_dir / "metrics.jsonl", progress)
+            self.unwritten = missing_lines(self.out_dir / "metrics.jsonl", resumed["unwritten"])
         self.file = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; later records are written again
@@ -278,12 +280,18 @@ class Log:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        waiting = bool(self.unwritten)
-        self.unwritten += json.dumps(record).encode() + b"\n"
+        lines = self.unwritten + json.dumps(record).encode() + b"\n"
+        end = self.file.seek(0, os.SEEK_END)
         try:
-            while self.unwritten:
-                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            left = lines
+            while left:
+                left = left[self.file.write(left) :]
+            self.unwritten = b""
         except OSError as error:  # a full disk: the run matters more than its records
+            with contextlib.suppress(OSError):
+                self.file.truncate(end)  # or half a line would stay
+            waiting = bool(self.unwritten)
+            self.unwritten = lines
             if not waiting:
                 rest = "keeping its records in memory until there is room"
                 warn(f"metrics.jsonl: {error.strerror}; {rest}")
@@ -438,6 +446,13 @@ def drop_records(path: Path, progress: dict) -> None:
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
         warn(f"{path}: {error.strerror}; repeated records remain")
+
+
+def missing_lines(path: Path, lines: str) -> bytes:
+    """The lines that are not in the file, which need not exist."""
+    there = set(path.read_bytes().splitlines()) if path.exists() else set()
+    missing = [line for line in lines.encode().splitlines() if line not in there]
+    return b"".join(line + b"\n" for line in missing)
 
 
 def tokenizer_name(spec: dict) -> str:
