@@ -17,10 +17,12 @@ than a fifth of the way so far, or if the first is at iteration 0, where the los
 
 import common  # before torch  # noqa: F401  isort: skip
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,6 +76,14 @@ PLACES: dict[str, Callable[[float], str]] = dict(
     tokens=lambda at: f"at {at:,.0f} tokens",
     hours=lambda at: f"after {hours_text(at)}",
 )
+
+
+class Point(NamedTuple):
+    """Where losses are compared."""
+
+    axis: str
+    at: float
+    key: str  # of the row, in the JSON
 
 
 @dataclass
@@ -193,7 +203,10 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
     rows = [loss_row("best val loss", "best_val_loss", lowest)]
     if len(runs) > 1:
-        rows += [loss_row(*cells) for cells in losses_at_equal_points(runs)]
+        common = [] if problem else points_of_common_evaluations(runs)
+        for axis, at, key in [*common, *equal_points(runs)]:
+            losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
+            rows.append(loss_row(f"val loss {PLACES[axis](at)}", key, losses))
         if target is None:
             target = lowest_that_all_reach(runs)
     if target is not None:
@@ -210,30 +223,27 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     return rows
 
 
-def losses_at_equal_points(runs: list[Run]) -> list[tuple[str, str, list]]:
-    """(label, key, losses) at evaluations that all runs have, and at equal points of each axis."""
-    curves = {axis: [learning_curve(run, axis) for run in runs] for axis in PLACES}
-    latest = {axis: common_point(curves[axis]) for axis in PLACES}
+def equal_points(runs: list[Run]) -> list[Point]:
+    """On each axis, the latest evaluation of any run at which all losses are known."""
+    points = []
+    for axis in PLACES:
+        at = common_point([learning_curve(run, axis) for run in runs])
+        if at is not None:
+            points.append(Point(axis, at, f"val_loss_at_equal_{axis}"))
+    return points
+
+
+def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
+    """
+    Evaluations that all runs have, evenly spaced, before the last one, which equal_points() has.
+    """
     # where iterations differ in tokens, equal tokens say more
     axis = "iter" if len({run.start.get("tokens_per_iter") for run in runs}) == 1 else "tokens"
-    points = [
-        (axis, f"val_loss_at_{axis}/{at:.0f}", at)
-        for at in common_evaluations(curves[axis])
-        if at != latest[axis]
-    ]
-    points += [(axis, f"val_loss_at_equal_{axis}", at) for axis, at in latest.items() if at]
-    rows = []
-    for axis, key, at in points:
-        losses = [loss_at(*curve, at) for curve in curves[axis]]
-        rows.append((f"val loss {PLACES[axis](at)}", key, losses))
-    return rows
-
-
-def common_evaluations(curves: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
-    """Points at which every run was evaluated: the last, and evenly spaced ones before it."""
-    shared = sorted(set.intersection(*(set(x.tolist()) for x, _ in curves)))
-    spacing = -(-len(shared) // MOST_EVALUATIONS)
-    return shared[::-1][:: spacing or 1][::-1]
+    evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
+    shared = sorted(set.intersection(*evaluated))
+    spacing = math.ceil(len(shared) / MOST_EVALUATIONS)
+    chosen = shared[::-1][::spacing][::-1] if shared else []
+    return [Point(axis, at, f"val_loss_at_{axis}/{at:.0f}") for at in chosen[:-1]]
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
@@ -286,13 +296,13 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
     if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
         return "unequal tokenizers"
     ours = [run for run in runs if not is_nanogpt(run)]
-    same = same_of_start(ours, "val_fingerprint") if len(ours) > 1 else True
-    if same is None:  # an older version knew only whether training and validation tokens are equal
-        same = same_of_start(ours, "data_fingerprint")
-    if same is None:
-        return "unknown validation tokens"
-    if not same:
-        return "unequal validation tokens"
+    if len(ours) > 1:
+        same = same_of_start(ours, "val_fingerprint")
+        if same is False:
+            return "unequal validation tokens"
+        # an older version's records tell only whether training and validation tokens are equal
+        if same is None and not same_of_start(ours, "data_fingerprint"):
+            return "unknown validation tokens: a run of an older version on other data"
     # nanoGPT's log tells only the name of its data, and it evaluates on random tokens of them
     if len(ours) < len(runs):
         names = [dataset_name(run) for run in runs]
@@ -302,7 +312,7 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
         if len(set(names)) > 1:
             return "unequal datasets"
     if len({eval_settings(run, ours) for run in ours}) > 1:
-        return "unequal tokens evaluated; choose the same eval_tokens"
+        return "unequal evaluations; choose the same eval_tokens"
     return ""
 
 

@@ -115,7 +115,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         dtype=dtype,
         peak_tflops=config.peak_tflops or row_peak(row, dtype, config.tf32),
         memory_gib=float(row["memory_gib"]),
-        link_gbs=float(row["link_gbs"] or PCIE_GBS),
+        link_gbs=link_of(name),
         published_mfu=tuple(float(percent) / 100 for percent in percents),
         published_by=row["mfu_source"] or f"published: {row['mfu_percent']}% of its peak",
     )
@@ -127,7 +127,13 @@ def card_here(config: Config) -> Card:
     memory = None
     if hw.device.type == "cuda":
         memory = torch.cuda.get_device_properties(hw.device).total_memory / GIB
-    return Card(hw.name, hw.dtype_name, hw.peak_tflops, memory)
+    return Card(hw.name, hw.dtype_name, hw.peak_tflops, memory, link_of(hw.name))
+
+
+def link_of(name: str) -> float:
+    """GB/s between GPUs of this name in one machine."""
+    links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
+    return float(links.get(name.removeprefix("NVIDIA ")) or PCIE_GBS)
 
 
 # -----------------------------------------------------------------------------
@@ -225,7 +231,8 @@ def card_and_pace(
                 "the two flags"
             )
         if not card and device:
-            card = Card(device, run.start["dtype"], run.start["peak_tflops"])
+            dtype, peak = run.start["dtype"], run.start["peak_tflops"]
+            card = Card(device, dtype, peak, link_gbs=link_of(device))
         card = card or card_here(config)
         return card, pace_of_run(config, model, run, options, card)
     if options.iter_seconds:

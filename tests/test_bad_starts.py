@@ -182,7 +182,23 @@ TOOLS = [
     ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours -1"),
-    ("bench.py plan tiny.py --from_run=nowhere", "nowhere"),
+    ("bench.py plan tiny.py --gpu=7900XTX", "gpu 7900XTX --gpu=all --iter_seconds --from_run"),
+    ("bench.py plan tiny.py --gpu=m2", "gpu m2 --gpu=all --iter_seconds --from_run"),
+    ("bench.py plan tiny.py --gpu=3080", "gpu 3080 10GB 12GB"),
+    ("bench.py plan tiny.py --gpu=T4 --dtype=bfloat16", "dtype T4 --dtype=float16"),
+    ("bench.py plan tiny.py --gpu=b100 --dtype=bfloat16", "gpu peak B100 --iter_seconds"),
+    ("bench.py plan tiny.py --gpu=4070 --gpus=3", "gradient_accumulation_steps 3"),
+    ("bench.py plan tiny.py --iter_seconds=9 --hours=0.001", "hours no iteration"),
+    ("bench.py plan tiny.py --gpu=all --watts=200", "gpu --watts one GPU"),
+    ("bench.py plan tiny.py --gpu=all --hours=8", "gpu --hours one GPU"),
+    ("bench.py plan tiny.py --watts=200W", "watts '200W'"),
+    ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
+    ("bench.py plan tiny.py --iter_seconds=1 --from_run=run", "iter_seconds from_run"),
+    ("bench.py plan tiny.py --n_embd=2048 --block_size=240", "gpu CPU --gpu=4070 --iter_seconds"),
+    ("bench.py plan tiny.py --from_run=nowhere", "nowhere No such file"),
+    ("bench.py plan tiny.py --from_run=book.txt", "book.txt no iteration"),
+    ("bench.py plan tiny.py --from_run=run --n_embd=64", "from_run another model"),
+    ("bench.py plan tiny.py --from_run=run --gpu=4070", "gpu run 4070"),
     ("compare.py", "required"),
     ("compare.py nowhere", "nowhere No such file"),
     ("compare.py empty", "empty metrics.jsonl"),
@@ -190,6 +206,9 @@ TOOLS = [
     ("compare.py console.txt", "console.txt out_dir"),
     ("compare.py run run/metrics.jsonl --pgn=x.png", "--pgn"),
     ("compare.py run --loss=low", "--loss 'low'"),
+    ("compare.py old.log --gpu=4711", "gpu 4711"),
+    ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
+    ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
     ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
@@ -303,6 +322,7 @@ def write_runs() -> None:
 def write_texts() -> None:
     text = "It was a dark and stormy night.\n" * 300
     Path("book.txt").write_text(text)
+    Path("old.log").write_text("iter 100: loss 4.5, time 168.20ms, mfu 41.20%\n")
     Path("book.docx").write_bytes(b"PK\3\4")
     Path("short.txt").write_text("Too short.")
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))

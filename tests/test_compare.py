@@ -205,6 +205,15 @@ def test_tokens_to_a_loss_or_why_they_are_not_known(loss, iterations, said, tmp_
     assert all(said in line for line in reasons)
 
 
+@pytest.mark.parametrize("before, after, loss", [(90, 110, 3.0), (75, 125, None)])
+def test_a_loss_is_read_off_a_short_line_between_evaluations_only(before, after, loss, tmp_path):
+    """At iteration 100 the line may span 20 iterations, a fifth of the way so far."""
+    a = write_run(tmp_path / "a", {0: 8.0, 100: 3.5})
+    b = write_run(tmp_path / "b", {0: 8.0, before: 3.1, after: 2.9})
+    figures = Table(a, b).runs["b"]
+    assert figures.get("val_loss_at_equal_iter") == (loss and pytest.approx(loss))
+
+
 @pytest.mark.parametrize(
     "key, values, verdict",
     [
@@ -573,7 +582,12 @@ def test_powershells_utf_16_and_a_pattern_are_read(logs, tmp_path):
 
 def test_a_few_lines_of_a_log_are_read_as_far_as_they_go(tmp_path):
     log = tmp_path / "cut.log"
-    lines = "iter 800: loss 4.8, time 3900.00ms, mfu 12.93%\nstep 900: train loss 5, val loss 6\n"
+    lines = """\
+step 700: train loss 6, val loss 7
+iter 700: loss 4.9, time 23900.00ms, mfu 12.93%
+iter 800: loss 4.8, time 3900.00ms, mfu 12.93%
+step 900: train loss 5, val loss 6
+"""
     log.write_text(lines)
     table = Table(log, write_run(tmp_path / "a", {0: 8.0, 900: 3.0}))
     assert table.runs["cut"]["best_val_loss"] == 6
@@ -634,3 +648,16 @@ def test_a_machine_without_matplotlib_prints_the_table(tmp_path):
         asked_for = run("compare.py", a, f"--png={tmp_path / 'a.png'}")
         assert asked_for.code == 2
         assert "best val loss" in asked_for.out
+
+
+@pytest.mark.parametrize("flag", ["--png=a", "--png=no/where.png", "--json=a"])
+def test_a_place_that_cannot_be_written_is_one_line_after_the_table(flag, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), {0: 8.0, 5: 3.0})
+    before = sorted(tmp_path.rglob("*"))
+    result = run("compare.py", "a", flag)
+    assert result.code == 2
+    assert "best val loss" in result.out
+    (said,) = result.err.splitlines()
+    assert said.startswith(f"error: {flag.partition('=')[2]}")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -11,7 +11,7 @@ from argparse import Namespace
 
 import pytest
 from pages import plan
-from program import ROOT, run, write_tokens
+from program import ROOT, records, run, write_tokens
 
 from configurator import Config
 from reports.plan import plan as plan_with
@@ -45,9 +45,9 @@ FIGURES = {
             hours_range=[21.667, 21.667],
             kwh=4.333,
             cost=4.36 * 0.2,
-            # 1.01 * (0.74 + 16384 * (12 * (32 * 384 + 40) + 4 * 384)
-            # + 2 * 50304 * (2 * 4096 + 4 * 384)) + 0.55 = 4.76 GB
-            vram_gib=4.76e9 / GIB,
+            # 1.01 * (18 N - 2 * 1024 * 384 + 16384 * (12 * (32 * 384 + 40) + 4 * 384)
+            # + 2 * 50304 * (2 * 4096 + 4 * 384)) + 0.55e9
+            vram_gib=4.756e9 / GIB,
         ),
     ),
     "the users' 124M run": (
@@ -268,6 +268,13 @@ def test_several_gpus_share_the_work_and_average_their_gradients(gpu, flags, exc
     assert "averaging gradients" in p["out"] and "averaging gradients" not in one["out"]
 
 
+def test_the_power_and_the_rent_are_those_of_all_gpus():
+    """Eight GPUs of 300 W and of 1.50 an hour."""
+    p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", "--watts=300", "--price_hour=1.5")
+    assert p["kwh_total"] == pytest.approx(2.4 * p["hours_total"])
+    assert p["rent"] == pytest.approx(12 * p["hours_total"])
+
+
 def write_log(folder, **start):
     """The log of a run of TINY in which an iteration of 128 tokens took 40, 50 and 90 ms."""
     folder.mkdir()
@@ -394,6 +401,29 @@ def test_all_gpus_are_one_table_the_fastest_first():
     assert by_name["GeForce RTX 4090"]["hours"] == plan("gpt124m_4090", "--gpu=4090")["hours"]
 
 
+@pytest.mark.parametrize("n, evals, saves", [(7, 3, 2), (8, 4, 0), (1, 5, 3), (12, 4, 6)])
+def test_evaluations_and_checkpoints_are_those_that_train_makes(n, evals, saves, tmp_path):
+    """Their number, and the size of a checkpoint, which has some bytes of names more."""
+    data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
+    keys = [*TINY[1:], f"--dataset={data}", f"--max_iters={n}", f"--eval_interval={evals}"]
+    keys += [
+        f"--checkpoint_interval={saves}",
+        "--n_embd=64",
+        "--batch_size=2",
+        "--eval_tokens=64",
+        "--sample_tokens=0",
+    ]
+    keys += ["--device=cpu", "--dtype=float32"]
+    out = tmp_path / "run"
+    config = ROOT / "config/quickstart.py"
+    assert run("train.py", config, *keys, f"--out_dir={out}", "--keep_checkpoints=20").code == 0
+    p = plan(TINY[0], *keys, "--iter_seconds=0.001")
+    assert p["evaluations"] == len(records(out, "eval"))
+    assert p["checkpoints"] == len(records(out, "checkpoint"))
+    size = (out / f"ckpt-{n:08}.pt").stat().st_size
+    assert size / 1e9 == pytest.approx(p["checkpoint_gb"], rel=0.05)
+
+
 def test_a_datasets_tokens_vocabulary_and_validation_split_are_those_planned_with(tmp_path):
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     p = plan(*TINY, f"--dataset={data}", "--iter_seconds=1", "--eval_tokens=99999")
@@ -408,8 +438,8 @@ def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = ROOT / "config/fast124m_4070.py"
     command = "prepare_fineweb.py --tokens="
-    for flags, tokens in (([], "1.3B"), (["--hours=8"], "2B"), (["--hours=1"], "200M")):
-        told = run("bench.py", "plan", config, "--gpu=4070", *flags)
+    for more, tokens in (([], "1.3B"), (["--hours=8"], "2B"), (["--hours=1"], "200M")):
+        told = run("bench.py", "plan", config, "--gpu=4070", *more)
         assert f"{command}{tokens} " in told.err, told
     told = run("bench.py", "plan", config, "--gpu=4070", "--dataset_tokens=10B")
     assert command not in told.err
@@ -420,8 +450,8 @@ def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["bench.py", "plan", ROOT / "config/gpt124m_4070.py", "--gpu=4070"]
     command.append("--dataset_tokens=300k")
-    for n, flags, warns in ((20, [], True), (2, [], False), (20, ["--dropout=0.1"], False)):
-        assert ("35.0 epochs" in run(*command, f"--max_iters={n}", *flags).err) is warns
+    for n, more, warns in ((20, [], True), (2, [], False), (20, ["--dropout=0.1"], False)):
+        assert ("35.0 epochs" in run(*command, f"--max_iters={n}", *more).err) is warns
 
 
 def test_help_lists_plans_own_flags_and_not_the_keys():
