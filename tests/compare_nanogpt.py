@@ -10,6 +10,7 @@ bench.py compares rows: on a CPU by CPU time.
 """
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -103,9 +104,11 @@ def memory_of_imports() -> float:
     """GiB in use before there is a model; 0 on a GPU, where only torch's own memory counts."""
     if torch.cuda.is_available():
         return 0.0
-    code = "import resource, reports.bench_child; print(resource.getrusage(0).ru_maxrss / 2**20)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
-    return float(done.stdout)
+    # what resource.getrusage() tells of a process includes its parent's memory
+    code = "import reports.bench_child; print(open('/proc/self/status').read())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)[0]) / 2**20
 
 
 def main(argv: list[str]) -> None:
