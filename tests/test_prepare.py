@@ -113,6 +113,7 @@ def test_real_fineweb_documents(vocabulary, tmp_path):
     "val_tokens, shard_tokens, tokens",
     [
         (1, 1, None),
+        (5, 100, None),  # two whole documents
         (60, 7, None),
         (60, 1000, 200),
         (300, 90, 100),
