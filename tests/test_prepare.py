@@ -229,7 +229,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "line, moments",
     [
-        ("book.txt rows.jsonl", (1, 3)),
+        ("book.txt rows.jsonl", (3, 5)),
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),
