@@ -105,10 +105,11 @@ class Stream:
         if self.preparing:
             self.listen()
         manifest = self.folder / "manifest.json"
-        if manifest.exists() and self.run_id in ("", read_manifest(self.folder).get("run_id")):
+        if manifest.exists():
             seen = [*self.data.train.shards, *self.data.val.shards]
             try:
-                self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
+                if self.run_id in ("", read_manifest(self.folder).get("run_id")):
+                    self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
             except (FileNotFoundError, UserError):
                 if manifest.exists():  # otherwise the preparation found too little text
                     raise

@@ -100,7 +100,8 @@ def prepare(plan: Plan, workers: int) -> dict:
             wait_for_lock(lock, plan.folder)
             manifest = begin_or_continue(plan)
             if not manifest["complete"]:
-                write_shards(plan, manifest, workers)
+                if manifest["next"]:  # else the source had ended when the last launch was stopped
+                    write_shards(plan, manifest, workers)
                 finish(plan, manifest)
     except KeyboardInterrupt:
         print_err(f"stopped: {CONTINUE}")
@@ -145,8 +146,8 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
-    wanted = plan.train_tokens or 0
-    if "next" not in manifest and wanted > (manifest.get("train_tokens") or wanted):
+    before = manifest.get("train_tokens")  # earlier versions noted that, and no place to go on
+    if "next" not in manifest and before and (plan.train_tokens or 0) > before:
         problem = "an earlier version made it, so that it cannot be given more tokens"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
 
@@ -275,15 +276,15 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
         while manifest["next"] and totals["train"] < most:
             # how many tokens the next shard of each split may take
             room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
-            first_split = "train"
+            split = "train"  # of whole documents
             if totals["val"] < plan.val_tokens:
-                first_split = "val"
+                split = "val"
                 room["val"] = min(plan.shard_tokens, plan.val_tokens - totals["val"])
             else:
                 plan.wait(totals["train"])
-            parts = take(documents, first_split, room, manifest, bar)
-            for split in [*parts]:  # frees each part before the next one is written
-                write_part(plan, manifest, split, parts.pop(split))
+            parts = take(documents, split, room, manifest, bar)
+            for name in [*parts]:  # frees each part before the next one is written
+                write_part(plan, manifest, name, parts.pop(name))
             write_manifest(plan.folder, manifest)
             totals = tokens_of(manifest)
     documents.close()  # ends the threads

@@ -136,7 +136,7 @@ DATA = [
 FOLDERS = [
     ("train.py tiny.py --out_dir=run", "run earlier run --init_from=auto"),
     # it would evaluate random weights, not those of the run
-    ("train.py tiny.py --out_dir=run --eval_only=True", "run earlier run --init_from=auto"),
+    ("train.py tiny.py --out_dir=run --eval_only=True --init_from=scratch", "run earlier run"),
     ("train.py tiny.py --out_dir=damaged_run", "damaged_run earlier run"),
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "book.txt"),

@@ -142,7 +142,7 @@ def test_tokens_per_iter_sets_accumulation_and_names_what_would_divide():
 def test_of_accumulation_and_tokens_per_iter_the_last_one_wins(
     tmp_path, given, accumulation, tokens
 ):
-    steps_line, tokens_line = "gradient_accumulation_steps = 8\n", "tokens_per_iter = 4096\n"
+    steps_line, tokens_line = "gradient_accumulation_steps = 4\n", "tokens_per_iter = 4096\n"
     files = {
         "FILE": write(tmp_path, tokens_line, "a.py"),
         "BOTH": write(tmp_path, steps_line + tokens_line, "b.py"),

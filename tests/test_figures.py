@@ -59,8 +59,9 @@ def peer_figures():
         ("| tokens per second in eager", "compare_124m", "speed_ratio"),
     ):
         found = [result(f"cpu/{name}")[key] for name in PEERS.values() if name.startswith(files)]
-        for page in ("README.md", "docs/from_nanogpt.md"):
-            yield page, f"{start}...| 1 |", [min(found), max(found)]
+        yield "docs/from_nanogpt.md", f"{start}...| 1 |", [min(found), max(found)]
+        if key == "speed_ratio" and files == "peer_124m":
+            yield "README.md", "On CPUs it trains", [min(found), max(found)]
 
 
 def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:

@@ -113,6 +113,7 @@ def test_real_fineweb_documents(vocabulary, tmp_path):
     "val_tokens, shard_tokens, tokens",
     [
         (1, 1, None),
+        (5, 100, None),  # two whole documents
         (60, 7, None),
         (60, 1000, 200),
         (300, 90, 100),
@@ -228,7 +229,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "line, moments",
     [
-        ("book.txt rows.jsonl", (1, 3)),
+        ("book.txt rows.jsonl", (3, 5)),
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),

@@ -114,7 +114,8 @@ def test_another_encoding_is_given_for_what_is_not_unicode(encoding):
 
 
 UNREADABLE = {
-    "one broken byte": (JAPANESE.encode() + b"\xff" + JAPANESE.encode(), "line 41 is not utf-8"),
+    # all of its bytes are letters of cp1252
+    "one broken byte": (GERMAN.encode() + b"\xff" + GERMAN.encode(), "line 31 is not utf-8"),
     "half a letter": (JAPANESE.encode("utf-16") + b"a", "line 41 is not utf-16"),
     "UTF-16 without a mark": ("a line\n".encode("utf-16-le") * 99, "NULs"),
     "encoded twice": (GERMAN.encode("cp1252").decode("latin1").encode(), "control characters"),
