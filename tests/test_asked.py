@@ -8,6 +8,7 @@ import re
 import runpy
 import signal
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -193,6 +194,20 @@ def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
     )
     assert float(found["mfu"]) > 0
     assert float(found["mem_gib"]) > 0
+
+
+# -----------------------------------------------------------------------------
+# One command
+
+
+@pytest.mark.parametrize("extra, file", [("", "requirements.txt"), ("dev", "requirements-dev.txt")])
+def test_uv_installs_what_pip_does(extra, file):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    ours = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    lines = [
+        line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()
+    ]
+    assert ours == [line for line in lines if line and not line.startswith("-r")]
 
 
 # -----------------------------------------------------------------------------

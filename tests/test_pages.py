@@ -52,6 +52,7 @@ def test_every_command_names_a_script_its_configs_and_its_flags(page):
     commands = pages.command_lines(page)
     made = [word.partition("--write=")[2] for command in commands for word in command]
     made += [file for c in commands for mark, file in itertools.pairwise(c) if mark == ">"]
+    made += re.findall(r"^cp \S+ (\S+)$", read(page), re.MULTILINE)
     for command in commands:
         script, *words = command
         assert (ROOT / script).is_file(), command
