@@ -46,6 +46,7 @@ from training import hardware
 from training.clock import SAVE_EVERY, next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.hardware import count_flops
+from training.log import LARGE_CORPUS, MANY_EPOCHS
 from training.ranks import check_shares
 
 # MFU assumed of a GPU without a published one in gpus.csv, by the first of these words that its
@@ -546,7 +547,10 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         return plan_all(config, model, options)
     card, pace = card_and_pace(config, model, options, measure)
     p = make_plan(config, model, card, pace, options)
-    if p["epochs"] and p["epochs"] > MOST_EPOCHS and not config.dropout:
+    is_large = (p["dataset_tokens"] or 0) >= LARGE_CORPUS
+    if is_large and p["epochs"] > MANY_EPOCHS:
+        warn(f"{p['epochs']:.1f} epochs of a large dataset; prepare more tokens, or train on fewer")
+    elif p["epochs"] and p["epochs"] > MOST_EPOCHS and not config.dropout:
         warn(
             f"{p['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little; prepare a "
             "larger dataset, or add --dropout=0.1"

@@ -234,6 +234,15 @@ def test_more_than_two_epochs_of_a_large_corpus_are_warned_of(epochs, warned, tm
     assert ("2.1 epochs" in result.err) == warned
 
 
+@pytest.mark.parametrize("tokens, warned", [("6B", False), ("2B", True)])
+def test_plan_warns_of_them_too(tokens, warned):
+    """10B tokens."""
+    flags = ("config/gpt124m_4070.py", "--gpu=4070", f"--dataset_tokens={tokens}")
+    result = run("bench.py", "plan", *flags)
+    assert result.code == 0, result.err
+    assert ("5.0 epochs" in result.err) == warned
+
+
 def test_eval_only_on_a_run_evaluates_that_run(tokens, tmp_path):
     out_dir = tmp_path / "run"
     keys = TINY | dict(dataset=tokens, out_dir=out_dir, block_size=16, learning_rate=0.01)
