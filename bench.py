@@ -1,277 +1,245 @@
 """
-Measure and plan training, with the training step of train.py.
+Measure and plan training. What is measured is train.py itself: it runs for some seconds, on random
+tokens if the dataset is missing, and the lines of its log are read.
 
-    python bench.py step CONFIG      speed, MFU, memory and compile time of a configuration
-    python bench.py ladder CONFIG    what each optimisation is worth on this machine
+    python bench.py                  GPT-2 124M on this machine: speed, MFU, memory
+    python bench.py CONFIG           the same of a configuration
     python bench.py sweep CONFIG     the fastest micro-batch at the same tokens per iteration
+    python bench.py ladder CONFIG    what each optimisation is worth on this machine
     python bench.py plan CONFIG      hours, memory, energy and cost of a run before it starts
-    python bench.py peer CONFIG      this model and nanoGPT's in the same training step, in turn
 
-CONFIG stands for config files and --key=value flags, as for train.py. All modes train for some
-seconds, plan only on a machine without a GPU; if the dataset is missing, on random tokens.
+CONFIG stands for config files and --key=value flags, as for train.py.
 
     python bench.py MODE --help      the flags of a mode
     python train.py --help           every configuration key
 
 Examples:
 
-    python bench.py step config/gpt124m_4070.py --profile=trace.json
-    python bench.py ladder config/gpt124m_4070.py --png=ladder.png
+    python bench.py config/gpt124m_4070.py --batch_size=16
+    python bench.py config/gpt124m_4070.py --profile=trace.json
     python bench.py sweep config/gpt124m_4070.py --write=config/mine.py
+    python bench.py ladder config/gpt124m_4070.py --json=ladder.json
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
     python bench.py plan config/fast124m_4070.py --gpu=4070 --hours=8
-    python bench.py peer config/gpt124m_4070.py --nanogpt=../nanoGPT
 """
 
 import common  # before torch  # noqa: F401  isort: skip
-import contextlib
+import functools
 import json
-import math
-import multiprocessing
-import os
+import pickle
+import re
 import statistics
-import threading
+import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from common.child import keep_awake
+from common.child import keep_awake, start_child
 from common.console import (
     Parser,
     RunError,
     UserError,
+    command_line,
     did_you_mean,
     parse_count,
     print_err,
-    raise_if_any,
     run_main,
     say,
+    table_lines,
 )
-from configurator import Config, divisors, load_config, print_config
-from data.loader import Batch, Batches, to_batch
-from data.shards import Dataset, ShardTokens, check_dataset, open_dataset, vocab_where_missing
-from data.tokenizer import GPT2_VOCAB
-from model_fast import build_model
-from reports.plan import plan
-from train import build_optimizer, model_config, train_step
+from configurator import (
+    FIELDS,
+    NEVER,
+    Config,
+    config_values,
+    divisors,
+    load_config,
+    print_config,
+    read_config,
+)
+from data.shards import vocab_where_missing
+from reports import plan
+from reports.bench_child import CPU_SECONDS, PROFILE_HEADING
+from reports.runs import Run, percentile, read_run
 from training import hardware
-from training.compiled import compile_model
 
-# a timed window holds as many whole iterations as fill this time
-WINDOW_SECONDS = 1.0
+CHILD = Path(__file__).with_name("reports") / "bench_child.py"
+POLL_SECONDS = 0.2  # how often the log is read
+# The first two lines never count: they compile, and touch the optimizer's memory for the first time
+UNCOUNTED = 2
+LEAST_LINES = 3  # counted ones; and they take --seconds
+MOST_SECONDS = 60.0  # with the uncounted lines; after that one counted line is enough
+MICRO_BATCHES_PER_LINE = 10  # at most, and one iteration at least: the device is waited for at each
 RANDOM_TOKENS = 2**22
+KILLED = -9  # exit code of a process that Linux ended, which it does where memory runs out
 
-# -----------------------------------------------------------------------------
-# A model in training
+# What is measured without a config file: GPT-2 124M as in nanoGPT's own bench.py. A CPU has to be
+# done in two minutes.
+BARE = ["--batch_size=12", "--gradient_accumulation_steps=1"]
+BARE_CPU = [
+    "--batch_size=1",
+    "--block_size=256",
+    "--gradient_accumulation_steps=1",
+    "--compile=False",
+]
 
+# What a measured run sets: it trains from random weights until it is ended, and does nothing else
+# but the evaluation before its first iteration
+MEASURED: dict[str, Any] = dict(
+    init_from="scratch",
+    max_iters=NEVER,
+    lr_decay_iters=0,
+    hours=0.0,
+    until="",
+    max_minutes=0.0,
+    eval_interval=NEVER,
+    eval_tokens=1,
+    eval_only=False,
+    sample_tokens=0,
+    checkpoint_interval=NEVER,
+    tracker="none",
+)
 
-class Trainee:
-    """
-    A model in training, set up as in train.py, with random weights. For the ladder it can train in
-    two slower ways: without `read_ahead` each batch is loaded only when it is needed, and with
-    `host_sync` the host waits for the device before each micro-step.
-    """
-
-    def __init__(
-        self, config: Config, read_ahead=True, host_sync=False, nanogpt: Path | None = None
-    ):
-        """
-        `nanogpt`: a checkout of nanoGPT, whose model trains instead of ours, with the system's
-        default memory handling, as its users have it. Raises UserError.
-        """
-        self.config, self.read_ahead = config, read_ahead
-        self.hw = hw = hardware.set_up(config, keep_memory=not nanogpt)
-        self.memory_before = hw.peak_memory_gib() or 0.0
-        torch.manual_seed(config.seed)
-        data = real_or_random_data(config)
-        self.gpt_config = model_config(
-            config, data.vocab, flash=hw.flash(config), compiled=config.compile
-        )
-        self.model: torch.nn.Module = build_model(self.gpt_config).to(hw.device)
-        if host_sync:
-            self.model.register_forward_pre_hook(lambda *_: hw.synchronize())
-        if config.compile:
-            compile_model(self.model)
-        self.optimizer = build_optimizer(self.model, config, hw.dtype)
-        self.scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-        self.batches = Batches(data, config, hw.device)
-        self.loaded = 0  # sequences, without read_ahead
-        if not read_ahead:
-            self.batches.close()  # ends the thread that reads
-        if nanogpt:
-            use_nanogpt(self, nanogpt)
-
-    def step(self) -> Tensor:
-        """One iteration. Returns its mean loss, nats per token."""
-        loss_sum, _ = train_step(
-            self.model,
-            self.optimizer,
-            self.scaler,
-            self.micro_batches(),
-            self.config.grad_clip,
-            self.hw.autocast(),
-        )
-        return loss_sum / self.config.gradient_accumulation_steps
-
-    def micro_batches(self) -> list[Batch]:
-        accum = self.config.gradient_accumulation_steps
-        if self.read_ahead:
-            return self.batches.take(accum)
-        first, self.loaded = self.loaded, self.loaded + self.config.iter_sequences
-        starts = range(first, self.loaded, self.config.batch_size)
-        return [to_batch(self.batches.load(start), self.hw.device) for start in starts]
-
-    def timed(self, iters: int) -> float:
-        """Seconds per iteration over a window of `iters`."""
-        self.hw.synchronize()
-        began = time.perf_counter()
-        for _ in range(iters):
-            self.step()
-        self.hw.synchronize()
-        return (time.perf_counter() - began) / iters
-
-    def memory_gib(self) -> float | None:
-        """The most memory that training has added to the process, GiB; None where unknown."""
-        peak = self.hw.peak_memory_gib()
-        return None if peak is None else peak - self.memory_before
+Command = Sequence[str | Path]
 
 
-class RandomTokens(ShardTokens):
-    """Random tokens in memory, read like a dataset's."""
-
-    def __init__(self, vocab: int, seed: int):
-        random = np.random.default_rng(seed)
-        self.tokens = random.integers(0, vocab, RANDOM_TOKENS, dtype=np.uint16)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read_windows(self, positions: list[int], length: int) -> np.ndarray:
-        windows = [self.tokens[position : position + length] for position in positions]
-        return np.stack(windows).astype(np.int64)
-
-
-def real_or_random_data(config: Config) -> Dataset:
-    """
-    The config's dataset, or random tokens if there is none. Raises UserError if the dataset does
-    not suit the config.
-    """
-    vocab = vocab_where_missing(config)
-    if vocab is None:
-        raise_if_any(check_dataset(config))
-        return open_dataset(config.dataset)
-    tokens = RandomTokens(vocab, config.seed)
-    return Dataset("random tokens", tokens, tokens, vocab, dict(kind="unknown"), "random")
+class OutOfMemory(RunError):
+    """The micro-batch does not fit."""
 
 
 # -----------------------------------------------------------------------------
-# The measurement
+# One measurement
 
 
-def measure(trainee: Trainee, trials: int) -> dict:
-    """Train for a few seconds: compile first, then time `trials` windows."""
-    config, hw = trainee.config, trainee.hw
-    began = time.perf_counter()
-    first_loss = trainee.step().item()
-    first = time.perf_counter() - began
-    iters = math.ceil(WINDOW_SECONDS / trainee.timed(1))
-    windows = [trainee.timed(iters) for _ in range(trials)]
-    seconds = statistics.median(windows)
-    rate = config.iter_tokens / seconds
-    flops = hardware.count_flops(trainee.gpt_config)
-    return batch_keys(config, config.batch_size) | dict(
-        step_ms=1000 * seconds,
-        tokens_per_iter=config.iter_tokens,
-        tokens_per_sec=rate,
-        tokens_per_sec_range=[config.iter_tokens / max(windows), config.iter_tokens / min(windows)],
-        mfu=hw.mfu(flops, rate),
-        mem_gib=hw.peak_memory_gib(),
-        mem_training_gib=trainee.memory_gib(),
-        first_loss=first_loss,
-        compile_seconds=max(first - seconds, 0.0) if config.compile else 0.0,
-        machine=machine(hw),
-    )
-
-
-def machine(hw: hardware.Hardware) -> dict:
-    """What the figures were measured on, for the JSON."""
+def measure(
+    config: Config, seconds: float = 5.0, command: Command = (CHILD,), profile: str = ""
+) -> dict:
+    """
+    The speed and memory of a configuration on this machine, from the log of train.py. The time is
+    the median of its lines. `command`: a program that runs train.py as reports/bench_child.py does,
+    with flags of its own. `profile`: a file for a trace. Raises the UserError that ended the run.
+    """
+    run, printed, cpu_seconds = run_train(config, seconds, command, profile)
+    if profile:
+        say(*printed.partition(f"{PROFILE_HEADING}\n")[2].splitlines())
+    step_ms = run.step["step_ms"][UNCOUNTED:]
+    first = int(run.step["iter"][UNCOUNTED - 1]) + 1  # the first iteration that counts
+    start = run.start
+    compiled = re.search(r"^compile: ([\d.]+)s", printed, re.MULTILINE)
     return dict(
-        device=hw.name,
-        dtype=hw.dtype_name,
-        peak_tflops=hw.peak_tflops,
-        cpu=hardware.cpu_name(),
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        date=time.strftime("%Y-%m-%d"),
+        **batch_keys(config, config.batch_size),
+        step_ms=float(np.median(step_ms)),
+        tokens_per_iter=config.iter_tokens,
+        tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
+        tokens_per_sec_range=[1000 * config.iter_tokens / f(step_ms) for f in (max, min)],
+        cpu_ms=1000 * float(np.median(np.diff(cpu_seconds[first:]))),
+        lines=len(step_ms),
+        mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
+        mem_gib=percentile(run.step["mem_gib"], 100),
+        first_loss=float(run.step["loss"][0]),
+        compile_seconds=float(compiled[1]) if compiled else 0.0,
+        parameters=start["parameters"],
+        machine=dict(
+            device=start["device"],
+            device_type=start["device_type"],
+            dtype=start["dtype"],
+            peak_tflops=start["peak_tflops"],
+            cpu=hardware.cpu_name(),
+            threads=torch.get_num_threads(),
+            torch=start["torch"],
+            date=time.strftime("%Y-%m-%d"),
+        ),
     )
 
 
-def measure_apart(config: Config, trials: int, **how) -> dict:
+def run_train(
+    config: Config, seconds: float, command: Command, profile: str
+) -> tuple[Run, str, np.ndarray]:
     """
-    measure() in a new process, so that no memory and no compiled code is left over from the
-    previous measurement. `how`: the trainee's read_ahead, host_sync and nanogpt. If memory runs
-    out, the result holds only the micro-batch, and None as its tokens_per_sec.
+    Run train.py in a process until its log has enough lines, and end it. Returns the log, all that
+    was printed, and the CPU seconds that the process had used before each iteration.
     """
-    try:
-        with new_process() as pool:
-            return pool.submit(build_and_measure, config, trials, **how).result()
-    except Exception as error:
-        # a pool breaks when the system kills its process, most likely for its memory
-        if not (isinstance(error, BrokenProcessPool) or hardware.is_out_of_memory(error)):
-            raise
-        return batch_keys(config, config.batch_size) | dict(tokens_per_sec=None)
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        values = dict(MEASURED, out_dir=str(Path(folder, "run")))
+        every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
+        values["log_interval"] = min(config.log_interval, every)
+        if vocab := vocab_where_missing(config):
+            values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
+            values |= dict(stream=False, tokenizer="gpt2")
+        file = Path(folder, "config.py")
+        file.write_text(print_config(replace(config, **values)), "utf-8")
+        log = Path(folder, "run", "metrics.jsonl")
+        with open(Path(folder, "printed"), "wb") as output:
+            child = start_child(*command, file, stdout=output, stderr=output)
+            try:
+                while child.poll() is None and not has_enough(log, seconds):
+                    time.sleep(POLL_SECONDS)
+                is_measured = child.poll() is None
+                if is_measured and profile:
+                    trace = Path(profile).absolute()
+                    child.stdin.write(f"{trace}\n".encode())  # type: ignore[union-attr]  # a pipe
+                    is_measured = child.wait() == 0
+            finally:
+                child.kill()
+                child.wait()
+        printed = Path(folder, "printed").read_text("utf-8", errors="replace")
+        if not is_measured:
+            raise error_of(config, printed.splitlines(), child.returncode)
+        pass_warnings_on(printed.splitlines())
+        cpu_seconds = np.fromfile(Path(folder, CPU_SECONDS), sep="\n")
+        return read_run(log), printed, cpu_seconds
 
 
-def build_and_measure(config: Config, trials: int, **how) -> dict:
-    # here too, because torch's errors can be lost between processes
-    with readable_errors(config):
-        return measure(Trainee(config, **how), trials)
+def has_enough(log: Path, seconds: float) -> bool:
+    """Whether the log of the run so far can be measured."""
+    if not log.exists():
+        return False
+    step = read_run(log).step
+    # of each line but the first, whose iterations may have compiled
+    line_seconds = np.diff(step["iter"]) * step["step_ms"][1:] / 1000
+    counted = line_seconds[UNCOUNTED - 1 :]
+    if len(counted) >= LEAST_LINES and sum(counted) >= seconds:
+        return True
+    return len(counted) > 0 and sum(line_seconds) >= MOST_SECONDS
 
 
-def end_with_the_bench() -> None:
-    """Have this process end when its parent does, even if that is killed."""
-
-    def wait() -> None:
-        multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a child has one
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def new_process() -> ProcessPoolExecutor:
-    """
-    One process, which ends when this one does, however it ends. Spawned, because CUDA does not
-    survive a fork.
-    """
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_the_bench)
+def error_of(config: Config, lines: list[str], code: int) -> UserError:
+    """What to raise for a run that ended by itself: its own error lines."""
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if code == KILLED or any(line.startswith("out of memory") for line in errors):
+        return OutOfMemory(hardware.out_of_memory_line(config))
+    if not errors:
+        print_err(*lines)
+        return RunError(f"train.py ended with exit code {code}; the lines above are its own")
+    return UserError(*errors) if code == UserError.exit_code else RunError(*errors)
 
 
-@contextlib.contextmanager
-def readable_errors(config: Config) -> Iterator[None]:
-    """A RunError of one line when memory runs out or torch.compile does not work here."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if hardware.is_out_of_memory(error):
-            raise RunError(hardware.out_of_memory_line(config)) from None
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-            reason = str(error).strip().partition("\n")[0]
-            line = f"torch.compile does not work here ({reason}); --compile=False"
-            raise RunError(line) from None
-        raise
+warn_once = functools.cache(print_err)  # the rows of a table warn of the same
+
+
+def pass_warnings_on(lines: list[str]) -> None:
+    """Print what the run has warned of, but for the disk's room, as it saves no checkpoint."""
+    for line in lines:
+        if line.startswith("warning: ") and "checkpoints of" not in line:
+            warn_once(line)
+
+
+def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
+    """A dataset of random tokens, in nanoGPT's form."""
+    folder.mkdir()
+    random = np.random.default_rng(seed)
+    for split in ("train", "val"):
+        tokens = random.integers(0, vocab, RANDOM_TOKENS, dtype=np.uint16)
+        tokens.tofile(folder / f"{split}.bin")
+    (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocab)))
+    return str(folder)
 
 
 def batch_keys(config: Config, batch_size: int) -> dict:
@@ -281,74 +249,130 @@ def batch_keys(config: Config, batch_size: int) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# For people
+# One configuration
 
 
-def speed_text(r: dict) -> str:
-    if r["tokens_per_sec"] is None:
-        return "out of memory"
-    speed = f"{r['step_ms']:.1f} ms/iteration, {r['tokens_per_sec']:,.0f} tok/s"
-    return f"{speed}, mfu {percent(r['mfu'])}, mem {known(r['mem_gib'], 1)} GiB"
+def single(config: Config, options: Namespace) -> dict:
+    say("compiling and measuring: a minute or two" if config.compile else "measuring")
+    r = measure(config, options.seconds, profile=options.profile)
+    slowest, fastest = (f"{rate:,.0f}" for rate in r["tokens_per_sec_range"])
+    sizes = f"{config.gradient_accumulation_steps} x {config.batch_size} x {config.block_size}"
+    data = config.dataset
+    if vocab_where_missing(config):
+        data = f"random tokens; there is no dataset {config.dataset}"
+    rows = {
+        "machine": machine_text(r["machine"]),
+        "model": f"{config.model}, {r['parameters'] / 1e6:.2f}M parameters",
+        "data": data,
+        "iteration": f"{r['step_ms']:,.1f} ms for {r['tokens_per_iter']:,} tokens = {sizes}",
+        "speed": f"{r['tokens_per_sec']:,.0f} tokens/s ({slowest} to {fastest})",
+        "MFU": percent(r["mfu"]),
+        "memory": gib(r["mem_gib"]),
+        "compile": f"{r['compile_seconds']:.1f} s" if config.compile else "off",
+    }
+    say(*(f"{name:<9}  {text}" for name, text in rows.items()))
+    lines = f"{r['lines']} lines of train.py's log, from the third on"
+    say(f"median (slowest to fastest) of {lines}")
+    if options.is_bare and r["machine"]["device_type"] == "cpu":
+        say("on a CPU: one sequence of 256 tokens, not compiled, to be done in two minutes")
+    return r
 
 
-def known(number: float | None, digits: int) -> str:
-    return f"{number:.{digits}f}" if number else "n/a"
+def machine_text(machine: dict) -> str:
+    name = machine["cpu"] if machine["device_type"] == "cpu" else machine["device"]
+    threads = f", CPU threads: {machine['threads']}" if machine["device_type"] == "cpu" else ""
+    return f"{name}, {machine['dtype']}, torch {machine['torch']}{threads}"
 
 
 def percent(fraction: float | None) -> str:
     return "n/a" if fraction is None else f"{fraction:.1%}"
 
 
-def draw(path: str, title: str, rows: list[dict]) -> None:
-    """
-    Horizontal bars of tokens/s, one per row, the first on top, with the range of the windows.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 0.45 * len(rows) + 1.4), layout="constrained")
-    label = "tokens per second: median, and from the slowest window to the fastest"
-    axes = figure.add_subplot(title=title, xlabel=label)
-    rates = np.array([row["tokens_per_sec"] or 0 for row in rows])
-    # a row that ran out of memory has no bar
-    low, high = np.transpose([row.get("tokens_per_sec_range", (0, 0)) for row in rows])
-    names = [row["name"] for row in rows]
-    bars = axes.barh(names, rates, xerr=(rates - low, high - rates), capsize=3)
-    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    figure.savefig(path, dpi=110)
+def gib(number: float | None) -> str:
+    return "n/a" if number is None else f"{number:.2f} GiB"
 
 
 # -----------------------------------------------------------------------------
-# step
+# Several configurations in turn
+
+Row = tuple[str, Config, list[str]]  # name, configuration, flags of reports/bench_child.py
 
 
-def step(config: Config, options: Namespace) -> dict:
-    trials = options.trials or 5
-    say("compiling and warming up, about a minute" if config.compile else "warming up")
-    with readable_errors(config):
-        trainee = Trainee(config)
-        r = measure(trainee, trials)
-        if options.profile:
-            profile_step(trainee, options.profile)
-    m = r["machine"]
-    cpu = "" if m["cpu"] == m["device"] else f" ({m['cpu']})"
-    say(f"machine  {m['device']}{cpu}, {m['dtype']}, torch {m['torch']}")
-    say(f"step     {speed_text(r)}")
-    slowest, fastest = r["tokens_per_sec_range"]
-    say(f"         median of {trials} windows, {slowest:,.0f} to {fastest:,.0f} tok/s")
-    say(f"compile  {r['compile_seconds']:.1f} s")
-    return r
+def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
+    """
+    Measure each row, one after the other, --trials times over: so a machine that others make
+    slower for a while, or that becomes warm, does so to all rows. What measure() returns, for each
+    row; nothing for a row that runs out of memory.
+    """
+    found: list[list[dict]] = [[] for _ in rows]
+    too_large: set[int] = set()
+    turns = [(i, *row) for _ in range(options.trials) for i, row in enumerate(rows)]
+    progress = tqdm(turns, disable=None)
+    for i, name, config, flags in progress:
+        progress.set_description(name)
+        if i in too_large:
+            continue
+        try:
+            found[i].append(measure(config, options.seconds, [CHILD, *flags]))
+        except OutOfMemory:
+            found[i] = []
+            too_large.add(i)
+    return found
 
 
-def profile_step(trainee: Trainee, trace: str) -> None:
-    """Print what takes most of an iteration, and write a trace for chrome://tracing."""
-    with torch.profiler.profile() as profiler:
-        trainee.timed(1)
-    profiler.export_chrome_trace(trace)
-    on_gpu = trainee.hw.device.type == "cuda"
-    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    say(*profiler.key_averages().table(sort_by=order, row_limit=20).splitlines())
+def pace(r: dict) -> float:
+    """
+    The tokens/s by which rows are compared. On a CPU tokens per second of CPU time, because other
+    programs may take several times the wall time away.
+    """
+    if r["machine"]["device_type"] == "cpu":
+        return 1000 * r["tokens_per_iter"] / r["cpu_ms"]
+    return r["tokens_per_sec"]
+
+
+def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
+    """
+    How many times as fast as `base`: the median of the turns; and [lowest, highest] of any turn
+    over any turn of `base`. Where nothing but noise differs, three turns miss 1 once in ten times.
+    """
+    ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=True)]
+    of_any = [pace(ours) / pace(theirs) for ours in runs for theirs in base]
+    return statistics.median(ratios), [min(of_any), max(of_any)]
+
+
+def row_of(row: Row, runs: list[dict]) -> dict:
+    """For --json: the run with the median pace, of two the faster; and the paces of all."""
+    name, config, _ = row
+    if not runs:
+        return dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
+    middle = sorted(runs, key=pace)[len(runs) // 2]
+    return dict(name=name, **middle, paces=[pace(r) for r in runs])
+
+
+def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]) -> None:
+    """Print the table of a sweep or a ladder. `more`: the cells of each row for `columns`."""
+    last = [row for row in rows if row["tokens_per_sec"]][-1]
+    is_cpu = last["machine"]["device_type"] == "cpu"
+    rate = "tokens/CPU s" if is_cpu else "tokens/s"
+    header = ["", "batch", "iteration", rate, *columns, "MFU", "memory", "compile"]
+    table = [header]
+    for row, cells in zip(rows, more, strict=True):
+        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
+        if row["tokens_per_sec"] is None:
+            table.append([row["name"], batch, "out of memory", *[""] * (len(header) - 3)])
+            continue
+        speed = [f"{row['step_ms']:,.1f} ms", f"{pace(row):,.0f}"]
+        load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
+        table.append([row["name"], batch, *speed, *cells, *load])
+    say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
+    say(*table_lines(table))
+    by = "CPU time, as other programs change the wall time" if is_cpu else "time"
+    say(f"median iterations of train.py, compared by {by}; turns of all rows: {len(last['paces'])}")
+
+
+def times(ratio: float, span: list[float]) -> list[str]:
+    low, high = span
+    return [f"{ratio:.2f}x", f"{low:.2f} to {high:.2f}"]
 
 
 # -----------------------------------------------------------------------------
@@ -356,45 +380,54 @@ def profile_step(trainee: Trainee, trace: str) -> None:
 
 
 def sweep(config: Config, options: Namespace) -> dict:
-    sizes = sweep_sizes(config)
-    if options.write and Path(options.write).exists():
-        raise UserError(f"write: {options.write} exists; remove it or choose another name")
-    rows = []
-    for size in tqdm(sizes, desc="micro-batches", disable=None):
-        resized = replace(config, **batch_keys(config, size))
-        rows.append(measure_apart(resized, options.trials or 3))
-    measured = [row for row in rows if row["tokens_per_sec"]]
-    if not measured:
+    """A quarter to four times batch_size, as far as they divide the sequences of an iteration."""
+    near = [config.batch_size * share for share in (0.25, 0.5, 1, 2, 4)]
+    sizes = [size for size in divisors(config.iter_sequences) if size in near]
+    rows: list[Row] = [
+        (f"micro-batch {size}", replace(config, **batch_keys(config, size)), []) for size in sizes
+    ]
+    found = measure_in_turn(rows, options)
+    fitting = [runs for runs in found if runs]
+    if not fitting:
         listed = ", ".join(map(str, sizes))
-        raise UserError(f"batch_size: {listed} all ran out of memory; try a smaller one")
-    best = max(measured, key=lambda row: row["tokens_per_sec"])
-    m = best["machine"]
-    say(f"{config.iter_tokens:,} tokens per iteration on {m['device']}, {m['dtype']}")
-    for row in rows:
-        row["name"] = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
-        mark = "  <- fastest" if row is best else ""
-        say(f"{row['name']:>10}  {speed_text(row)}{mark}")
+        raise RunError(f"batch_size: {listed} all ran out of memory; try a smaller one")
+    best = max(fitting, key=lambda runs: statistics.median(map(pace, runs)))
+    table = [row_of(row, runs) for row, runs in zip(rows, found, strict=True)]
+    more = [times(*compare(runs, best)) if runs else [] for runs in found]
+    show(f"sweep of {config.model}", table, ["of the fastest", "range"], more)
+    fastest = table[found.index(best)]
+    say(f"the fastest: --batch_size={fastest['batch_size']}")
     if options.write:
-        write_config(Path(options.write), config, best)
-    if options.png:
-        draw(options.png, "micro-batch x accumulation", rows)
-    return dict(rows=rows, fastest=best["batch_size"])
+        write_config(Path(options.write), config, fastest, table)
+    return dict(rows=table, fastest=fastest["batch_size"])
 
 
-def sweep_sizes(config: Config) -> list[int]:
-    """A quarter to four times batch_size, if they divide the sequences of an iteration."""
-    b = config.batch_size
-    return [n for n in divisors(config.iter_sequences) if n in (b / 4, b / 2, b, 2 * b, 4 * b)]
+# Written even with their default values: other keys change these defaults
+ALWAYS_WRITTEN = ("dataset", "batch_size", "learning_rate", "min_lr")
 
 
-def write_config(path: Path, config: Config, best: dict) -> None:
+def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) -> None:
     """The configuration with the fastest micro-batch, as a config file for train.py."""
     # a new out_dir, because the measured config may have a run in its out_dir
-    fastest = batch_keys(config, best["batch_size"]) | dict(out_dir=f"out/{path.stem}")
-    m = best["machine"]
-    measured = f"# The fastest micro-batch of a sweep: {speed_text(best)}\n"
-    where = f"# {m['device']}, {m['dtype']}, torch {m['torch']}, {m['date']}\n\n"
-    path.write_text(measured + where + print_config(replace(config, **fastest)), "utf-8")
+    values = config_values(config) | dict(out_dir=f"out/{path.stem}")
+    values |= batch_keys(config, fastest["batch_size"])
+    if config.tokens_per_iter:
+        del values["gradient_accumulation_steps"]  # it follows from the tokens
+    machine = fastest["machine"]
+    lines = [
+        f"# The fastest micro-batch, measured on {machine['date']} with",
+        f"# {machine_text(machine)}:",
+    ]
+    for row in rows:
+        speed = "out of memory"
+        if row["tokens_per_sec"]:
+            speed = f"{pace(row):,.0f} tokens/s, {gib(row['mem_gib'])}"
+        lines.append(f"#   batch_size {row['batch_size']}: {speed}")
+    lines.append("# The other keys are those of the measured configuration, but for out_dir.")
+    for name, value in values.items():
+        if name in ALWAYS_WRITTEN or value not in (FIELDS[name].default, NEVER):
+            lines.append(f"{name} = {value!r}")
+    path.write_text("\n".join(lines) + "\n", "utf-8")
     say(f"wrote {path}")
 
 
@@ -402,245 +435,153 @@ def write_config(path: Path, config: Config, best: dict) -> None:
 # ladder
 
 # the first row of the ladder: everything off
-LOWEST = dict(dtype="float32", tf32=False, compile=False, flash=False)
-LOWEST |= dict(loss_chunk="off", pad_vocab_multiple=1, tie_weights=False)
+LOWEST = dict(
+    dtype="float32",
+    tf32=False,
+    compile=False,
+    flash=False,
+    loss_chunk="off",
+    pad_vocab_multiple=1,
+    tie_weights=False,
+)
+HOST_SYNC, READ_LATE = "--host_sync", "--read_late"
 
 
 def ladder(config: Config, options: Namespace) -> dict:
     """
-    Measure and print a table in which each row adds one optimisation to those above it. `gain` is
-    over the previous row, `total_gain` over the first.
+    A table in which each row adds one optimisation to those above it. `gain` is over the row above,
+    `total_gain` over the first.
     """
-    device = hardware.set_up(config).device
-    title = f"micro-batch {config.batch_size}"
-    say(title)
-    say(f"{'':<18}{'batch':>6} {'tok/s':>9} {'gain':>6} {'total':>6} {'GiB':>6} {'mfu':>6}")
-    how: dict = {}
-    rows, rates = [], []
-    for name, changes, more_how in ladder_rows(device, config):
-        config, how = replace(config, **changes), how | more_how
-        row = dict(name=name) | measure_apart(config, options.trials or 3, **how)
-        rows.append(row)
-        rate = row["tokens_per_sec"]
-        if rate is None:
-            say(f"{name:<18}{row['batch_size']:>6} out of memory")
-            continue
-        rates.append(rate)
-        row["gain"], row["total_gain"] = rate / rates[max(0, len(rates) - 2)], rate / rates[0]
-        gains = f"{row['gain']:>5.2f}x {row['total_gain']:>5.2f}x"
-        load = f"{known(row['mem_gib'], 1):>6} {percent(row['mfu']):>6}"
-        say(f"{name:<18}{row['batch_size']:>6} {rate:>9,.0f} {gains} {load}")
-    say("each row runs in a new process; mfu is relative to the peak of the row's dtype")
-    if options.png:
-        draw(options.png, title, rows)
-    return dict(rows=rows)
+    rows = ladder_rows(config)
+    if options.refill:
+        if hardware.choose_device(config, local_rank=0).type != "cuda":
+            raise UserError("refill: it fills the memory of a CUDA GPU; leave it out here")
+        rows = [(name, refilled(row, flags), flags) for name, row, flags in rows]
+    found = measure_in_turn(rows, options)
+    table, more = [], []
+    before: list[list[dict]] = []  # the rows so far that fit
+    for row, runs in zip(rows, found, strict=True):
+        figures = row_of(row, runs)
+        if runs:
+            before.append(runs)
+            gain, gain_range = compare(runs, before[max(0, len(before) - 2)])
+            total, total_range = compare(runs, before[0])
+            figures |= dict(gain=gain, gain_range=gain_range)
+            figures |= dict(total_gain=total, total_gain_range=total_range)
+        more.append([*times(gain, gain_range), f"{total:.2f}x"] if runs else [])
+        table.append(figures)
+    if not before:
+        raise OutOfMemory(hardware.out_of_memory_line(config))
+    title = "micro-batches that fill the memory" if options.refill else "a fixed micro-batch"
+    show(f"ladder of {config.model}, {title}", table, ["gain", "range", "total"], more)
+    say("a gain whose range holds 1.00 may be noise")
+    if hardware.choose_device(config, local_rank=0).type == "cpu":
+        say("a CPU has nothing to wait for: the gain of 'no host sync' is all noise")
+    return dict(rows=table)
 
 
-def ladder_rows(device: torch.device, config: Config) -> list[tuple]:
-    """
-    The rows that this machine and this model can have: name, the config keys that the row changes,
-    and the changed options of Trainee. The changes stay for the rows below.
-    """
-    amp = dict(dtype="auto" if config.dtype == "float32" else config.dtype)
-    rows = [
-        ("float32", LOWEST, dict(host_sync=True, read_ahead=False)),
-        ("TF32", dict(tf32=True), {}),
-        ("no host sync", {}, dict(host_sync=False)),
-        ("AMP", amp, {}),
-        ("compile", dict(compile=True), {}),
-        ("flash attention", dict(flash=True), {}),
-        ("padded vocabulary", dict(pad_vocab_multiple=128), {}),
-        ("tied weights", dict(tie_weights=True), {}),
-        ("loader thread", {}, dict(read_ahead=True)),
+def ladder_rows(config: Config) -> list[Row]:
+    """The rows that this machine and this model can have. What a row changes stays for the next."""
+    amp = "auto" if config.dtype == "float32" else config.dtype
+    steps: list[tuple[str, dict, list[str]]] = [
+        ("float32", LOWEST, [HOST_SYNC, READ_LATE]),
+        ("TF32", dict(tf32=True), [HOST_SYNC, READ_LATE]),
+        ("no host sync", {}, [READ_LATE]),
+        ("mixed precision", dict(dtype=amp), [READ_LATE]),
+        ("compile", dict(compile=True), [READ_LATE]),
+        ("flash attention", dict(flash=True), [READ_LATE]),
+        ("padded vocabulary", dict(pad_vocab_multiple=128), [READ_LATE]),
+        ("tied weights", dict(tie_weights=True), [READ_LATE]),
+        ("reader thread", {}, []),
     ]
+    device = hardware.choose_device(config, local_rank=0)
     left_out = set()
     if config.model == "fast":  # it has a head of its own
         left_out.add("tied weights")
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         left_out.add("TF32")  # needs a GPU of the Ampere generation or later
-    return [row for row in rows if row[0] not in left_out]
-
-
-# -----------------------------------------------------------------------------
-# plan
-
-
-def ten_iterations(config: Config) -> float:
-    """Seconds per iteration, the mean of ten after a first one, in a new process."""
-    say("measuring ten iterations on this machine")
-    with new_process() as pool:
-        return pool.submit(time_ten, config).result()
-
-
-def time_ten(config: Config) -> float:
-    with readable_errors(config):
-        trainee = Trainee(config)
-        trainee.step()
-        return trainee.timed(10)
-
-
-# -----------------------------------------------------------------------------
-# peer
-
-SIDES = ("ours", "nanoGPT")
-# nats: bfloat16 rounding, and nanoGPT's exact GELU in place of GPT-2's tanh formula
-SAME_LOSS = 0.02
-SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-
-
-def peer(config: Config, options: Namespace) -> dict:
-    """
-    This model and nanoGPT's alternately, each time in a new process, through the same train_step:
-    same weights, batches, dtype, compile setting and fused AdamW. Raises UserError if the work is
-    not the same.
-    """
-    if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
-        raise UserError(f"nanogpt: {options.nanogpt}; --nanogpt= needs a clone of karpathy/nanoGPT")
-    if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
-        theirs = "nanoGPT has tied weights, GPT-2 and AdamW; with others the work is not the same"
-        raise UserError(f"tie_weights, model, optimizer: {theirs}")
-    rows = take_turns(config, Path(options.nanogpt), options.trials or 5)
-    losses = {side: rows[side][0]["first_loss"] for side in SIDES}
-    seconds = {side: [row["step_ms"] / 1000 for row in rows[side]] for side in SIDES}
-    memory = {side: max(row["mem_training_gib"] or 0 for row in rows[side]) for side in SIDES}
-    pairs = zip(seconds["ours"], seconds["nanoGPT"], strict=True)
-    ratios = [theirs / ours for ours, theirs in pairs]
-    speed, low, high = statistics.median(ratios), min(ratios), max(ratios)
-    for side in SIDES:
-        rate = config.iter_tokens / statistics.median(seconds[side])
-        gib = f"{known(memory[side], 2)} GiB"
-        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {losses[side]:.4f}, memory {gib}")
-    m = rows["ours"][0]["machine"]
-    span = f"(median of {len(ratios)} pairs in turn, {low:.3f} to {high:.3f})"
-    memory_ratio = memory["ours"] / memory["nanoGPT"] if memory["ours"] else None
-    of_memory = f"{known(memory_ratio, 3)} x the memory, both in {m['dtype']}"
-    say(f"ours / nanoGPT: {speed:.3f} x the tokens/s {span}, {of_memory}")
-    if config.device == "cpu" and m["dtype"] != "float32":
-        say("nanoGPT's own train.py computes in float32 on a CPU: compare with --dtype=float32 too")
-    return dict(
-        speed_ratio=speed,
-        speed_ratio_range=[low, high],
-        seconds_per_iter=seconds,
-        memory_ratio=memory_ratio,
-        memory_gib=memory,
-        machine=m,
-        tokens_per_iter=config.iter_tokens,
-        first_loss=losses,
-    )
-
-
-def take_turns(config: Config, nanogpt: Path, trials: int) -> dict[str, list[dict]]:
-    """
-    What measure() returns, for each side and trial. Raises UserError if the sides do not do the
-    same work, RunError if one does not fit into memory.
-    """
-    rows: dict[str, list[dict]] = {side: [] for side in SIDES}
-    for trial in tqdm(range(trials), desc="peer", disable=None):
-        # the sides take turns in going first
-        for side in reversed(SIDES) if trial % 2 else SIDES:
-            row = measure_apart(config, 3, nanogpt=nanogpt if side == "nanoGPT" else None)
-            if row["tokens_per_sec"] is None:
-                raise RunError(f"{side}: {hardware.out_of_memory_line(config)}")
-            rows[side].append(row)
-        ours, theirs = (rows[side][-1]["first_loss"] for side in SIDES)
-        if abs(ours - theirs) > SAME_LOSS:
-            raise UserError(f"nanogpt: other work: first loss {ours:.4f} here, {theirs:.4f} there")
+    rows: list[Row] = []
+    for name, changes, flags in steps:
+        if name not in left_out:
+            config = replace(config, **changes)
+            rows.append((name, config, flags))
     return rows
 
 
-class LossOnly(torch.nn.Module):
-    """nanoGPT's model returns (logits, loss); train_step needs the loss alone."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.config = model, model.config
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.model(x, y)[1]
-
-
-def use_nanogpt(side: Trainee, folder: Path) -> None:
-    """Replace our model by nanoGPT's, with our weights."""
-    c = side.config
-    betas = (c.beta1, c.beta2)
-    loader = SourceFileLoader("nanogpt_model", str(folder / "model.py"))
-    theirs = ModuleType(loader.name)
-    loader.exec_module(theirs)
-    sizes = {name: getattr(side.model.config, name) for name in SIZES}
-    model = theirs.GPT(theirs.GPTConfig(**sizes)).to(side.hw.device)
-    model.load_state_dict(side.model.state_dict())
-    settings = (c.weight_decay, c.learning_rate, betas, side.hw.device.type)
-    their_groups = model.configure_optimizers(*settings).param_groups
-    # its groups in a fused AdamW, as ours; nanoGPT fuses the update on CUDA only
-    groups = [dict(params=g["params"], weight_decay=g["weight_decay"]) for g in their_groups]
-    side.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=betas, fused=True)
-    side.model = LossOnly(torch.compile(model) if c.compile else model)
+def refilled(config: Config, flags: list[str]) -> Config:
+    """The configuration with its micro-batch doubled as often as it fits into memory."""
+    while config.gradient_accumulation_steps % 2 == 0:
+        larger = replace(config, **batch_keys(config, 2 * config.batch_size))
+        try:
+            measure(larger, 0.0, [CHILD, *flags])
+        except OutOfMemory:
+            break
+        config = larger
+    return config
 
 
 # -----------------------------------------------------------------------------
 # The command line
 
-# name: (type, what --help shows for the value, meaning)
-FLAGS: dict[str, tuple] = {
-    "trials": (parse_count, "N", "timed windows; the median counts (step and peer 5, others 3)"),
-    "profile": (str, "TRACE.json", "list what takes most time, write a trace for chrome://tracing"),
-    "png": (str, "PATH", "draw the result"),
-    "write": (str, "CONFIG.py", "write the fastest micro-batch as a config file"),
-    "nanogpt": (str, "FOLDER", "a checkout of karpathy/nanoGPT"),
-    "gpu": (str, "NAME", "a GPU of training/gpus.csv such as 4070, or all; else this machine's"),
-    "gpus": (parse_count, "N", "number of GPUs; 1 if not given"),
-    "link_gbits": (float, "G", "the link between them, Gbit/s; assumed if not given"),
-    "iter_seconds": (float, "S", "seconds per iteration on one GPU"),
-    "from_run": (str, "OUT_DIR", "the same, from the log of a run"),
-    "dataset_tokens": (parse_count, "N", "such as 10B, for the epochs; else the dataset's"),
-    "watts": (float, "W", "power of one GPU, for the energy"),
-    "price_kwh": (float, "P", "price of a kWh, for the cost of the energy"),
-    "price_hour": (float, "P", "price of one GPU per hour, for the rent"),
-    "json": (str, "PATH", "write all figures as JSON"),
-}
-PLAN_FLAGS = ["gpu", "gpus", "link_gbits", "iter_seconds", "from_run", "dataset_tokens", "watts"]
-PLAN_FLAGS += ["price_kwh", "price_hour"]
-# name: its function, and its flags beside json
 MODES = {
-    "step": (step, ["trials", "profile"]),
-    "ladder": (ladder, ["trials", "png"]),
-    "sweep": (sweep, ["trials", "write", "png"]),
-    "plan": (plan, PLAN_FLAGS),
-    "peer": (peer, ["nanogpt", "trials"]),
+    "": single,
+    "sweep": sweep,
+    "ladder": ladder,
+    "plan": lambda config, options: plan.plan(config, options, measure),
 }
+
+
+def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
+    """The flags of a mode; and what is left over, for load_config."""
+    parser = Parser(
+        usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
+        description=__doc__ if mode == "" else None,
+        epilog="Configuration keys: python train.py --help; plan uses its --hours and --until",
+    )
+    add = parser.add_argument
+    add("--json", metavar="PATH", help="write all figures as JSON")
+    if mode == "plan":
+        plan.add_flags(parser)
+    else:
+        help_text = "measure a process for so long, after its first two log lines (default: 5)"
+        add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
+    if mode in ("sweep", "ladder"):
+        add("--trials", type=parse_count, default=3, metavar="N", help="turns of all rows (3)")
+    if mode == "sweep":
+        add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
+    if mode == "ladder":
+        help_text = "double each row's micro-batch first, as often as it fits the GPU's memory"
+        add("--refill", action="store_true", help=help_text)
+    if mode == "":
+        help_text = "list what takes most time, write a trace for chrome://tracing"
+        add("--profile", default="", metavar="TRACE.json", help=help_text)
+    return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0
     keep_awake()
-    mode = argv[0]
-    if mode not in MODES:
-        hint = did_you_mean(mode, MODES)
-        raise UserError(f"{mode}: no such mode; one of {', '.join(MODES)}{hint}")
-    run_mode, flags = MODES[mode]
-    epilog = "Configuration keys: python train.py --help; plan uses its --hours and --until"
-    usage = f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]"
-    parser = Parser(usage=usage, epilog=epilog)
-    for name in [*flags, "json"]:
-        kind, metavar, meaning = FLAGS[name]
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=meaning)
-    # configuration flags are left over for load_config
-    options, config_arguments = parser.parse_known_args(argv[1:])
-    # plan may be for another machine: it needs no device
-    checks = [] if mode == "plan" else [hardware.check_device]
-    config = load_config(config_arguments, checks)
-    for name in ("json", "png", "write", "profile"):  # files to write
+    mode, rest = "", argv
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
+        mode, *rest = argv
+        if mode not in MODES:
+            hint = did_you_mean(mode, MODES)
+            raise UserError(f"{mode}: no such mode; sweep, ladder, plan or a config file{hint}")
+    options, keys = parse_arguments(mode, rest)
+    options.is_bare = not keys
+    if mode != "plan" and all(key.startswith("-") for key in keys):  # no config file
+        device = hardware.choose_device(read_config(keys), local_rank=0)
+        keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
+    # a plan may be for another machine: it needs no device
+    config = load_config(keys, [] if mode == "plan" else [hardware.check_device])
+    if getattr(options, "write", None) and Path(options.write).exists():
+        raise UserError(f"write: {options.write} exists; remove it or choose another name")
+    for name in ("json", "write", "profile"):  # files to write
         if path := getattr(options, name, None):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if vocab_where_missing(config) == GPT2_VOCAB and not config.stream:
-        print_err(f"vocabulary {GPT2_VOCAB:,}, GPT-2's, as dataset {config.dataset} is missing")
-    options.measure = ten_iterations  # for plan
-    result = run_mode(config, options)
+    result = MODES[mode](config, options)
     if options.json:
-        result = dict(command=f"python bench.py {' '.join(argv)}") | result
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        result = dict(command=command_line("python", "bench.py", *argv)) | result
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     return 0
 
 

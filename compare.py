@@ -7,56 +7,83 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
 
 Time includes iterations, evaluations and checkpoints, but not startup and compilation.
 
+Losses compare if they are of the same validation tokens, evaluated with the same settings; bits per
+byte if they are of the same text. What the runs were trained on does not matter.
+
 Losses are compared at the latest evaluation of any run at which the loss of every run is known.
 Between two evaluations a loss is interpolated linearly. It is unknown if they are further apart
 than a fifth of the way so far, or if the first is at iteration 0, where the loss falls steeply.
-
-Losses with different tokenizers are not comparable; their bits per byte are.
 """
 
 import common  # before torch  # noqa: F401  isort: skip
 import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-from configurator import FIELDS, NEVER, Config, check_value, from_nanogpt
-from reports.cards import resolve_gpu
-from reports.nanogpt_log import read_nanogpt_log
+from configurator import FIELDS, NEVER, Config
 from reports.picture import count4, millions, save_picture
-from reports.records import Run, learning_curve, loss_at, number, percentile, reach, read_run
-from training.gpus import row_peak
+from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
+from training.gpus import resolve_gpu, row_peak
 
 # about twice the spread over seeds of a 124M model's loss; smaller differences are noise
 LOSS_NOISE = 0.005
+BITS_NOISE = 0.002  # bits per byte: LOSS_NOISE at GPT-2's 4.5 bytes per token
 # Figures that differ by at most this share are equal. Tokens and time to a loss are less certain:
 # interpolating between evaluations that are far apart is off by a few percent.
 SAME, SAME_TO_LOSS = 0.005, 0.05
-BITS_NOISE = 0.002  # bits per byte: LOSS_NOISE at GPT-2's 4.5 bytes per token
-SHORT_RUN = 400  # iterations: after more, padding costs nothing (results/own_text.md)
-LOWEST_IS_BEST = ("lower", "less")
-SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
-UNEQUAL_TOKENIZERS = "unequal tokenizers; bits per byte are, on the same text"
+MOST_EVALUATIONS = 8  # rows of evaluations that all runs have, so that a long run stays readable
+NO_VERDICT = "not comparable"
+SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype", "dataset"}
 
 # -----------------------------------------------------------------------------
 # Side by side
 
 
-whole, tenths, percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
-decimals = "{:.4f}".format
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
-def time_text(hours: float) -> str:
-    seconds = 3600 * hours
-    return duration(seconds) if seconds >= 10 else f"{seconds:.2g}s"
+def tenths(value: float) -> str:
+    return f"{value:,.1f}"
 
 
-AXES: list[tuple[str, str, Callable]] = [("iter", "at iteration {}", whole)]
-AXES += [("tokens", "at {} tokens", whole), ("hours", "after {}", time_text)]
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def decimals(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def hours_text(hours: float) -> str:
+    return seconds_text(3600 * hours)
+
+
+def seconds_text(seconds: float) -> str:
+    """A run of less than a second is not shown as none."""
+    return duration(seconds) if seconds >= 10 or not seconds else f"{seconds:.2g}s"
+
+
+PLACES: dict[str, Callable[[float], str]] = dict(
+    iter=lambda at: f"at iteration {at:,.0f}",
+    tokens=lambda at: f"at {at:,.0f} tokens",
+    hours=lambda at: f"after {hours_text(at)}",
+)
+
+
+class Point(NamedTuple):
+    """Where losses are compared."""
+
+    axis: str
+    at: float
+    key: str  # of the row, in the JSON
 
 
 @dataclass
@@ -66,128 +93,157 @@ class Row:
     label: str
     key: str  # name in the JSON
     values: list  # one per run, None if not known
-    format: Callable[..., str]
+    format: Callable[..., str] = str
     word: str = ""  # what the best run is, such as faster; lower: a loss, compared by difference
     same: float = SAME  # values that differ by at most this share are equal; losses: by this much
 
     def verdict(self, names: list[str]) -> str:
         """
         The best value against the next best: "a 2.39x faster", "a 0.0134 lower". Empty if fewer
-        than two values are known.
+        than two values are known, or if only the best two of more are equal.
         """
+        if self.word in ("", NO_VERDICT):
+            return self.word
         pairs = zip(self.values, names, strict=True)
         known = [(value, name) for value, name in pairs if value is not None]
-        if self.word in ("", "not comparable"):
-            return self.word
+        values = [value for value, _ in known]
         if self.word == "differs":
-            return self.word if len({value for value, _ in known}) > 1 else ""
+            return self.word if len(set(values)) > 1 else ""
         if len(known) < 2:
             return ""
-        (best, name), (second, _) = sorted(known, reverse=self.word not in LOWEST_IS_BEST)[:2]
-        values = [value for value, _ in known]
+        lowest, highest = min(values), max(values)
+        (best, name), (second, _) = sorted(known, reverse=self.word not in ("lower", "less"))[:2]
         if self.word == "lower":
-            if (lower := second - best) > self.same:
-                return f"{name} {lower:.4f} lower"
-            return f"equal within {self.same}" if max(values) - best <= self.same else ""
+            if highest - lowest <= self.same:
+                return f"equal within {self.same}"
+            return f"{name} {second - best:.4f} lower" if second - best > self.same else ""
+        if highest - lowest <= self.same * lowest:
+            return "equal"
         low, high = sorted((best, second))
-        if high - low <= self.same * low:  # of more than two runs, the others may differ
-            return "equal" if max(values) - min(values) <= self.same * min(values) else ""
-        return f"{name} {high / low:.2f}x {self.word}" if low > 0 else ""
+        is_decided = 0 < low < high / (1 + self.same)
+        return f"{name} {high / low:.2f}x {self.word}" if is_decided else ""
 
 
-def build_table(runs: list[Run], target_loss: float | None) -> list[Row]:
+def build_table(runs: list[Run], target: float | None) -> list[Row]:
+    return [*setting_rows(runs), *speed_rows(runs), *pause_rows(runs), *loss_rows(runs, target)]
+
+
+def setting_rows(runs: list[Run]) -> list[Row]:
+    """The keys in which the runs differ, and the device and dtype in use."""
     rows = []
-    # the keys in which the runs differ, and the device and dtype in use
+    datasets = [dataset_name(run) for run in runs]
+    if len(set(datasets) - {None}) > 1 and not same_of_start(runs, "data_fingerprint"):
+        rows.append(Row("dataset", "config/dataset", datasets, word="differs"))
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
         values = ["by the clock" if value == NEVER else value for value in values]
         if len(set(values) - {None}) > 1 and key not in SHOWN_ELSEWHERE:
-            rows.append(Row(key, f"config/{key}", values, str, "differs"))
-    device, dtype, parameters = (
-        [run.start.get(key) for run in runs] for key in ("device", "dtype", "parameters")
-    )
+            rows.append(Row(key, f"config/{key}", values, word="differs"))
+    for key in ("device", "dtype"):
+        rows.append(Row(key, key, [run.start.get(key) for run in runs], word="differs"))
+    return rows
 
-    def of_steps(key: str, q: float) -> list[float | None]:
-        return [percentile(run.step[key], q) for run in runs]
 
-    rows += [
-        Row("device", "device", device, str, "differs"),
-        Row("dtype", "dtype", dtype, str, "differs"),
+def speed_rows(runs: list[Run]) -> list[Row]:
+    parameters = [run.start.get("parameters") for run in runs]
+    tokens_per_iter = [run.start.get("tokens_per_iter") for run in runs]
+    tokens_per_sec = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
+    mfu = [percentile(run.step["mfu"], 50) for run in runs]
+    step_ms = [percentile(run.step["step_ms"], 50) for run in runs]
+    micro_batch_ms = [time_of_micro_batch(run) for run in runs]
+    return [
         Row("parameters", "parameters", parameters, millions, "larger"),
         Row("iterations", "iterations", [run.iterations for run in runs], whole, "more"),
         Row("tokens", "tokens", [run.tokens for run in runs], count4, "more"),
-        Row("time", "hours", [run.hours for run in runs], time_text, "longer"),
-        Row("tok/s", "tokens_per_sec", of_steps("tokens_per_sec", 50), whole, "faster"),
-        Row("MFU", "mfu", of_steps("mfu", 50), percent, "higher"),
-        # no verdict: tok/s has it, and iterations may differ in tokens
-        Row("iteration time p50, ms", "step_ms_p50", of_steps("step_ms", 50), tenths),
-        Row("iteration time p95, ms", "step_ms_p95", of_steps("step_ms", 95), tenths),
+        Row("tokens per iteration", "tokens_per_iter", tokens_per_iter, whole, "differs"),
+        Row("time", "hours", [run.hours for run in runs], hours_text, "longer"),
+        Row("tok/s", "tokens_per_sec", tokens_per_sec, whole, "faster"),
+        Row("MFU", "mfu", mfu, percent, "higher"),
+        # no verdict: tok/s has it, and iterations and micro-batches may differ in tokens
+        Row("ms per iteration", "step_ms_p50", step_ms, tenths),
+        Row("ms per micro-batch", "micro_batch_ms", micro_batch_ms, tenths),
     ]
-    return rows + loss_rows(runs, target_loss)
 
 
-def loss_rows(runs: list[Run], target_loss: float | None) -> list[Row]:
+def time_of_micro_batch(run: Run) -> float | None:
+    """Milliseconds; each GPU makes its share of an iteration's micro-batches."""
+    step_ms = percentile(run.step["step_ms"], 50)
+    micro_batches = run.config.get("gradient_accumulation_steps")
+    gpus = run.start.get("world_size")
+    if step_ms is None or micro_batches is None or gpus is None:
+        return None
+    return step_ms * gpus / micro_batches
+
+
+def pause_rows(runs: list[Run]) -> list[Row]:
+    """What a run did besides iterations."""
+    evaluations = [len(run.eval["iter"]) for run in runs]
+    checkpoints = [len(run.checkpoint["iter"]) for run in runs]
+    seconds = [
+        float(np.nansum(run.eval["seconds"]) + np.nansum(run.checkpoint["seconds"])) for run in runs
+    ]
+    return [
+        Row("evaluations", "evaluations", evaluations, whole),
+        Row("checkpoints", "checkpoints", checkpoints, whole),
+        Row("time of both", "pause_seconds", seconds, seconds_text),
+    ]
+
+
+def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     """
-    Val loss at equal iterations, tokens and time, and the tokens and time to one loss: by default
-    the lowest that all runs reach. And the bits per byte, which compare unequal tokenizers.
+    Val loss at evaluations that all runs have, at equal iterations, tokens and time, and the tokens
+    and time to one loss: by default the lowest that all runs reach. And the bits per byte.
     """
-    lowest, bits = (
-        [percentile(run.eval[key], 0) for run in runs] for key in ("val_loss", "bits_per_byte")
-    )
-    rows = [Row("best val loss", "best_val_loss", lowest, decimals, "lower", LOSS_NOISE)]
-    for axis, where, form in AXES if len(runs) > 1 else []:
-        curves = [learning_curve(run, axis) for run in runs]
-        at = common_point(curves)
-        if at is not None:
-            label, key = f"val loss {where.format(form(at))}", f"val_loss_at_equal_{axis}"
-            values = [loss_at(*curve, at) for curve in curves]
-            rows.append(Row(label, key, values, decimals, "lower", LOSS_NOISE))
-    if target_loss is None and len(runs) > 1:
-        target_loss = max([best for best in lowest if best is not None], default=None)
-    if target_loss is not None:
-        for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", time_text)):
-            label = f"{what} to val loss {target_loss:.4f}"
-            values = [reach(*learning_curve(run, axis), target_loss) for run in runs]
-            rows.append(Row(label, f"{axis}_to_loss", values, form, "less", SAME_TO_LOSS))
-    problem = why_not_comparable(runs)
+    problem = why_losses_do_not_compare(runs)
+    lower, less = (NO_VERDICT, NO_VERDICT) if problem else ("lower", "less")
+
+    def loss_row(label: str, key: str, values: list) -> Row:
+        return Row(label, key, values, decimals, lower, LOSS_NOISE)
+
+    lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
+    rows = [loss_row("best val loss", "best_val_loss", lowest)]
+    if len(runs) > 1:
+        common = [] if problem else points_of_common_evaluations(runs)
+        for axis, at, key in [*common, *equal_points(runs)]:
+            losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
+            rows.append(loss_row(f"val loss {PLACES[axis](at)}", key, losses))
+        if target is None:
+            target = lowest_that_all_reach(runs)
+    if target is not None:
+        for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_text)):
+            values = [reach(*learning_curve(run, axis), target) for run in runs]
+            label = f"{what} to val loss {target:.4f}"
+            rows.append(Row(label, f"{axis}_to_loss", values, form, less, SAME_TO_LOSS))
+    word = ""  # a second verdict beside that of the losses could say otherwise
     if problem:
-        rows = [replace(row, word="not comparable") for row in rows]
-    # no second verdict where the losses have one
-    word = "lower" if problem == UNEQUAL_TOKENIZERS else ""
-    row = Row("best bits per byte", "best_bits_per_byte", bits, decimals, word, BITS_NOISE)
-    return [*rows, row]
+        word = NO_VERDICT if why_bits_do_not_compare(runs) else "lower"
+    label, key = "best bits per byte", "best_bits_per_byte"
+    bits = [percentile(run.eval["bits_per_byte"], 0) for run in runs]
+    rows.append(Row(label, key, bits, decimals, word, BITS_NOISE))
+    return rows
 
 
-def why_not_comparable(runs: list[Run]) -> str:
-    """Why the losses of these runs are not comparable; empty if they are."""
-    if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
-        return UNEQUAL_TOKENIZERS
-    if len({run.config.get("dataset") for run in runs} - {None}) > 1:
-        return "unequal datasets"
-    # nanoGPT draws its tokens from the whole split
-    fixed = [run.config for run in runs if run.config.get("eval_tokens") is not None]
-    return (
-        "unequal tokens evaluated" if len({evaluated(saved_config(c)) for c in fixed}) > 1 else ""
-    )
+def equal_points(runs: list[Run]) -> list[Point]:
+    """On each axis, the latest evaluation of any run at which all losses are known."""
+    points = []
+    for axis in PLACES:
+        at = common_point([learning_curve(run, axis) for run in runs])
+        if at is not None:
+            points.append(Point(axis, at, f"val_loss_at_equal_{axis}"))
+    return points
 
 
-def evaluated(config: Config) -> tuple:
+def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
     """
-    What decides on an evaluation's loss: it does not compare with one where this differs. Keys of
-    your own count if their names begin with eval_.
+    Evaluations that all runs have, evenly spaced, before the last one, which equal_points() has.
     """
-    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
-    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
-    return config.eval_size, *(getattr(config, name) for name in own)
-
-
-def saved_config(values: dict) -> Config:
-    """
-    The configuration that a checkpoint or metrics.jsonl holds. Raises UserError for a value that
-    does not fit.
-    """
-    keys = from_nanogpt(values)
-    return Config(**{n: check_value(keys[n], f, n) for n, f in FIELDS.items() if n in keys})
+    # where iterations differ in tokens, equal tokens say more
+    axis = "iter" if len({run.start.get("tokens_per_iter") for run in runs}) == 1 else "tokens"
+    evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
+    shared = sorted(set.intersection(*evaluated))
+    spacing = math.ceil(len(shared) / MOST_EVALUATIONS)
+    chosen = shared[::-1][::spacing][::-1] if shared else []
+    return [Point(axis, at, f"val_loss_at_{axis}/{at:.0f}") for at in chosen[:-1]]
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
@@ -196,6 +252,11 @@ def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
         if all(loss_at(*curve, at) is not None for curve in curves):
             return float(at)
     return None
+
+
+def lowest_that_all_reach(runs: list[Run]) -> float | None:
+    lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
+    return max([loss for loss in lowest if loss is not None], default=None)
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:
@@ -210,81 +271,141 @@ def print_table(rows: list[Row], names: list[str]) -> None:
 
 
 # -----------------------------------------------------------------------------
+# What compares
+
+
+def is_nanogpt(run: Run) -> bool:
+    return run.start.get("program") == "nanoGPT"
+
+
+def dataset_name(run: Run) -> str | None:
+    """data/shakespeare_char and ../nanoGPT/data/shakespeare_char have one name."""
+    return Path(run.config["dataset"]).name if "dataset" in run.config else None
+
+
+def same_of_start(runs: list[Run], key: str) -> bool | None:
+    """Whether all start records have the same value; None if one of them has none."""
+    values = [run.start.get(key) for run in runs]
+    return len(set(values)) == 1 if all(values) else None
+
+
+def why_losses_do_not_compare(runs: list[Run]) -> str:
+    """Why the val losses of these runs are not comparable; empty if they are."""
+    if len(runs) == 1:
+        return ""
+    if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
+        return "unequal tokenizers"
+    ours = [run for run in runs if not is_nanogpt(run)]
+    if len(ours) > 1:
+        same = same_of_start(ours, "val_fingerprint")
+        if same is False:
+            return "unequal validation tokens"
+        # an older version's records tell only whether training and validation tokens are equal
+        if same is None and not same_of_start(ours, "data_fingerprint"):
+            return "unknown validation tokens: a run of an older version on other data"
+    # nanoGPT's log tells only the name of its data, and it evaluates on random tokens of them
+    if len(ours) < len(runs):
+        names = [dataset_name(run) for run in runs]
+        if None in names:
+            log = runs[names.index(None)].name
+            return f"{log} does not say its dataset; add its line dataset = 'NAME'"
+        if len(set(names)) > 1:
+            return "unequal datasets"
+    if len({eval_settings(run, ours) for run in ours}) > 1:
+        return "unequal evaluations; choose the same eval_tokens"
+    return ""
+
+
+def eval_settings(run: Run, runs: list[Run]) -> tuple:
+    """
+    What decides on an evaluation's loss besides the model and the split: the number of tokens in
+    its windows, and keys of your own whose names begin with eval_.
+    """
+    config = Config(**run.config)
+    windows = max(config.eval_size // config.block_size, 1)
+    if all(other.start.get("val_tokens") for other in runs):
+        windows = min(windows, (run.start["val_tokens"] - 1) // config.block_size)
+    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
+    own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
+    return windows * config.block_size, *(getattr(config, name) for name in own)
+
+
+def why_bits_do_not_compare(runs: list[Run]) -> str:
+    """Why the bits per byte of these runs are not comparable; empty if they are."""
+    same = same_of_start(runs, "val_text_sha256")
+    if same is None:
+        return "unknown validation text; prepare the data again and train on it"
+    if not same:
+        return "unequal validation texts"
+    # a part of the split would be another part of the text with each tokenizer
+    sizes = [run.start.get("val_tokens") or 0 for run in runs]
+    evaluated = [Config(**run.config).eval_size for run in runs]
+    if any(tokens < size for tokens, size in zip(evaluated, sizes, strict=True)):
+        return f"only a part of the text was evaluated; use --eval_tokens={max(sizes)}"
+    return ""
+
+
+# -----------------------------------------------------------------------------
 # Runs
 
 
-def open_run(path: Path, gpu: str | None) -> Run:
-    """
-    A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError.
-    """
-    hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        run = read_run(file) if file.suffix == ".jsonl" else read_nanogpt_log(file)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {hint}") from None
-    if not len(run.step["iter"]) and not len(run.eval["iter"]):
-        raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
-    device = run.start.get("device_type", run.config.get("device"))
-    on_a_card = device not in (None, "cpu", "mps") and run.start.get("dtype")
-    if gpu and on_a_card and not np.isfinite(run.step["mfu"]).any():
-        set_mfu(run, gpu)
-    return run
+def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
+    """The runs, each with a unique name. Raises UserError."""
+    runs = [open_run(path) for path in paths]
+    names = [run.name for run in runs]
+    for run, path in zip(runs, paths, strict=True):
+        if names.count(run.name) > 1:
+            run.name = str(path)
+        if gpu:
+            set_mfu(run, gpu)
+    return runs
 
 
 def set_mfu(run: Run, gpu: str) -> None:
     """
-    Set the MFU of each step record, a fraction, for this card. Raises UserError if the card or its
-    peak is not known.
+    Set the MFU of each step record, a fraction, for this card, where the run does not know it and
+    ran on a GPU. Raises UserError if the card or its peak is not known.
     """
-    dtype = run.start["dtype"]
+    start = run.start
+    if np.isfinite(run.step["mfu"]).any() or start.get("device_type") in ("cpu", "mps"):
+        return
+    dtype = start.get("dtype") or "bfloat16"  # nanoGPT's default on all but old GPUs
     peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
     # tok/s counts all GPUs together, MFU is per GPU
-    flops = number(run.start.get("flops_per_token")) / run.start.get("world_size", 1)
+    flops = number(start.get("flops_per_token")) / (start.get("world_size") or 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
-def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
-    """
-    The runs, each with a unique name. Datasets with the same tokens get the same name, such as
-    shakespeare_char and ../nanoGPT/data/shakespeare_char.
-    """
-    runs = [open_run(path, gpu) for path in paths]
-    names, datasets = [run.name for run in runs], dict[str, str]()
-    for run, path in zip(runs, paths, strict=True):
-        if names.count(run.name) > 1:
-            run.name = str(path)
-        if "dataset" in run.config:
-            name = Path(run.config["dataset"]).name
-            # a stream's fingerprint covers only its validation split
-            tokens = not run.config.get("stream") and run.start.get("data_fingerprint") or name
-            run.config["dataset"] = datasets.setdefault(tokens, name)
-    return runs
-
-
-def collect_warnings(runs: list[Run]) -> list[str]:
+def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
     """What readers of the table must know."""
     warnings = [warning for run in runs for warning in run.warnings]
-    if reason := why_not_comparable(runs):
-        warnings.append(f"losses are not comparable: {reason}")
-    logs = [run for run in runs if run.start.get("program") == "nanoGPT"]
-    if logs and len(runs) > len(logs):
+    if reason := why_losses_do_not_compare(runs):
+        bits = why_bits_do_not_compare(runs)
+        of_bits = f"neither are bits per byte: {bits}" if bits else "bits per byte are"
+        warnings.append(f"losses are not comparable: {reason}; {of_bits}")
+    elif any(map(is_nanogpt, runs)) and len(runs) > 1:
         random = "nanoGPT evaluates on random batches, which adds noise"
         warnings.append(f"{random}; evaluate its ckpt.pt here to be sure (docs/from_nanogpt.md)")
-    for run in runs:
-        if not logs or run in logs or (run.iterations or 0) >= SHORT_RUN:
-            continue
-        if any(run.config.get(k) != logs[0].config.get(k) for k in ("model", "dataset")):
-            continue
-        ours, theirs = (r.config.get("pad_vocab_multiple") for r in (run, logs[0]))
-        if theirs is not None and ours != theirs:
-            flag = f"--pad_vocab_multiple={theirs}"
-            warnings.append(
-                f"{run.name}: a short run compares with {logs[0].name} only with {flag}"
-            )
+    if target is not None:
+        reasons = [why_not_reached(run, target) for run in runs]
+        warnings += [reason for reason in reasons if reason]
     return warnings
+
+
+def why_not_reached(run: Run, target: float) -> str:
+    """Why the tokens and time to this val loss are not known; empty if they are."""
+    iters, losses = learning_curve(run, "iter")
+    if not len(losses):
+        return f"{run.name}: no evaluation after iteration 0, so nothing is known of val losses"
+    lowest = losses.min()
+    if lowest > target:
+        return f"{run.name}: val loss {target:.4f} was not reached; the lowest is {lowest:.4f}"
+    if reach(iters, losses, target) is None:
+        first = f"val loss {target:.4f} was passed before the first evaluation"
+        return f"{run.name}: {first}, at iteration {iters[0]:.0f}; choose a lower --loss"
+    return ""
 
 
 def main(argv: list[str]) -> None:
@@ -299,24 +420,29 @@ def main(argv: list[str]) -> None:
 
     # shells of Windows do not expand patterns
     named = [path for run in args.runs for path in sorted(glob(str(run))) or [run]]
-    paths, png = [Path(path) for path in dict.fromkeys(named)], args.png
+    paths = [Path(path) for path in dict.fromkeys(named)]
     runs = open_runs(paths, args.gpu)
     names = [run.name for run in runs]
     rows = build_table(runs, args.loss)
-    warnings = collect_warnings(runs)
+    warnings = collect_warnings(runs, args.loss)
     print_table(rows, names)
     for warning in warnings:
         warn(warning)
 
-    if len(runs) == 1 and png is None:
-        png = paths[0] / "loss.png" if paths[0].is_dir() else paths[0].with_suffix(".png")
-    values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
-    verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
-    table = {"runs": values, "verdicts": verdicts, "warnings": warnings}
-    if png:
-        save_picture(runs, png)
     if args.json:
+        values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
+        verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
+        table = dict(runs=values, verdicts=verdicts, warnings=warnings)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    if args.png:
+        save_picture(runs, args.png)
+    elif len(runs) == 1:
+        path = paths[0]
+        png = path / "loss.png" if path.is_dir() else path.with_suffix(".png")
+        try:
+            save_picture(runs, png)
+        except UserError as error:  # no matplotlib; the table was all that was asked for
+            warn(str(error))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.console import UserError, did_you_mean, raise_if_any, run_main
+from common.console import UserError, did_you_mean, print_err, raise_if_any, run_main
 from common.files import read_text
 
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
@@ -101,8 +101,10 @@ class Config:
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
     peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv
-    # no key: the names of the keys that a file or flag has set
+    # no keys: the names of the keys that a file or flag has set; and a file's tokens_per_iter, if a
+    # later batch_size or block_size has rounded it, else 0
     given: frozenset[str] = field(default=frozenset(), compare=False)
+    rounded_from: int = field(default=0, compare=False)
 
     @property
     def by_clock(self) -> bool:
@@ -136,7 +138,7 @@ class NanoGPTKeys:
 
 def find_keys(keys: type) -> dict[str, Field]:
     """The keys that a dataclass lists, by name."""
-    return {f.name: f for f in fields(keys) if f.name != "given"}
+    return {f.name: f for f in fields(keys) if f.compare}
 
 
 FIELDS = find_keys(Config)
@@ -176,6 +178,7 @@ OTHER_NAMES = dict(
     grad_accum="gradient_accumulation_steps",
     steps="max_iters",
     epochs="max_iters",
+    vocab_size="pad_vocab_multiple",
 )
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
@@ -194,6 +197,8 @@ def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]]
     problems = [line for check in checks for line in check(config)]
     config, impossible = resolve(config)
     raise_if_any(problems + impossible)
+    if config.rounded_from:
+        print_err(rounding_line(config))
     return config
 
 
@@ -209,6 +214,7 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
     values: dict[str, Any] = {}
     flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
+    is_resized = False  # the micro-batch, after the file that sets tokens_per_iter
     left = list(argv)
     while left:
         argument = left.pop(0)
@@ -222,14 +228,47 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
             problems += error.problems
             continue
         values |= from_nanogpt(found)
-        if "gradient_accumulation_steps" in found and "tokens_per_iter" not in found:
-            values["tokens_per_iter"] = 0  # of the two the last one wins
+        # of tokens_per_iter and gradient_accumulation_steps the last one wins
+        if found.get("tokens_per_iter"):
+            is_resized = False
+            problems += check_accumulation(argument, found, values)
+        elif "gradient_accumulation_steps" in found:
+            values["tokens_per_iter"] = 0
+        elif "batch_size" in found or "block_size" in found:
+            is_resized = "tokens_per_iter" not in flags
     raise_if_any(problems)
     if values.get("hours") or values.get("until"):
         # config files have these for runs by iterations
         values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}
         values.setdefault("eval_interval", NEVER)
-    return keys(**values, given=frozenset(values))
+    config = keys(**values, given=frozenset(values))
+    return round_tokens(config) if is_resized and values.get("tokens_per_iter") else config
+
+
+def check_accumulation(source: str, found: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """The problem, if a file has a gradient_accumulation_steps beside another tokens_per_iter."""
+    sizes = [values.get(name, FIELDS[name].default) for name in ("batch_size", "block_size")]
+    steps, rest = divmod(found["tokens_per_iter"], math.prod(sizes))
+    if rest or found.get("gradient_accumulation_steps", steps) == steps:
+        return []
+    makes = (
+        f"{found['tokens_per_iter']:,} tokens per iteration are {steps} x {sizes[0]} x {sizes[1]}"
+    )
+    return [f"{source}: {makes}; write gradient_accumulation_steps = {steps}"]
+
+
+def round_tokens(c: Config) -> Config:
+    """The nearest tokens_per_iter that the micro-batches and processes can share."""
+    unit = c.batch_size * c.block_size * int(os.environ.get("WORLD_SIZE", 1))
+    nearest = max(1, round(c.tokens_per_iter / unit)) * unit
+    if nearest == c.tokens_per_iter:
+        return c
+    return replace(c, tokens_per_iter=nearest, rounded_from=c.tokens_per_iter)
+
+
+def rounding_line(c: Config) -> str:
+    sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+    return f"tokens_per_iter: {c.iter_tokens:,} = {sizes}, the nearest to {c.rounded_from:,}"
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:

@@ -14,31 +14,33 @@ import common  # before torch  # noqa: F401  isort: skip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save as to_safetensors
-from torch.nn import functional as F
 
 from common.console import Parser, UserError, run_main, say
 from common.files import replacing
-from data.tokenizer import Tokenizer
-from model import GPTConfig
+from data.tokenizer import GPT2_VOCAB, Tokenizer
+from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training import checkpoint
-from training.pretrained import GPT2_SETTINGS, NANOGPTS, TRANSPOSED, load_pretrained, read_weights
+from training.pretrained import (
+    GPT2_SETTINGS,
+    NANOGPTS,
+    TRANSPOSED,
+    load_pretrained,
+    load_weights,
+    read_weights,
+)
 
 # OpenAI's files, the ones that tiktoken reads
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An exported folder holds X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
-AUTO_MAP = dict(
-    AutoConfig="nightshift_modeling_fast.FastConfig",
-    AutoModelForCausalLM="nightshift_modeling_fast.FastForCausalLM",
-)
 # Of the largest logit. Rounding in float32 is 1e-6 of it in trained models, and 7e-6 where weights
 # are ten times as large; the exact GELU in place of the tanh one is 1e-4.
 TOLERANCE = 2e-5
-NO_CLASS = "transformers has no class for that; share the checkpoint and model.py (docs/export.md)"
 
 # -----------------------------------------------------------------------------
 # To Hugging Face
@@ -54,26 +56,44 @@ def ckpt_to_hf(source: str, out: str) -> str:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     state = read_weights(source, best=True)
-    config = config_from_dict(state["model_config"])
-    fast = isinstance(config, FastConfig)
-    weights = fast_weights(state) if fast else gpt2_weights(state)
-    hf = hf_config(state["tokenizer"], config, state["vocab"])
-    check_logits(state, weights, hf)
-    code = fast_code() if fast else {}
+    model = filled_model(state)
+    is_fast = isinstance(model, FastGPT)
+    weights = fast_weights(state) if is_fast else gpt2_weights(state)
+    hf = hf_config(state)
+    check_logits(model, weights, hf)
+    code = fast_code() if is_fast else {}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    write_json(folder / "config.json", hf)
+    # without max_length, pipeline() asks for more tokens than a short context has
+    generation = {
+        "max_length": hf["n_positions"],
+        "bos_token_id": hf["bos_token_id"],
+        "eos_token_id": hf["eos_token_id"],
+    }
+    write_json(folder / "generation_config.json", generation)
     for name, text in code.items():
         (folder / name).write_text(text, encoding="utf-8")
     kind = state["tokenizer"]["kind"]
-    if kind not in ("gpt2", "bpe"):
-        say(f"tokenizer: Hugging Face has no class for it ({kind}); no tokenizer files written")
+    if kind in ("gpt2", "bpe"):
+        write_tokenizer(folder, state["tokenizer"], hf["n_positions"])
     else:
-        write_tokenizer(folder, state["tokenizer"], config.block_size)
-    trust = ", trust_remote_code=True" if fast else ""
+        say(f"tokenizer: Hugging Face has no class for it ({kind}); no tokenizer files written")
+    trust = ", trust_remote_code=True" if is_fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
     return state["source"]
+
+
+def filled_model(state: dict) -> GPT | FastGPT:
+    """The model that this program has for these weights. Raises UserError if they do not fit it."""
+    model = build_model(config_from_dict(state["model_config"])).eval()
+    load_weights(model, state)
+    return model
+
+
+def write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
@@ -81,17 +101,21 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
     The weights with Hugging Face's names and shapes: without padding of the vocabulary, and with
     zeros for biases that the model does not have.
     """
-    config, vocab = config_from_dict(state["model_config"]), state["vocab"]
+    config = config_from_dict(state["model_config"])
     weights = {}
     for name, tensor in state["model"].items():
-        if name == "lm_head.weight" and config.tie_weights:
-            continue
+        if config.tie_weights:
+            if name == "lm_head.weight":
+                continue
+            # OpenAI's names, without which mlx-lm finds no weight. Beside an untied head,
+            # transformers 4 refuses them.
+            name = name.removeprefix("transformer.")
         if name.endswith(("wte.weight", "lm_head.weight")):
-            tensor = tensor[:vocab]
+            tensor = tensor[: state["vocab"]]
         elif name.endswith(TRANSPOSED):
             tensor = tensor.mT
         weights[name] = copied(tensor)
-        has_bias = name.endswith((".ln_1.weight", ".ln_2.weight", ".ln_f.weight", *TRANSPOSED))
+        has_bias = name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight", *TRANSPOSED))
         if has_bias and not config.bias:
             weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
     return weights
@@ -108,87 +132,115 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_logits(state: dict, weights: dict, hf: dict) -> None:
+def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dict) -> None:
     """
-    Raises UserError unless the exported weights, computed as transformers will, give the logits of
-    the checkpoint's own model. People change model.py; transformers' GPT-2 stays as it is.
+    Raises UserError unless transformers, given the export, computes the logits of the checkpoint's
+    own model. People change model.py; transformers' GPT-2 stays as it is.
     """
-    config, vocab = config_from_dict(state["model_config"]), state["vocab"]
-    model = build_model(config).eval()
-    # a copy, because `assign` marks the dict, so that later loads of it would assign too
-    model.load_state_dict(dict(state["model"]), assign=True)
+    try:
+        exported = open_export(weights, hf)
+    except ImportError:
+        say("logits: not checked: pip install transformers (5 or newer)")
+        return
     generator = torch.Generator().manual_seed(0)
-    # a full context: a sliding window matters only beyond its length
-    idx = torch.randint(vocab, (1, config.block_size), generator=generator)
+    # a full context, because a sliding window matters only beyond its length
+    idx = torch.randint(hf["vocab_size"], (1, hf["n_positions"]), generator=generator)
     if hf["eos_token_id"] is not None:  # the model may attend only within a document
-        idx[0, config.block_size // 2] = hf["eos_token_id"]
-    logits = model(idx)[..., :vocab]
+        idx[0, hf["n_positions"] // 2] = hf["eos_token_id"]
+    logits = model(idx)[..., : hf["vocab_size"]]
+    difference = (exported(idx).logits - logits).abs().max()
+    if difference <= TOLERANCE * logits.abs().max():
+        return
     if isinstance(model, FastGPT):
-        exported = model.logits(model.hidden(idx))[..., :vocab]
-        problem = "training/modeling_fast.py calls hidden and logits; do there what forward adds"
-    else:
-        problem = f"model.py computes something else than GPT-2; {NO_CLASS}"
-        try:
-            exported, unused = gpt2_logits(weights, hf, idx)
-        except (KeyError, RuntimeError):
-            raise UserError(f"its tensors are not GPT-2's: {problem}") from None
-        if unused:
-            names = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
-            raise UserError(f"GPT-2 has no {names}; {NO_CLASS}")
-    largest = (exported - logits).abs().max()
-    if not largest <= TOLERANCE * logits.abs().max():
-        raise UserError(f"logits differ by {largest:.2g}: {problem}")
-
-
-def gpt2_logits(
-    weights: dict[str, torch.Tensor], hf: dict, idx: torch.Tensor
-) -> tuple[torch.Tensor, list[str]]:
-    """
-    idx (1, T) -> logits (1, T, V), as transformers' GPT-2 computes them from an export, without
-    model.py; and the names of the unused tensors. Raises KeyError or RuntimeError if a tensor
-    is missing or has another shape.
-    """
-    unused = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        weight, bias = unused.pop(f"{name}.weight"), unused.pop(f"{name}.bias")
-        return F.layer_norm(x, x.shape[-1:], weight, bias)
-
-    def linear(x: torch.Tensor, name: str, width: int) -> torch.Tensor:
-        weight = unused.pop(f"{name}.weight").reshape(x.size(-1), width)
-        return x @ weight + unused.pop(f"{name}.bias")
-
-    wte, C = unused.pop("wte.weight"), hf["n_embd"]
-    x = wte[idx] + unused.pop("wpe.weight")[: idx.size(1)]
-    for layer in range(hf["n_layer"]):
-        qkv = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn", 3 * C)
-        q, k, v = qkv.unflatten(-1, (3, hf["n_head"], -1)).permute(2, 0, 3, 1, 4)  # (1, nh, T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + linear(y, f"h.{layer}.attn.c_proj", C)
-        hidden = linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc", 4 * C)
-        x = x + linear(F.gelu(hidden, approximate="tanh"), f"h.{layer}.mlp.c_proj", C)
-    return norm(x, "ln_f") @ unused.pop("lm_head.weight", wte).T, [*unused]
-
-
-def hf_config(tokenizer: dict, config: GPTConfig, vocab: int) -> dict:
-    """config.json. The key tokenizer_spec is this program's, for hf-to-ckpt."""
-    tied = config.tie_weights
-    eot = {"gpt2": vocab - 1, "byte": 0}.get(tokenizer["kind"])
-    if tokenizer["kind"] == "bpe":
-        eot = Tokenizer(tokenizer).eot
-    hf: dict = dict(dtype="float32", tokenizer_spec=tokenizer, bos_token_id=eot, eos_token_id=eot)
-    hf |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-    hf |= dict(n_positions=config.block_size, vocab_size=vocab, tie_word_embeddings=tied)
-    # without tokenizer files AutoTokenizer must fail, instead of opening an empty GPT-2 tokenizer
-    hf |= dict(tokenizer_class="PreTrainedTokenizerFast")
-    if isinstance(config, FastConfig):
-        hf |= dict(
-            model_type="nightshift_fast", model_config=config_to_dict(config), auto_map=AUTO_MAP
+        raise UserError(
+            f"logits differ by {difference:.2g}: training/modeling_fast.py calls hidden and logits "
+            "of model_fast.py; do there what forward adds"
         )
-        return hf | dict(architectures=["FastForCausalLM"])
-    hf |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    hf |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-    return hf | {key: allowed[0] for key, allowed in GPT2_SETTINGS.items()}
+    raise UserError(
+        f"logits differ by {difference:.2g}: model.py computes something else than GPT-2, and "
+        "transformers has no class for that; share the checkpoint and model.py (docs/export.md)"
+    )
+
+
+def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
+    """
+    The exported model, as transformers opens it. Raises ImportError without transformers, UserError
+    if GPT-2 has other tensors.
+    """
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()  # tensors that do not fit are named below
+    transformers.utils.logging.disable_progress_bar()
+    kind: Any = transformers.GPT2LMHeadModel
+    if hf["model_type"] != "gpt2":
+        from training.modeling_fast import FastForCausalLM
+
+        kind = FastForCausalLM
+    exported, found = kind.from_pretrained(
+        None,
+        config=kind.config_class(**hf),
+        state_dict=weights,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    strange = [
+        *found["unexpected_keys"],
+        *found["missing_keys"],
+        *found["mismatched_keys"],  # each with the two shapes
+    ]
+    if strange:
+        raise UserError(
+            f"{len(strange)} tensors are not GPT-2's: {strange[0]}; transformers has no class for "
+            "that; share the checkpoint and model.py (docs/export.md)"
+        )
+    return exported.eval()
+
+
+def hf_config(state: dict) -> dict:
+    """config.json. The key tokenizer_spec is this program's, for hf-to-ckpt."""
+    config = config_from_dict(state["model_config"])
+    eot = end_of_text(state["tokenizer"])
+    hf = {
+        "dtype": "float32",
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_positions": config.block_size,
+        "vocab_size": state["vocab"],
+        "tie_word_embeddings": config.tie_weights,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        # without tokenizer files AutoTokenizer must fail, instead of opening an empty GPT-2 one
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_spec": state["tokenizer"],
+    }
+    if isinstance(config, FastConfig):
+        return hf | {
+            "model_type": "nightshift_fast",
+            "architectures": ["FastForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "nightshift_modeling_fast.FastConfig",
+                "AutoModelForCausalLM": "nightshift_modeling_fast.FastForCausalLM",
+            },
+            "model_config": config_to_dict(config),
+        }
+    gpt2 = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_ctx": config.block_size,  # llama.cpp and mlx-lm read it in place of n_positions
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+    }
+    return hf | gpt2 | {key: allowed[0] for key, allowed in GPT2_SETTINGS.items()}
+
+
+def end_of_text(tokenizer: dict) -> int | None:
+    if tokenizer["kind"] == "gpt2":
+        return GPT2_VOCAB - 1  # Tokenizer would need the network for its vocabulary
+    if tokenizer["kind"] == "unknown":
+        return None
+    return Tokenizer(tokenizer).eot
 
 
 def fast_code() -> dict[str, str]:
@@ -196,7 +248,8 @@ def fast_code() -> dict[str, str]:
     The modelling file of a fast model and the files it imports, by name. Raises UserError if they
     import more of this program.
     """
-    root, files = Path(__file__).parent, {}
+    root = Path(__file__).parent
+    files = {}
     for name in CODE_FILES:
         code = (root / name).read_text("utf-8").replace("\nfrom model", "\nfrom .nightshift_model")
         for module in re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?: |,|$)", code, re.MULTILINE):
@@ -212,28 +265,51 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
     Write a bpe or gpt2 tokenizer for AutoTokenizer that adds no tokens by itself. GPT-2's is made
     from the files that tiktoken has or downloads; without them none is written.
     """
+    tokenizer_class = "PreTrainedTokenizerFast"
+    if tokenizer["kind"] == "bpe":
+        own = Tokenizer(tokenizer)
+        end = own.decode([own.eot])
+        content = json.loads(tokenizer["json"])
+        # without settings that go beyond encoding, which training does not apply
+        content |= {"post_processor": None, "truncation": None, "padding": None}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    elif write_gpt2_tokenizer(folder):
+        end = "<|endoftext|>"
+        tokenizer_class = "GPT2Tokenizer"
+    else:
+        say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
+        return
+    settings = {
+        "tokenizer_class": tokenizer_class,
+        "model_max_length": block_size,
+        # without token_type_ids, which GPT-2 would add as embeddings
+        "model_input_names": ["input_ids", "attention_mask"],
+        "bos_token": end,
+        "eos_token": end,
+        "unk_token": end,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_gpt2_tokenizer(folder: Path) -> bool:
+    """GPT-2's two files, and the one that most programs read. False if they are out of reach."""
+    import tokenizers
     from tiktoken.load import read_file_cached
 
-    settings: dict = dict(model_max_length=block_size)
-    if tokenizer["kind"] == "bpe":
-        text = Tokenizer(tokenizer)
-        end, settings["tokenizer_class"] = text.decode([text.eot]), "PreTrainedTokenizerFast"
-        # without settings that go beyond encoding, which training does not apply
-        content = json.loads(tokenizer["json"])
-        content |= dict(post_processor=None, truncation=None, padding=None)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-    else:
-        try:
-            vocab = read_file_cached(GPT2_FILES + "encoder.json")
-            merges = read_file_cached(GPT2_FILES + "vocab.bpe")
-        except Exception:  # whatever the network throws
-            say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
-            return
-        end, settings["tokenizer_class"] = "<|endoftext|>", "GPT2Tokenizer"
-        (folder / "vocab.json").write_bytes(vocab)
-        (folder / "merges.txt").write_bytes(merges)
-    settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    try:
+        vocab = read_file_cached(GPT2_FILES + "encoder.json")
+        merges = read_file_cached(GPT2_FILES + "vocab.bpe")
+    except Exception:  # whatever the network throws
+        return False
+    (folder / "vocab.json").write_bytes(vocab)
+    (folder / "merges.txt").write_bytes(merges)
+    model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    bpe = tokenizers.Tokenizer(model)
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens(["<|endoftext|>"])
+    bpe.save(str(folder / "tokenizer.json"))
+    return True
 
 
 # -----------------------------------------------------------------------------
@@ -245,9 +321,11 @@ def to_ckpt(source: str, out: str) -> str:
     Write weights as a checkpoint, without a run to resume. Returns in words what they were. Raises
     UserError.
     """
-    state, path = load_pretrained(source), Path(out)
+    path = Path(out)
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
+    state = load_pretrained(source)
+    filled_model(state)  # weights that do not fit would fail in train.py only
     checkpoint.save(state, path)
     say(f"{path}: written; train or sample from it with --init_from={path}")
     return state["source"]

@@ -31,7 +31,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say
-from configurator import FIELDS, NEVER, Config, config_values, read_config, resolve
+from configurator import (
+    FIELDS,
+    NEVER,
+    Config,
+    config_values,
+    divisors,
+    read_config,
+    resolve,
+    rounding_line,
+)
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
@@ -79,11 +88,12 @@ class Progress:
 
 def newest_checkpoint(c: Config) -> Path | None:
     """The checkpoint that the run goes on from, checked. None for a new run. Raises UserError."""
-    if c.init_from not in ("resume", "auto"):
+    evaluates_run = c.eval_only and "init_from" not in c.given
+    if c.init_from not in ("resume", "auto") and not evaluates_run:
         return None
     out_dir = Path(c.out_dir)
     path = checkpoint.find_newest(out_dir)
-    if path or c.init_from == "auto":
+    if path or c.init_from == "auto" or evaluates_run:
         return path
     hint = "--init_from=auto starts a new run there"
     if others := sorted(out_dir.glob("*.pt")):  # best.pt alone, or nanoGPT's ckpt.pt
@@ -125,6 +135,9 @@ def settle(c: Config, resumed: dict | None, initial: dict | None, world_size: in
         kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
+        if c.rounded_from:
+            c, indivisible = keep_tokens(c, resumed["config"])
+            problems += indivisible
     elif initial:
         saved = initial["model_config"]
         names = ARCHITECTURE
@@ -157,6 +170,20 @@ def keep_values(c: Config, names: list[str], saved: dict, source: str) -> tuple[
         return replace(c, **values), []
     hint = "leave them out, or give another --out_dir or --init_from"
     return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
+
+
+def keep_tokens(c: Config, saved: dict) -> tuple[Config, list[str]]:
+    """The configuration with the saved tokens per iteration, if the new batch_size divides them."""
+    sequences = saved["gradient_accumulation_steps"] * saved["batch_size"]
+    if sequences % c.batch_size == 0:
+        return replace(c, tokens_per_iter=sequences * c.block_size, rounded_from=0), []
+    sizes = divisors(sequences)
+    near = [
+        *[n for n in sizes if n < c.batch_size][-1:],
+        *[n for n in sizes if n > c.batch_size][:1],
+    ]
+    problem = f"{c.batch_size} does not divide the {sequences} sequences of this run's iterations"
+    return c, [f"batch_size: {problem}; nearest: {' or '.join(map(str, near))}"]
 
 
 def is_done(c: Config, resumed: dict) -> bool:
@@ -204,6 +231,8 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, initial: dict | N
 def say_start(c: Config, resumed: dict | None, initial: dict | None) -> None:
     """Print where the run begins, and on a resume what has changed since the checkpoint."""
     if not resumed:
+        if c.rounded_from:
+            say(rounding_line(c))
         if initial:
             rest = "" if c.eval_only else "; iterations and learning rate start from 0"
             say(f"weights: {initial['source']}{rest}")
@@ -469,6 +498,8 @@ def state_to_save(
         shards_read=data.stream.shards_read(p.sequences) if data.stream else [],
         config=config_values(c),
         val_loss=p.val_loss if p.evaluated_at == p.iter_num else None,
+        unwritten=log.unwritten.decode(),
+        peak=log.hw.peak_to_save(),
     )
 
 
@@ -552,6 +583,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     c = ranks.on_main(settle, asked, resumed, initial, ranks.world_size)
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
+    hw.find_peak(resumed["peak"] if resumed else None)
     data = open_data(c, resumed, initial, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         it = resumed["progress"]["iter_num"]
@@ -584,6 +616,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.on_main(log.open, resumed)
     if not c.eval_only:
         ranks.check_shared(Path(c.out_dir, "lock"), "several machines need one shared --out_dir")
+    log.say_settings()
     say_start(c, resumed, initial)
     log.begin(data, model, p.iter_num, p.tokens)
     batches = Batches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)
@@ -704,7 +737,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     batches.close()
     clock.lap("steps")  # the last seconds, before the log says where all of them went
-    log.finish(stop, stop in COMPLETE, p.iter_num, p.tokens, batches.waited)
+    log.finish(stop, stop in COMPLETE, p.iter_num, p.tokens, p.val_loss, batches.waited)
     signals.close()
     if stop == "data":  # the rank that cannot read raises its error
         raise batches.error or RunError()

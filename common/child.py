@@ -14,13 +14,13 @@ from collections.abc import Callable
 def start_child(*arguments, **options) -> subprocess.Popen:
     """
     Start `python ARGUMENTS`; that program must call end_with_parent(). Its stdin is an unbuffered
-    pipe. Ctrl-C and Ctrl-Break in the terminal do not reach it. `options` go to Popen. Raises
-    OSError.
+    pipe. Ctrl-C and Ctrl-Break in the terminal do not reach it. `options` go to Popen; without a
+    stdout among them its lines are lost. Raises OSError.
     """
+    options.setdefault("stdout", subprocess.DEVNULL)
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
         bufsize=0,
         env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows would use its region's encoding
         start_new_session=True,

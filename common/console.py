@@ -3,8 +3,10 @@ What people read and type: lines on the console, numbers short and long, errors 
 """
 
 import argparse
+import builtins
 import contextlib
 import difflib
+import io
 import os
 import re
 import shlex
@@ -181,10 +183,11 @@ def run_main(
     exit code, without a traceback; so does a file that the system refuses, and any other error that
     explain(error, argv) has a line for.
     """
-    # a sample may have letters that the console cannot show
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")  # a sample may have letters it cannot show
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    restore_signals = remember_signals()
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
@@ -204,7 +207,24 @@ def run_main(
         line = explain(error, sys.argv[1:])
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
+    if hasattr(builtins, "get_ipython"):  # `%run train.py`: the notebook goes on after the script
+        restore_signals()
     end_process(code)
+
+
+def remember_signals() -> Callable[[], None]:
+    """What restores the signal handlers of this moment. The wakeup descriptor is a notebook's."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+
+    def restore() -> None:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            if handler != signal.getsignal(number):
+                signal.signal(number, handler)
+
+    return restore
 
 
 def end_process(code: int) -> None:

@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 3060 (12 GB).
 # 124M parameters are used in matmuls; with embeddings and lookup tables it stores 379M.
 # Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 18.6 hours (14.2 to 26.8) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 18.6 hours for 1.30B tokens, by
 # python bench.py plan config/fast124m_3060.py --gpu=3060
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_3060.py
 out_dir = "out/fast124m"

@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4070 (12 GB).
 # 124M parameters are used in matmuls; with embeddings and lookup tables it stores 379M.
 # Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 8.1 hours (6.2 to 11.7) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 7.0 hours (6.4 to 7.6) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4070.py --gpu=4070
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_4070.py
 out_dir = "out/fast124m"
@@ -37,7 +37,7 @@ min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 50  # every 10 minutes: the most that a crash can cost
+checkpoint_interval = 50  # every 8 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

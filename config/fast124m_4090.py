@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4090 (24 GB).
 # 124M parameters are used in matmuls; with embeddings and lookup tables it stores 471M.
 # Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 3.3 hours (3.0 to 3.8) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 3.3 hours (3.3 to 3.4) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"

@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with a rented A100 (40 or 80 GB).
 # 124M parameters are used in matmuls; with embeddings and lookup tables it stores 471M.
 # Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 1.8 hours (1.6 to 2.1) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 1.8 hours (1.7 to 1.9) for 1.30B tokens, by
 # python bench.py plan config/fast124m_a100.py --gpu=a100
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"

@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an H200 (141 GB).
 # 124M parameters are used in matmuls; with embeddings and lookup tables it stores 471M.
 # Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 0.72 hours (0.66 to 0.80) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 0.72 hours for 1.30B tokens, by
 # python bench.py plan config/fast124m_h200.py --gpu=h200
 out_dir = "out/fast124m"
 dataset = "fineweb_edu"

@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
-# Estimated, not measured (docs/status.md): 63 hours (48 to 90) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 54 hours (49 to 59) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
 # Somebody's nanoGPT log, probably from this card, has 9.34 s per iteration: 56,134 tokens/s.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
@@ -7,10 +7,10 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop
 
-# 64 micro-batches of 8 * 1024 tokens per iteration: 524,288, as for GPT-3 of this size
 batch_size = 8  # estimated: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
-tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
+tokens_per_iter = 524288  # as for GPT-3 of this size; decides, if --batch_size changes
+gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration
 
 # GPT-2's smallest size. Width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores
 n_layer = 12
@@ -24,11 +24,15 @@ min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
 max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
-eval_interval = 500  # every 100 minutes
-eval_tokens = 2097152  # takes 32 seconds (estimated), 0.5% of the time between evaluations
-checkpoint_interval = 100  # every 20 minutes, 1.5 GB each: the most that a crash can cost
+eval_interval = 500  # every 85 minutes
+eval_tokens = 2097152  # takes 27 seconds (estimated), 0.5% of the time between evaluations
+checkpoint_interval = 100  # every 17 minutes, 1.5 GB each: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 
 dtype = "bfloat16"  # has float32's range, so needs no loss scaling
-compile = True
+compile = True  # takes about a minute at the start
+tf32 = True  # on the tensor cores, for what bfloat16 leaves in float32
+flash = True  # fused attention: keeps no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 tokens -> 50,304, whole tiles of the tensor cores
+tie_weights = True  # one matrix for embedding and head: 38.6M parameters fewer

@@ -1,5 +1,5 @@
 # A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens.
-# Estimated, not measured (docs/status.md): 23 hours (18 to 33) for 10.5B tokens, by
+# Estimated, not measured (docs/status.md): 19.8 hours (18.2 to 21.7) for 10.5B tokens, by
 # python bench.py plan config/gpt40m_4070.py --gpu=4070
 # Somebody's nanoGPT log, probably from this card, has 3.90 s per iteration: 134,433 tokens/s.
 out_dir = "out/gpt40m"
@@ -25,7 +25,7 @@ max_iters = 20000
 
 eval_interval = 500
 eval_tokens = 2097152
-checkpoint_interval = 250  # every 17 minutes: the most that a crash can cost
+checkpoint_interval = 250  # every 15 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -153,6 +153,7 @@ class Dataset:
     tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
     fingerprint: str = ""  # changes when the tokens do
     val_fingerprint: str = ""  # changes when those of the validation split do
+    val_text_sha256: str | None = None  # of the validation text; None if the manifest has none
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
     listed: dict[str, dict] = field(default_factory=dict)  # what manifest.json says of the shards
     complete: bool = True  # whether its preparation has ended
@@ -222,10 +223,12 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     a tokenizer of kind unknown a run can train, but not print samples. Raises UserError.
     """
     listed, complete, vocab, tokenizer = {}, True, GPT2_VOCAB, dict(kind="gpt2")
+    val_text_sha256 = None
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
         complete = manifest.get("complete", True)
+        val_text_sha256 = manifest.get("val_text_sha256")
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard
@@ -237,7 +240,16 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         if split := split_of(name):
             shards[split].append((known or {}).get(name) or open_shard(folder / name))
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
-    return Dataset(str(folder), train, val, vocab, tokenizer, listed=listed, complete=complete)
+    return Dataset(
+        str(folder),
+        train,
+        val,
+        vocab,
+        tokenizer,
+        val_text_sha256=val_text_sha256,
+        listed=listed,
+        complete=complete,
+    )
 
 
 def read_manifest(folder: Path) -> dict:

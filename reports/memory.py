@@ -38,7 +38,12 @@ class Kept:
     recomputed: int  # gradients in the block that recompute runs again; values as in `block`
 
 
-KEPT = dict(gpt2=Kept(14, 12, 4), fast=Kept(16, 28, 8))
+KEPT_BY_GPT2 = Kept(block=14, logit=12, recomputed=4)
+KEPT_BY_FAST = Kept(block=16, logit=28, recomputed=8)
+
+
+def kept_by(model: GPTConfig) -> Kept:
+    return KEPT_BY_FAST if isinstance(model, FastConfig) else KEPT_BY_GPT2
 
 
 def element_bytes(dtype: str) -> int:
@@ -52,7 +57,7 @@ def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
 
 
 @functools.cache
-def build_shapes(config: GPTConfig) -> GPT | FastGPT:
+def meta_model(config: GPTConfig) -> GPT | FastGPT:
     """The model without memory: only names and shapes, to read, not to change."""
     with torch.device("meta"):
         return build_model(config)
@@ -60,15 +65,16 @@ def build_shapes(config: GPTConfig) -> GPT | FastGPT:
 
 @functools.cache
 def count_parameters(config: GPTConfig) -> int:
-    return sum(p.numel() for p in build_shapes(config).parameters())
+    return sum(p.numel() for p in meta_model(config).parameters())
 
 
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """GPU memory that training takes, in bytes, by part. `dtype`: of the matmuls."""
-    params, shapes = count_parameters(model), build_shapes(model)
+    params = count_parameters(model)
     tokens = batch_size * model.block_size
     # autocast copies each matrix; a tied embedding is the head's matrix too
-    others = [module for module in shapes.modules() if not isinstance(module, nn.Embedding)]
+    modules = meta_model(model).modules()
+    others = [module for module in modules if not isinstance(module, nn.Embedding)]
     in_products = sum(p.numel() for m in others for p in m.parameters(recurse=False))
     copies = 0 if dtype == "float32" else 2 * in_products
     if model.recompute:
@@ -90,17 +96,17 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
 @functools.cache
 def optimizer_bytes(model: GPTConfig, keys: tuple[tuple[str, Any], ...]) -> int:
     """Bytes of the optimizer's state, after one update of tensors without memory."""
-    shapes, config = copy.deepcopy(build_shapes(model)), Config(**dict(keys))
-    made = build_optimizer(shapes, config, torch.float32)
-    for p in shapes.parameters():
+    copied, config = copy.deepcopy(meta_model(model)), Config(**dict(keys))
+    optimizer = build_optimizer(copied, config, torch.float32)
+    for p in copied.parameters():
         p.grad = torch.empty_like(p)
     try:
-        made.step()
+        optimizer.step()
     except Exception as error:  # some optimizers look at values, which are not there
         warn(f"the memory of optimizer={config.optimizer} is taken for Adam's: {error}")
         return 8 * count_parameters(model)
-    kept = tree_leaves([*made.state.values()])  # also those in lists
-    return sum(t.nbytes for t in kept if isinstance(t, Tensor) and t.dim())  # without counters
+    state = tree_leaves([*optimizer.state.values()])  # also those in lists
+    return sum(t.nbytes for t in state if isinstance(t, Tensor) and t.dim())  # without counters
 
 
 def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
@@ -111,7 +117,8 @@ def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """Bytes that all blocks and the last norm keep; with recompute, at the peak of memory."""
     element, C = element_bytes(dtype), model.n_embd
-    stream, block = stream_bytes(model, dtype, compiled) * C, block_bytes(model, dtype, compiled)
+    stream = stream_bytes(model, dtype, compiled) * C
+    block = block_bytes(model, dtype, compiled)
     kept = tokens * model.n_layer * (stream if model.recompute else block)
     # the stream at the last norm, and the head's input
     beside_logits = kept + tokens * (stream + element * C)
@@ -125,10 +132,7 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
         beside_logits += copies_of_other_blocks(model, dtype)  # the forward pass is still running
     # The peak may come later: the logits are freed, but one block is computed again, and there are
     # gradients.
-    again = tokens * (
-        block
-        + (KEPT["fast" if isinstance(model, FastConfig) else "gpt2"].recomputed * element + 2) * C
-    )
+    again = tokens * (block + (kept_by(model).recomputed * element + 2) * C)
     again += 4 * count_parameters(model) if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
 
@@ -137,9 +141,7 @@ def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     """Bytes that one block keeps per token until its backward pass."""
     element = element_bytes(dtype)
     # each of the two norms keeps the residual stream
-    per_channel = KEPT[
-        "fast" if isinstance(model, FastConfig) else "gpt2"
-    ].block * element + 2 * stream_bytes(model, dtype, compiled)
+    per_channel = kept_by(model).block * element + 2 * stream_bytes(model, dtype, compiled)
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
     if getattr(model, "bigram_rows", 0):
@@ -157,12 +159,12 @@ def logits_at_once(model: GPTConfig, tokens: int) -> int:
 
 def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """Bytes of the logits, and of the head's gradient if both exist at once."""
-    element, head = element_bytes(dtype), model.n_embd * model.vocab_size
-    logits, chunked = logits_at_once(model, tokens), 0 < model.loss_chunk < tokens
+    element = element_bytes(dtype)
+    logits = logits_at_once(model, tokens)
+    head = model.n_embd * model.vocab_size
+    chunked = 0 < model.loss_chunk < tokens
     if not compiled:
-        return KEPT["fast" if isinstance(model, FastConfig) else "gpt2"].logit * logits + (
-            4 * head if chunked else 0
-        )
+        return kept_by(model).logit * logits + (4 * head if chunked else 0)
     if not chunked:
         return element * (logits + head)
     # the head's gradient of each chunk; the logits of one chunk, and their gradient

@@ -3,6 +3,7 @@ nanoGPT's console output, read as records like those of metrics.jsonl.
 """
 
 import ast
+import contextlib
 import math
 import re
 import statistics
@@ -10,55 +11,51 @@ from pathlib import Path
 
 from common.console import UserError
 from common.files import plain, read_text
-from configurator import FIELDS, NANOGPT_FIELDS, Field, check_value, from_nanogpt
-from reports.records import Run, number, percentile
+from configurator import FIELDS, NANOGPT_FIELDS, check_value
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
-# nanoGPT's defaults that differ from ours; it pads GPT-2's vocabulary only
-NANOGPT_DEFAULTS = dict(device="cuda", lr_decay_iters=600000)
-NANOGPT_DEFAULTS |= dict.fromkeys(("dtype", "pad_vocab_multiple", "eval_tokens"))  # by the run
+NANOGPT_DATASET = "openwebtext"  # its default, which it does not print
 
 N = r"-?(?:[\d.]+|nan|inf)"
-STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms", re.MULTILINE)
+STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms(?:, mfu ({N})%)?", re.MULTILINE)
 EVAL = re.compile(rf"^step (\d+): train loss {N}, val loss ({N})", re.MULTILINE)
-SETTING = re.compile(r"(Overriding: )?(\w+) *= *([^#=]+?) *(?:#.*)?")
-ASSIGNED = re.compile(r"([^#(]*)(?<![<>!=])=(?!=)")  # everything left of the last = of a line
+SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
+SETTING = re.compile(r"^(Overriding: )?(\w+) *= *([^#=\n]+?) *(?:#.*)?$", re.MULTILINE)
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the only kind of formula in nanoGPT's config files
 
 
-def read_nanogpt_log(path: Path) -> Run:
+def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     """
-    Read what nanoGPT printed, or the part of it that was kept. Raises UserError and OSError.
-
-    Its iteration times include evaluations and checkpoints; for such iterations, the time above the
-    median counts as the pause. FLOPs per token come from the printed configuration.
+    The records of what nanoGPT printed, or of the part of it that was kept, and warnings. Raises
+    UserError and OSError.
     """
     text = read_text(path)
     if ", tok/s " in text:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
-    warnings, (config, unknown) = [], read_settings(text)
-    if unknown:
-        lines = ", ".join(dict.fromkeys(unknown.values()))
-        warnings.append(f"{path}: no plain value in {lines}; what depends on it is n/a")
+    warnings = []
     tokens_per_iter = find_number(r"tokens per iteration will be: ([\d,]+)", text)
     if math.isnan(tokens_per_iter):
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
         warnings.append(f"{path}: {missing}")
-
-    start = dict(kind="start", program="nanoGPT", config=config, dtype=config.get("dtype"))
-    if "cuda" not in (config.get("device") or "cuda"):  # "cuda" does not say which GPU it was
-        start["device"] = config["device"]
-    parameters, flops = find_sizes(text, config)
-    sizes = dict(parameters=parameters, flops_per_token=flops, tokens_per_iter=tokens_per_iter)
-    start |= {key: plain(float(value)) for key, value in sizes.items()}
-    run = Run(path.stem, [start, *read_records(text, tokens_per_iter)])
-    # The printed MFU is relative to an A100 on every GPU; it only shows how many GPUs there were
-    shares = [float(mfu) / 100 for mfu in re.findall(rf"mfu ({N})%", text) if float(mfu) > 0]
-    speed = number(percentile(run.step["tokens_per_sec"], 50))
-    cards = flops * speed / NANOGPT_PEAK_FLOPS / statistics.median(shares or [math.nan])
-    run.start["world_size"] = max(1, round(cards)) if math.isfinite(cards) else 1
-    run.warnings += warnings
-    return run
+    config = read_settings(text)
+    parameters = count_parameters(text, config)
+    gpu_flops = flops_of_one_gpu(text)
+    # 6 FLOPs per parameter and token, and attention's; several GPUs would share them. NaN: unknown
+    is_all_work = gpu_flops > 0.9 * 6 * parameters * tokens_per_iter
+    device = config.get("device") or "cuda"
+    start = dict(
+        kind="start",
+        program="nanoGPT",
+        config=config,
+        device=None if "cuda" in device else device,  # "cuda" does not say which GPU it was
+        device_type=device.partition(":")[0],
+        parameters=plain(parameters),
+        dtype=config.get("dtype"),
+        tokens_per_iter=plain(tokens_per_iter),
+        flops_per_token=plain(gpu_flops / tokens_per_iter),  # on one GPU
+        world_size=1 if is_all_work else None,
+    )
+    return [start, *read_lines(text, tokens_per_iter)], warnings
 
 
 def find_number(pattern: str, text: str) -> float:
@@ -67,79 +64,112 @@ def find_number(pattern: str, text: str) -> float:
     return float(match[1].replace(",", "")) if match else math.nan
 
 
-def read_settings(text: str) -> tuple[dict, dict[str, str]]:
+def read_settings(text: str) -> dict:
     """
-    The configuration of the run, None for unknown values; and by key, the lines whose values are
-    computed, such as n_layer = layers. Both are empty if the log prints no configuration, because
-    then not even the defaults are certain.
+    The configuration that the log prints, which is the config files and flags, not nanoGPT's
+    defaults. None for a value that is computed, such as n_layer = layers.
     """
-    printed, unknown, known = {}, dict[str, str](), NANOGPT_FIELDS | FIELDS
-    del known["wandb_run_name"]  # in nanoGPT's config files it holds the time of day
-    for line in text.splitlines():
-        match, assigned = SETTING.fullmatch(line), ASSIGNED.match(line)
-        keys = known.keys() & set(re.findall(r"\w+", assigned[1] if assigned else ""))
-        try:
-            if match and match[2] in known:
-                is_flag, key, value = match.groups()
-                printed[key] = read_value(value, known[key], bool(is_flag))
-                unknown.pop(key, None)
-                continue
-        except (UserError, ValueError, SyntaxError):
-            pass
-        unknown |= dict.fromkeys(keys, line.strip())
-    if not printed and not unknown:
-        return {}, {}
-    config: dict = {name: field.default for name, field in FIELDS.items()} | NANOGPT_DEFAULTS
-    config |= from_nanogpt(printed) | dict.fromkeys(from_nanogpt(unknown))
-    if "found vocab_size" in text:
-        config["pad_vocab_multiple"] = 1
-    if "dtype" not in printed | unknown and config["device"]:  # autocast on CUDA only
-        config["dtype"] = "bfloat16" if "cuda" in config["device"] else "float32"
-    return config, unknown
+    known = NANOGPT_FIELDS | FIELDS
+    config: dict = {}
+    for is_flag, key, value in SETTING.findall(text):
+        if key not in known:
+            continue
+        config[key] = None
+        with contextlib.suppress(UserError, ValueError, SyntaxError):
+            config[key] = check_value(read_value(value, bool(is_flag)), known[key], key)
+    if config:
+        config.setdefault("dataset", NANOGPT_DATASET)
+    return config
 
 
-def read_value(text: str, field: Field, is_flag: bool):
+def read_value(text: str, is_flag: bool):
     """
-    A printed value in its key's type. Raises UserError, ValueError or SyntaxError if it is not a
-    value. nanoGPT prints strings from flags without quotes, and config files as they are.
+    A printed value. Raises ValueError or SyntaxError if it is a formula. nanoGPT prints strings
+    from flags without quotes, and config files as they are.
     """
-    if is_flag and field.type is str:
-        return text
     if product := PRODUCT.fullmatch(text):
         return int(product[1]) * int(product[2])
-    return check_value(ast.literal_eval(text), field, field.name)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        if is_flag:
+            return text
+        raise
 
 
-def read_records(text: str, tokens_per_iter: float) -> list[dict]:
+def count_parameters(text: str, config: dict) -> float:
+    """The number of weights as metrics.jsonl counts them; NaN if the log does not show it."""
+    counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
+    if counted:
+        return float(sum(int(digits.replace(",", "")) for digits in counted))
+    # the rounded figure leaves out the position embeddings
+    positions = (config.get("block_size") or math.nan) * (config.get("n_embd") or math.nan)
+    return 1e6 * find_number(r"number of parameters: ([\d.]+)M", text) + positions
+
+
+def flops_of_one_gpu(text: str) -> float:
+    """
+    FLOPs of an iteration on one GPU, from its time and the MFU that nanoGPT prints; NaN if unknown.
+    That MFU is a running mean. After the first evaluation, it is too low, because nanoGPT counts
+    the time of evaluations; later lines are used only if there are no others.
+    """
+    evaluated = {0, *(int(it) for it, _ in EVAL.findall(text))}
+    later = [match.start() for match in EVAL.finditer(text) if match[1] != "0"]
+    for part in (text[: min(later, default=len(text))], text):
+        shares = [
+            float(ms) / 1000 * float(mfu) / 100
+            for it, _, ms, mfu in STEP.findall(part)
+            if mfu and float(mfu) > 0 and int(it) not in evaluated
+        ]
+        if shares:
+            return statistics.median(shares) * NANOGPT_PEAK_FLOPS
+    return math.nan
+
+
+def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
+    """
+    The records of steps, evaluations and checkpoints. nanoGPT's iteration times include evaluations
+    and checkpoints; for such iterations, the time above the median counts as the pause.
+    """
     # after a resume the later line counts
-    steps = {int(it): (float(loss), float(ms)) for it, loss, ms in STEP.findall(text)}
+    steps = {int(it): (float(loss), float(ms)) for it, loss, ms, _ in STEP.findall(text)}
     evals = {int(it): float(loss) for it, loss in EVAL.findall(text)}
     plain_ms = [ms for it, (_, ms) in steps.items() if it > 0 and it not in evals]
     usual_ms = statistics.median(plain_ms or [math.nan])
-    records, pauses_ms = [], 0.0
+    records = []
+    pauses_ms = 0.0
     for it in sorted(steps.keys() | evals.keys()):
-        so_far = dict(iter=it, tokens=it * tokens_per_iter)
+        loss, ms = steps.get(it, (math.nan, math.nan))
+        tokens = it * tokens_per_iter
         if it in evals:
             # the time of the first iteration includes compilation
-            if it in steps and it > 0:
-                pauses_ms += max(0, steps[it][1] - usual_ms)
-            hours = (it * usual_ms + pauses_ms) / 3.6e6
-            records.append(so_far | dict(kind="eval", hours=hours, val_loss=evals[it]))
+            pause_ms = max(0.0, ms - usual_ms) if it in steps and it > 0 else 0.0
+            pauses_ms += pause_ms
+            records.append(
+                dict(
+                    kind="eval",
+                    iter=it,
+                    tokens=tokens,
+                    hours=(it * usual_ms + pauses_ms) / 3.6e6,
+                    val_loss=evals[it],
+                    seconds=pause_ms / 1000,
+                )
+            )
         if it in steps:
-            loss, ms = steps[it]
-            ms = math.nan if it in evals or it == 0 or not ms else ms
-            hours, speed = ((it + 1) * usual_ms + pauses_ms) / 3.6e6, tokens_per_iter / ms * 1e3
-            values = dict(hours=hours, loss=loss, step_ms=ms, tokens_per_sec=speed)
-            values |= dict(tokens_after=(it + 1) * tokens_per_iter)
-            records.append(so_far | dict(kind="step", **values))
+            is_plain = it > 0 and it not in evals and ms > 0
+            step_ms = ms if is_plain else math.nan
+            records.append(
+                dict(
+                    kind="step",
+                    iter=it,
+                    tokens=tokens,
+                    tokens_after=tokens + tokens_per_iter,
+                    hours=((it + 1) * usual_ms + pauses_ms) / 3.6e6,
+                    loss=loss,
+                    step_ms=step_ms,
+                    tokens_per_sec=tokens_per_iter / step_ms * 1000,
+                )
+            )
+    # the seconds of a checkpoint are in those of the evaluation before it
+    records += [dict(kind="checkpoint")] * len(SAVE.findall(text))
     return records
-
-
-def find_sizes(text: str, config: dict) -> tuple[float, float]:
-    """Parameters and FLOPs per token, NaN if the log does not show them."""
-    L, C, T = (number(config.get(key)) for key in ("n_layer", "n_embd", "block_size"))
-    counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
-    exact = sum(int(digits.replace(",", "")) for digits in counted)
-    # nanoGPT's rounded figure leaves out the T x C position embeddings
-    parameters = exact or 1e6 * find_number(r"number of parameters: ([\d.]+)M", text) + T * C
-    return parameters, 6 * (parameters - T * C) + 12 * L * C * T

@@ -13,7 +13,7 @@ import numpy as np
 from common.child import end_with_parent
 from common.console import UserError, count
 from common.files import replacing
-from reports.records import Run, learning_curve, read_run
+from reports.runs import Run, learning_curve, read_run
 
 PICTURE_POINTS = 600  # at most this many per line, so that a long run stays readable
 # for colour-blind readers: Okabe and Ito's colours (jfly.uni-koeln.de/color), and markers

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,8 +24,8 @@ torch.set_num_threads(1)
 
 def fsync(file: int) -> None:
     """
-    Waits for no disk. Only a power cut tells the difference, and no test makes one; test_checkpoint
-    looks at the calls. A process that a test starts cold does wait.
+    Waits for no disk. Only a power cut tells the difference, and no test makes one;
+    test_disks.py looks at the calls. A process that a test starts cold does wait.
     """
 
 
@@ -48,7 +49,8 @@ def restored_process_state(request):
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 
 
@@ -68,6 +70,27 @@ def script(monkeypatch, capsys):
         return exit.value.code, output.out, output.err.splitlines()
 
     return run
+
+
+@pytest.fixture
+def make_disk(tmp_path):
+    """A folder on a disk of its own, of so many bytes."""
+    mounted = []
+
+    def make(size: int) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("needs to be root, to mount a disk")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def pytest_collection_modifyitems(items):

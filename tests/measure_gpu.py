@@ -50,9 +50,9 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
     fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes, *tables]
 
-    def bench(mode: str, config: list[str], *flags: str) -> list[str]:
+    def bench(*arguments: str, script: str = "bench.py") -> list[str]:
         size = f"--tokens_per_iter={tokens}"
-        return [PYTHON, f"{ROOT / 'bench.py'}", mode, *config, size, "--dataset=random", *flags]
+        return [PYTHON, f"{ROOT / script}", *arguments, size, "--dataset=random"]
 
     train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={tokens // 2}"]
     train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
@@ -68,18 +68,19 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
-        "step": (180, bench("step", classic)),
+        "step": (180, bench(*classic)),
         "train": (180, [*train, "--max_iters=40"]),
         "resume": (120, [*train, "--max_iters=50"]),
-        "sweep": (180, bench("sweep", classic, "--compile=False", "--trials=1")),
+        "sweep": (180, bench("sweep", *classic, "--compile=False", "--trials=1")),
         "gpu_tests": (420, [*pytest, "-m", "gpu", "-k", f"not ({REAL_SHAPES})"]),
         # here ten minutes are over
-        "fast_step": (180, bench("step", fast)),
+        "fast_step": (180, bench(*fast)),
         "real_shapes": (420, [*pytest, "-m", "gpu", "-k", REAL_SHAPES]),
-        "compiled_sweep": (600, bench("sweep", classic, "--trials=3")),
+        "compiled_sweep": (600, bench("sweep", *classic, "--trials=2")),
     }
     if options.nanogpt:
-        found["peer"] = (300, bench("peer", classic, f"--nanogpt={options.nanogpt.resolve()}"))
+        nanogpt = f"--nanogpt={options.nanogpt.resolve()}"
+        found["peer"] = (600, bench(*classic, nanogpt, script="tests/compare_nanogpt.py"))
     if not Path(fast[0]).exists():
         del found["fast_step"]
     return found
@@ -89,7 +90,10 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     """What came of one row, for the file."""
     figures, log, began = work / f"{name}.json", work / f"{name}.log", time.monotonic()
     figures.unlink(missing_ok=True)
-    if str(ROOT / "bench.py") in command:
+    if command[1:] and command[1] in (
+        f"{ROOT / 'bench.py'}",
+        f"{ROOT / 'tests/compare_nanogpt.py'}",
+    ):
         command = [*command, f"--json={figures}"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     with log.open("wb") as output:

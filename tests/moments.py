@@ -14,6 +14,7 @@ import os
 import runpy
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,40 @@ def free(disk: Path, size: int | None = None) -> None:
     filler = disk / "filler"
     if filler.exists():
         os.truncate(filler, 0 if size is None else filler.stat().st_size - size)
+
+
+# -----------------------------------------------------------------------------
+# In a process of its own
+
+
+WATCHED = """
+import os, runpy, signal, sys, time, torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+RANK = os.environ.get("RANK", "0")
+n = 0
+
+def updated(optimizer, *_):
+    global n
+    if optimizer.param_groups[0]["params"][0].is_meta:
+        return  # its memory is only counted
+    n += 1
+ACTION
+
+register_optimizer_step_post_hook(updated)
+BEFORE
+sys.argv[0] = "train.py"
+runpy.run_path("ROOT/train.py", run_name="__main__")
+"""
+
+
+def watched(action: str = "", before: str = "") -> list[str]:
+    """
+    train.py for start() or start_ranks(): it runs some lines of Python before its start, and
+    `action` after its n-th update.
+    """
+    text = WATCHED.replace("ACTION", textwrap.indent(textwrap.dedent(action), "    "))
+    return ["-c", text.replace("BEFORE", textwrap.dedent(before)).replace("ROOT", str(ROOT))]
 
 
 # -----------------------------------------------------------------------------

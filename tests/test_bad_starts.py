@@ -7,16 +7,16 @@ was. They run in a folder with a few good and many bad things: see `world`.
 """
 
 import json
-import os
 import pickle
 import shutil
-import signal
+import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
-from program import ROOT, finish_ranks, run, start, start_ranks, wait_for_line, write_tokens
+from moments import watched
+from program import ROOT, finish, finish_ranks, flags, run, start, start_ranks, write_tokens
 
 TINY = """
 dataset = "tokens"
@@ -50,6 +50,14 @@ COMMAND_LINE = [
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile true or false 'maybe'"),
     ("train.py tiny.py --dropout=1.5", "--dropout 1.5"),
+    ("train.py tiny.py --dropout=1", "--dropout below 1"),
+    ("train.py tiny.py --beta2=1", "--beta2 below 1"),
+    ("train.py tiny.py --compile=2", "--compile true or false"),
+    ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),
+    ("train.py tiny.py --max_iters 100", "--max_iters=100"),
+    ("train.py tiny.py --min_lr -1", "--min_lr=-1"),
+    ("train.py tiny.py --bs=8", "--bs batch_size"),
+    ("train.py tiny.py --dataset=", "--dataset empty"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
     ("train.py tiny.py --hours=-1", "--hours -1"),
     ("train.py tiny.py --seed=-1", "--seed -1"),
@@ -64,13 +72,17 @@ COMMAND_LINE = [
     ("train.py tiny.py --dtype=fp16", "dtype fp16 float16"),
     ("train.py tiny.py --device=gpu", "device gpu cuda"),
     ("train.py tiny.py --device=tpu:0", "device tpu:0"),
+    ("train.py tiny.py --device=cuda:x", "device cuda:x"),
+    ("train.py tiny.py --device=meta", "device meta"),
     ("train.py tiny.py --loss_chunk=some", "loss_chunk some"),
     ("train.py tiny.py --n_head=3", "n_head 3 n_embd 32"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter 100 64 128"),
+    ("train.py tiny.py --tokens_per_iter=1", "tokens_per_iter 1 64"),
     ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon"),
     ("train.py tiny.py --bigram_rows=100", "bigram_rows model=fast"),
     ("train.py tiny.py --model=fast --tie_weights=True", "tie_weights"),
     ("train.py tiny.py --model=fast --value_tables=2", "value_tables"),
+    ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
     ("train.py tiny.py --tokenizer=byte", "tokenizer stream"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layr", "--batch_size"),
     ("train.py tiny.py --n_head=3 --dataset=nowhere --device=gpu", "device", "nowhere", "n_head"),
@@ -92,6 +104,8 @@ COMMAND_LINE = [
 
 DATA = [
     ("train.py tiny.py --dataset=nowhere", "dataset nowhere prepare_text.py"),
+    (f"train.py tiny.py --dataset={'a' * 300}", "File name too long"),
+    ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=my_fineweb", "dataset my_fineweb prepare_fineweb.py"),
     ("train.py tiny.py --dataset=tokens/manifest.json", "dataset manifest.json"),
     ("train.py tiny.py --dataset=empty", "empty train"),
@@ -111,12 +125,19 @@ DATA = [
         "train.py tiny.py --stream=True --tokenizer=byte --dataset=posts.jsonl",
         "posts.jsonl text body",
     ),
+    # as many tokens as the run reads, within what FineWeb-Edu's sample has
+    ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
+    ("train.py config/fast124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=1.3B"),
+    ("train.py config/fast124m_4070.py --device=cpu --hours=8", "prepare_fineweb.py --tokens=2B"),
     ("train.py tiny.py --block_size=512", "block_size val 250"),
     ("train.py tiny.py --dataset=short_val", "block_size val 10"),
 ]
 
 FOLDERS = [
     ("train.py tiny.py --out_dir=run", "run earlier run --init_from=auto"),
+    # it would evaluate random weights, not those of the run
+    ("train.py tiny.py --out_dir=run --eval_only=True", "run earlier run --init_from=auto"),
+    ("train.py tiny.py --out_dir=damaged_run", "damaged_run earlier run"),
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "book.txt"),
     ("train.py tiny.py --out_dir=book.txt/new", "book.txt/new"),
@@ -125,11 +146,18 @@ FOLDERS = [
     ("train.py tiny.py --init_from=resume --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --init_from --out_dir"),
+    # as a browser names a second copy
+    ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
+    ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run 1 checkpoints"),
     ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --init_from"),
+    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --init_from"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
         "dataset run",
     ),
+    # with another text or model a finished run is not done, but another run
+    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other", "dataset run --out_dir"),
+    ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "n_layer 2 3 --out_dir"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=no_manifest --max_iters=3",
         "dataset no_manifest",
@@ -169,14 +197,37 @@ TOOLS = [
     ("sample.py --init_from=gpt-2", "gpt-2 gpt2"),
     ("sample.py --init_from=evil.pt --device=cpu", "evil.pt"),
     ("sample.py --init_from=cut.pt --device=cpu", "cut.pt damaged"),
-    ("bench.py stepp", "stepp step"),
-    ("bench.py step tiny.py --batch_sise=4", "batch_sise batch_size"),
-    ("bench.py step tiny.py --device=tpu", "device tpu"),
-    ("bench.py step tiny.py --trials=none", "trials 'none'"),
+    ("bench.py swep", "swep sweep"),
+    ("bench.py step tiny.py", "step no such mode"),
+    ("bench.py nowhere.py", "nowhere.py no such"),
+    ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
+    ("bench.py --n_layr=2", "n_layr n_layer"),
+    ("bench.py tiny.py --device=tpu", "device tpu"),
+    ("bench.py tiny.py --trials=3", "trials unknown"),
+    ("bench.py tiny.py --seconds=long", "seconds 'long'"),
+    ("bench.py ladder tiny.py --trials=none", "trials 'none'"),
+    ("bench.py ladder tiny.py --refill", "refill GPU"),
+    ("bench.py sweep tiny.py --write=tiny.py", "write tiny.py exists"),
     ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours -1"),
-    ("bench.py plan tiny.py --from_run=nowhere", "nowhere"),
+    ("bench.py plan tiny.py --gpu=7900XTX", "gpu 7900XTX --gpu=all --iter_seconds --from_run"),
+    ("bench.py plan tiny.py --gpu=m2", "gpu m2 --gpu=all --iter_seconds --from_run"),
+    ("bench.py plan tiny.py --gpu=3080", "gpu 3080 10GB 12GB"),
+    ("bench.py plan tiny.py --gpu=T4 --dtype=bfloat16", "dtype T4 --dtype=float16"),
+    ("bench.py plan tiny.py --gpu=b100 --dtype=bfloat16", "gpu peak B100 --iter_seconds"),
+    ("bench.py plan tiny.py --gpu=4070 --gpus=3", "gradient_accumulation_steps 3"),
+    ("bench.py plan tiny.py --iter_seconds=9 --hours=0.001", "hours no iteration"),
+    ("bench.py plan tiny.py --gpu=all --watts=200", "gpu --watts one GPU"),
+    ("bench.py plan tiny.py --gpu=all --hours=8", "gpu --hours one GPU"),
+    ("bench.py plan tiny.py --watts=200W", "watts '200W'"),
+    ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
+    ("bench.py plan tiny.py --iter_seconds=1 --from_run=run", "iter_seconds from_run"),
+    ("bench.py plan tiny.py --n_embd=2048 --block_size=240", "gpu CPU --gpu=4070 --iter_seconds"),
+    ("bench.py plan tiny.py --from_run=nowhere", "nowhere No such file"),
+    ("bench.py plan tiny.py --from_run=book.txt", "book.txt no iteration"),
+    ("bench.py plan tiny.py --from_run=run --n_embd=64", "from_run another model"),
+    ("bench.py plan tiny.py --from_run=run --gpu=4070", "gpu run 4070"),
     ("compare.py", "required"),
     ("compare.py nowhere", "nowhere No such file"),
     ("compare.py empty", "empty metrics.jsonl"),
@@ -184,6 +235,9 @@ TOOLS = [
     ("compare.py console.txt", "console.txt out_dir"),
     ("compare.py run run/metrics.jsonl --pgn=x.png", "--pgn"),
     ("compare.py run --loss=low", "--loss 'low'"),
+    ("compare.py old.log --gpu=4711", "gpu 4711"),
+    ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
+    ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
     ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
@@ -192,7 +246,20 @@ TOOLS = [
     ("convert.py ckpt-to-hf evil.pt out", "evil.pt"),
     ("convert.py hf-to-ckpt nowhere out.pt", "nowhere no such"),
     ("convert.py hf-to-ckpt empty out.pt", "empty config.json"),
+    ("convert.py ckpt-to-hf flipped.pt out", "flipped.pt changed"),
+    ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight finite"),
+    ("convert.py ckpt-to-hf empty out", "empty no checkpoint"),
+    ("convert.py ckpt-to-hf run book.txt", "book.txt"),
     ("convert.py hf-to-ckpt llama out.pt", "llama gpt2"),
+    ("convert.py hf-to-ckpt fast_export out.pt", "nightshift_fast gpt2"),
+    ("convert.py hf-to-ckpt relu out.pt", "activation_function relu"),
+    ("convert.py hf-to-ckpt unscaled out.pt", "scale_attn_weights False"),
+    ("convert.py hf-to-ckpt by_layer out.pt", "scale_attn_by_inverse_layer_idx True"),
+    ("convert.py hf-to-ckpt torn_config out.pt", "torn_config JSON"),
+    ("convert.py hf-to-ckpt old_format out.pt", "model.safetensors save_pretrained max_shard_size"),
+    ("convert.py hf-to-ckpt cut_weights out.pt", "cut_weights not a model"),
+    ("convert.py nanogpt-to-ckpt nowhere.pt out.pt", "nowhere.pt no such"),
+    ("convert.py nanogpt-to-ckpt evil.pt out.pt", "evil.pt"),
     ("convert.py nanogpt-to-ckpt run/best.pt unknown.pt", "unknown.pt exists"),
 ]
 
@@ -302,14 +369,36 @@ def write_runs() -> None:
     state["model"]["transformer.wte.weight"][0, 0] = float("nan")
     torch.save(state, "nan.pt")
     torch.save(Evil(), "evil.pt")
+    for name in ("evil_run", "downloaded"):
+        Path(name).mkdir()
+    shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
+    Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
-    Path("llama").mkdir()
-    Path("llama/config.json").write_text('{"model_type": "llama"}')
+
+
+def write_hugging_faces_folders() -> None:
+    configs = dict(
+        llama=dict(model_type="llama"),
+        fast_export=dict(model_type="nightshift_fast"),
+        relu=dict(model_type="gpt2", activation_function="relu"),
+        unscaled=dict(model_type="gpt2", scale_attn_weights=False),
+        by_layer=dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True),
+        old_format=dict(model_type="gpt2"),
+        cut_weights=dict(model_type="gpt2"),
+        torn_config={},
+    )
+    for name, config in configs.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+    Path("old_format/pytorch_model.bin").write_bytes(b"PK")
+    Path("cut_weights/model.safetensors").write_bytes(b"cut")
+    Path("torn_config/config.json").write_text('{"model_type": "gp')
 
 
 def write_texts() -> None:
     text = "It was a dark and stormy night.\n" * 300
     Path("book.txt").write_text(text)
+    Path("old.log").write_text("iter 100: loss 4.5, time 168.20ms, mfu 41.20%\n")
     Path("book.docx").write_bytes(b"PK\3\4")
     Path("short.txt").write_text("Too short.")
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
@@ -347,6 +436,7 @@ def world(tmp_path_factory) -> Path:
         write_nanogpts_folders()
         write_texts()
         write_runs()
+        write_hugging_faces_folders()
     return folder
 
 
@@ -362,6 +452,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
     """Each error line has its words; there are no other lines but warnings."""
     errors = [line for line in lines if line.startswith("error: ")]
+    assert all(line.isprintable() for line in lines), lines
     assert all(line.startswith(("error: ", "warning: ")) for line in lines), lines
     assert len(errors) == len(expected), lines
     for words in expected:
@@ -404,25 +495,28 @@ def test_a_gpu_that_is_not_there_is_said(script, world, monkeypatch):
     check(world, monkeypatch, f"{script} --device=cuda", "device cuda --device=cpu")
 
 
-def test_a_folder_that_another_run_writes_to_is_left_alone(world, tmp_path, monkeypatch):
-    shutil.copy(world / "tiny.py", tmp_path)
-    shutil.copytree(world / "tokens", tmp_path / "tokens")
-    first = start(str(ROOT / "train.py"), "tiny.py", "--max_iters=1000000", cwd=tmp_path)
-    try:
-        wait_for_line(first, "iter 1:")
-        os.kill(first.pid, signal.SIGSTOP)  # or it would change the files meanwhile
-        for init_from in ("scratch", "auto"):
-            command = f"train.py tiny.py --init_from={init_from}"
-            check(tmp_path, monkeypatch, command, "out_dir another run new")
-    finally:
-        first.kill()
-        first.wait()
+# root may look anywhere: all of its privileges are given up first
+UNPRIVILEGED = """
+import ctypes
+version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(version_3, none) == 0
+"""
 
 
-def test_ranks_that_do_not_divide_the_accumulation_say_so_once(world, tmp_path):
-    files = (world / "tiny.py", f"--dataset={world / 'tokens'}", f"--out_dir={tmp_path / 'new'}")
-    results = finish_ranks(start_ranks(2, *map(str, files), "--gradient_accumulation_steps=3"))
-    assert [result.code for result in results] == [2, 2]
-    lines = [line for result in results for line in result.err.splitlines()]
-    assert_refused(lines, ("gradient_accumulation_steps 3 2 processes",))
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
+@pytest.mark.parametrize("key", ["out_dir", "dataset"])
+def test_a_folder_without_permission_is_one_line(key, world, tmp_path):
+    (tmp_path / "private").mkdir(mode=0)
+    keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new")
+    keys |= {key: tmp_path / "private" / "x"}
+    words = [*watched(before=UNPRIVILEGED), str(world / "tiny.py"), *flags(**keys)]
+    result = finish(start(*words))
+    assert result.code == 2
+    assert_refused(result.err.splitlines(), ("private/x Permission denied",))
     assert not (tmp_path / "new").exists()
+
+
+def test_help_of_several_ranks_is_printed_once():
+    results = finish_ranks(start_ranks(2, "--help"))
+    assert [(result.code, result.err) for result in results] == [(0, "")] * 2
+    assert [bool(result.out) for result in results] == [True, False]

@@ -11,8 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from datetime import datetime
 from pathlib import Path
 from unittest import mock
@@ -508,17 +506,16 @@ def test_a_new_run_begins_with_the_weights_of_another_run(gpt2, letters, tmp_pat
 # Exit codes
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP"])
 def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(
-    name, tokens, tmp_path
+    tokens, tmp_path
 ):
     arguments = flags(**TINY | dict(max_iters=10**6), dataset=tokens, out_dir=tmp_path / "run")
     process = start(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     wait_for_line(process, "iter 3:")
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGINT)
     result = finish(process)
-    assert result.code == 128 + getattr(signal, name), result.err
-    assert column(tmp_path / "run", "end", "reason") == [name]
+    assert result.code == 128 + signal.SIGINT, result.err
+    assert column(tmp_path / "run", "end", "reason") == ["SIGINT"]
     assert "second signal" in result.out + result.err  # and what it would cost
     (saved,) = column(tmp_path / "run", "end", "iters")
     assert checkpoints(tmp_path / "run")[-1] == saved
@@ -583,6 +580,15 @@ def test_without_its_newer_checkpoints_a_run_goes_back(eight, tokens, tmp_path):
     assert "iter 4:" in result.out
     assert "iter 3:" not in result.out
     assert_same_run(tmp_path / "run", eight, 8)
+
+
+def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, tokens, tmp_path):
+    """Where it alone is left."""
+    (tmp_path / "run").mkdir()
+    shutil.copy(eight / "best.pt", tmp_path / "run" / "ckpt-00000008.pt")
+    given = TINY | dict(max_iters=10)
+    train(**given, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    assert column(tmp_path / "run", "step", "iter") == [8, 9]
 
 
 def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
@@ -709,44 +715,10 @@ def assert_is_picture(path: Path) -> None:
     assert len(colours) > 20  # not a blank page
 
 
-def test_loss_png_is_drawn(tokens, tmp_path):
-    """Runs of less than 20 seconds are not drawn, so a clock is turned."""
-    perf_counter = time.perf_counter
-    with mock.patch("time.perf_counter", lambda: 1000 * perf_counter()):
-        train(**TINY, dataset=tokens, out_dir=tmp_path)
-    assert_is_picture(tmp_path / "loss.png")
-
-
 def test_compare_draws_the_picture_of_a_run(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path / "run")
     assert run("compare.py", tmp_path / "run").code == 0
     assert_is_picture(tmp_path / "run" / "loss.png")
-
-
-def test_tensorboard_has_the_numbers_of_metrics_jsonl(tokens, tmp_path):
-    module = "tensorboard.backend.event_processing.event_accumulator"
-    accumulator = pytest.importorskip(module)
-    train(**TINY, dataset=tokens, out_dir=tmp_path, tracker="tensorboard")
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    names = {"train/loss": "train_loss", "val/loss": "val_loss"}
-    for tag, name in names.items():
-        values = [(event.step, event.value) for event in events.Scalars(tag)]
-        # it keeps float32
-        expected = column(tmp_path, "eval", "iter", name)
-        assert np.allclose(values, expected, rtol=1e-6)
-    rates = [event.value for event in events.Scalars("lr")]
-    assert np.allclose(rates, column(tmp_path, "step", "lr"), rtol=1e-6)
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_a_tracker_that_is_missing_costs_one_warning(tracker, tokens, tmp_path, monkeypatch):
-    for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, module, None)
-    result = train(**TINY, dataset=tokens, out_dir=tmp_path, tracker=tracker)
-    (line,) = result.err.splitlines()
-    assert line.startswith("warning: ")
-    assert tracker in line
-    assert checkpoints(tmp_path)[-1] == 8
 
 
 # -----------------------------------------------------------------------------
@@ -781,7 +753,7 @@ print(idx)
 """
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_the_own_model_of_the_page_trains_resumes_and_samples(optimizer, letters, tmp_path):
     home = changed(tmp_path / "copy", OWN_MODEL)
     (home / "mine.py").write_text(code_block("own_model.md"))
@@ -843,3 +815,9 @@ def test_a_script_written_for_nanogpts_model_runs_here(place, tokens, tmp_path):
     assert result.code == 0, result.err
     val_loss = column(tmp_path / "run", "eval", "val_loss")[-1]
     assert float(result.out) == pytest.approx(val_loss, abs=1e-5)
+
+
+def test_a_typed_prompt_has_as_many_samples_as_are_asked_for(gpt2):
+    assert (
+        len(sample(f"--out_dir={gpt2}", "--max_new_tokens=5", "--num_samples=3", typed="a\n")) == 3
+    )

@@ -1,75 +1,48 @@
-"""A changed model: its FLOPs are counted as it runs, or somebody is told why they are not."""
+"""
+FLOPs are counted as a model runs: both recipes by hand, and changed models. What a changed model
+draws, counts and masks is seeded, saved and resumed.
+"""
 
-import json
-import random
+from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from helpers import ROOT, assert_same_state, load, records, run_here
-from torch.nn import functional as F
+from program import (
+    ROOT,
+    assert_same_run,
+    changed,
+    checkpoint,
+    column,
+    finish,
+    flags,
+    start,
+    write_tokens,
+)
 
-import bench
-import compare
-import model as gpt2
-import model_fast
-from common.console import UserError
-from configurator import Config, load_config
-from model import GPT, CausalSelfAttention, GPTConfig, attend
+from configurator import load_config
+from model import GPTConfig
 from model_fast import FastConfig
-from reports import memory, plan
 from train import model_config
-from training import log
 from training.hardware import count_flops
 
-GPT124M = GPTConfig(bias=False)
+pytestmark = pytest.mark.upstream  # figures of the shipped models, and changes of their lines
+
 # 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
 # attention
 LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
+GATES = 6 * 6 * 12 * 6  # six of 12 x 6 weights; the tables are looked up
+COUNTS = {
+    # nanoGPT's number, 854.8 MFLOP a token, is 6 N + 12 L H Q T with the norms' weights in N
+    ("gpt124m_4070", "--tie_weights=True"): 12 * (LAYER + ATTENTION) + HEAD,
+    # a look-up table costs no FLOPs
+    ("gpt124m_4070", "--tie_weights=False"): 12 * (LAYER + ATTENTION) + HEAD,
+    ("fast124m_4070", "--seed=1"): 12 * (LAYER + ATTENTION) + HEAD + GATES,
+}
 
 
-@pytest.fixture
-def patch(monkeypatch):
-    """monkeypatch for the model's code; what was counted and read of it is forgotten."""
-    cached = (memory.build_shapes, memory.count_parameters, count_flops)
-    for function in cached:
-        function.cache_clear()
-    yield monkeypatch
-    for function in cached:
-        function.cache_clear()
-
-
-def qkv(layer: CausalSelfAttention, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    B, T, C = x.shape
-    heads = layer.c_attn(x).view(B, T, 3 * layer.n_head, C // layer.n_head)
-    return heads.transpose(1, 2).chunk(3, dim=1)
-
-
-def joined(layer: CausalSelfAttention, y: torch.Tensor) -> torch.Tensor:
-    return layer.c_proj(y.transpose(1, 2).flatten(2))
-
-
-def model_of(config: Config) -> GPTConfig:
-    return model_config(config, 50257, flash=config.flash, compiled=config.compile)
-
-
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_gpt124m_is_counted_as_by_hand(tie_weights):
-    """
-    nanoGPT's number, 854.8 MFLOP a token, is 6 N + 12 L H Q T with the norms' weights in N. A
-    look-up table costs no FLOPs, so tying changes nothing.
-    """
-    config = load_config([f"{ROOT}/config/gpt124m_4070.py", f"--tie_weights={tie_weights}"])
-    flops = count_flops(model_of(config))
-    assert flops == 12 * (LAYER + ATTENTION) + HEAD
-    assert flops == pytest.approx(854.8e6, rel=0.001)
-
-
-def test_the_fast_124m_is_counted_as_by_hand():
-    """Its six gates have 12 x 6 weights each; the tables are looked up."""
-    config = load_config([f"{ROOT}/config/fast124m_4070.py"])
-    flops = count_flops(model_of(config))
-    assert flops == 12 * (LAYER + ATTENTION) + HEAD + 6 * 6 * 12 * 6
+@pytest.mark.parametrize("config, flag", COUNTS)
+def test_gpt124m_is_counted_as_by_hand(config, flag):
+    c = load_config([f"{ROOT}/config/{config}.py", flag])
+    assert count_flops(model_config(c, 50257, flash=True, compiled=True)) == COUNTS[config, flag]
 
 
 @pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
@@ -86,133 +59,129 @@ def test_the_count_is_the_same_whatever_computes_the_model(kind, changes):
     assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
 
 
-class MiddleTwice(GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        first, *middle, last = self.transformer.h
-        self.transformer.h = torch.nn.ModuleList([first, *middle, *middle, last])
+# -----------------------------------------------------------------------------
+# Changed models
 
-
-def test_blocks_that_run_twice_count_twice(patch):
-    patch.setattr(model_fast, "GPT", MiddleTwice)
-    assert count_flops(GPT124M) == 22 * (LAYER + ATTENTION) + HEAD
-
-
-def in_windows(layer, x, *_):
-    """Sequences of 1024 in windows of 256: each token meets a quarter of the keys."""
-    q, k, v = (part.unflatten(2, (-1, 256)) for part in qkv(layer, x))
-    return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3))
-
-
-def own_products(layer, x, *_):
-    return joined(layer, attend(*qkv(layer, x), flash=False, scale=64**-0.5))
-
-
-def wider_queries(layer, x, *_):
-    """Heads of 128 in the first of two products, and of 64 in the second."""
-    q, k, v = qkv(layer, x)
-    q, k = F.pad(q, (0, 64)), F.pad(k, (0, 64))
-    return joined(layer, F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-@pytest.mark.parametrize(
-    "forward, factor", [(in_windows, 0.25), (own_products, 1), (wider_queries, 1.5)]
+TINY = dict(
+    n_layer=3,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-2,
+    warmup_iters=2,
+    max_iters=8,
+    lr_decay_iters=8,
+    eval_interval=4,
+    eval_tokens=64,
+    keep_checkpoints=9,
+    device="cpu",
+    dtype="float32",
+    compile=False,
 )
-def test_attention_counts_as_it_runs(patch, forward, factor):
-    patch.setattr(CausalSelfAttention, "forward", forward)
-    assert count_flops(GPT124M) == 12 * (LAYER + factor * ATTENTION) + HEAD
+# of TINY, with its vocabulary of 61 padded to 128
+TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 16
+
+ATTEND = "        y = attend(q, k, v, self.flash, scale=q.size(-1) ** -0.5, dropout=dropout)\n"
+BLOCKS = "        blocks = self.transformer.h\n"
+# lines of model.py, what stands there instead, and the FLOPs of a token then
+MODELS = {
+    # each token meets a quarter of the keys
+    "attention in windows": (
+        ATTEND,
+        "        q, k, v = (part.unflatten(2, (-1, 4)) for part in (q, k, v))\n"
+        "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3)\n",
+        3 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD,
+    ),
+    # heads of 32 in the first of two products, and of 16 in the second
+    "wider queries": (
+        ATTEND,
+        "        q, k = F.pad(q, (0, 16)), F.pad(k, (0, 16))\n"
+        "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
+        3 * (TINY_LAYER + TINY_ATTENTION * 1.5) + TINY_HEAD,
+    ),
+    "the middle block twice": (
+        BLOCKS,
+        "        first, middle, last = self.transformer.h\n"
+        "        blocks = [first, middle, middle, last]\n",
+        4 * (TINY_LAYER + TINY_ATTENTION) + TINY_HEAD,
+    ),
+    # as a kernel that needs a GPU, or numbers that the model reads on the host
+    "does not run without memory": (BLOCKS, f"{BLOCKS}        x.sum().item()\n", None),
+}
 
 
-def needs_a_gpu(layer, x, *_):
-    raise RuntimeError("this kernel needs a GPU\nand more lines")
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
-def test_a_model_that_does_not_run_here_is_not_counted(patch):
-    patch.setattr(CausalSelfAttention, "forward", needs_a_gpu)
-    assert count_flops(GPTConfig(n_layer=1, n_embd=96, vocab_size=64)) is None
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_model_is_counted_as_it_runs(name, tokens, tmp_path):
+    old, new, flops = MODELS[name]
+    program = changed(tmp_path / "program", {"model.py": [(old, new)]})
+    keys = TINY | dict(max_iters=1, peak_tflops=1, dataset=tokens, out_dir=tmp_path / "run")
+    result = finish(start("train.py", *flags(**keys), cwd=program, only_torch=True))
+    assert result.code == 0, result.err
+    assert column(tmp_path / "run", "start", "flops_per_token") == [flops]
+    assert ("mfu n/a, tok/s" in result.out) == (flops is None)
 
 
-def test_without_a_count_training_and_plan_go_on_and_say_why(patch, dataset, tmp_path, capsys):
-    for module in (log, plan):
-        patch.setattr(module, "count_flops", lambda config: None)
-    assert run_here(dataset, tmp_path / "run", max_iters=2, peak_tflops=1) == 0
-    out = capsys.readouterr().out
-    assert out.count("FLOPs not counted") == 1
-    assert "mfu n/a, tok/s" in out
-    assert records(tmp_path / "run", "start")[0]["flops_per_token"] is None
-    compare.main([str(tmp_path / "run"), "--gpu=4070"])
-    assert "n/a" in capsys.readouterr().out
-    arguments = [f"{ROOT}/config/gpt124m_4070.py", "--gpu=4070"]
-    with pytest.raises(UserError, match="model: FLOPs not counted; give --iter_seconds or"):
-        bench.main(["plan", *arguments])
-    bench.main(["plan", *arguments, "--iter_seconds=9", f"--json={tmp_path}/plan.json"])
-    figures = json.loads((tmp_path / "plan.json").read_text())
-    assert figures["flops_per_token"] is figures["total_flops"] is figures["mfu"] is None
-    assert figures["hours"] > 0
-    assert "FLOPs n/a" in capsys.readouterr().out
-
-
-def test_counting_draws_no_random_number_of_the_runs(patch):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    count_flops(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=64))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-class Noisy(gpt2.MLP):
-    """It draws by each of the three sources of random numbers."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if self.training:
-            y = y * (torch.rand(()) + np.random.rand() + random.gauss(1, 0.1))
-        return y
-
-
-def test_what_a_model_draws_by_torch_numpy_and_python_is_seeded_and_resumed(
-    patch, dataset, tmp_path
+# an MLP that draws by each of the three sources of random numbers, counts its calls, and holds a
+# mask of infinities: only weights that have become infinite are not saved
+NOISY = {
+    "model.py": [
+        ("import math\n", "import math\nimport random\n\nimport numpy as np\n"),
+        (
+            "        self.c_fc = nn.Linear(",
+            '        self.register_buffer("calls", torch.zeros(()))\n'
+            '        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))\n'
+            "        self.c_fc = nn.Linear(",
+        ),
+        (
+            "        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))\n",
+            "        y = self.dropout(self.c_proj(self.gelu(self.c_fc(x))))\n"
+            "        if not self.training:\n"
+            "            return y\n"
+            "        self.calls += 1\n"
+            "        return y * (torch.rand(()) + np.random.rand() + random.gauss(1, 0.1))\n",
+        ),
+    ]
+}
+# several launches in one process, as importing the changed program takes two seconds; in between
+# the random numbers are somewhere else. The last one has a compiler, which computes the same.
+LAUNCHES = """
+import random, runpy, sys
+import numpy as np, torch
+given = sys.argv[1:]
+for out_dir, *last in (
+    ("straight", "--max_iters=8"),
+    ("halves", "--max_iters=4"),
+    ("halves", "--max_iters=8", "--init_from=resume"),
+    ("compiled", "--max_iters=8", "--compile=True"),
 ):
-    patch.setattr(gpt2, "MLP", Noisy)
-    for run in ("straight", "halves"):
-        random.seed()
-        np.random.seed()
-        iterations = 8 if run == "straight" else 3
-        assert run_here(dataset, tmp_path / run, max_iters=iterations, lr_decay_iters=8) == 0
+    torch.compile = lambda call: call
     random.seed()
     np.random.seed()
-    more = dict(init_from="resume", lr_decay_iters=8)
-    assert run_here(dataset, tmp_path / "halves", **more) == 0
-    assert_same_state(load(tmp_path / "straight", 8), load(tmp_path / "halves", 8))
+    torch.seed()
+    sys.argv = ["train.py", *given, f"--out_dir={out_dir}", *last]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+"""
 
 
-@pytest.mark.parametrize("factor, refused", [(1, 0), (1.01, 1)])
-def test_a_compiled_model_that_draws_is_judged_by_its_evaluation(
-    factor, refused, patch, dataset, tmp_path, capsys
-):
-    """Compiled code draws other numbers, so that its loss in training is another."""
-
-    def compile(call):
-        def compiled(*batch):
-            torch.rand(7)
-            return factor * call(*batch)
-
-        return compiled
-
-    patch.setattr(gpt2, "MLP", Noisy)
-    patch.setattr(torch, "compile", compile)
-    assert run_here(dataset, tmp_path, compile=True, max_iters=2) == 0
-    assert capsys.readouterr().err.count("torch.compile does not work here") == refused
-
-
-def test_a_mask_of_infinities_is_saved_and_resumed(patch, dataset, tmp_path):
-    """Only weights that have become infinite are not."""
-    stock = gpt2.MLP.__init__
-
-    def with_a_mask(self, config):
-        stock(self, config)
-        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-
-    patch.setattr(gpt2.MLP, "__init__", with_a_mask)
-    assert run_here(dataset, tmp_path, max_iters=4) == 0
-    assert run_here(dataset, tmp_path, max_iters=8, init_from="resume") == 0
-    assert load(tmp_path, 8)["model"]["transformer.h.0.mlp.mask"][0, 1] == -torch.inf
+def test_what_a_model_draws_counts_and_masks_is_seeded_saved_and_resumed(tokens, tmp_path):
+    """And the proof that a compiler computes the same leaves no trace in it."""
+    program = changed(tmp_path / "program", NOISY)
+    words = flags(**TINY, dropout=0.1, dataset=tokens)
+    result = finish(start("-c", LAUNCHES, *words, cwd=program, only_torch=True))
+    assert result.code == 0, result.err
+    assert "warning" not in result.err
+    assert_same_run(program / "straight", program / "halves", 8)
+    assert_same_run(program / "straight", program / "compiled", 8)
+    weights = checkpoint(program / "straight", 8)["model"]
+    assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
+    assert weights["transformer.h.0.mlp.mask"][0, 1] == float("-inf")

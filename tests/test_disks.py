@@ -11,10 +11,10 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import stat
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -23,15 +23,17 @@ import plain
 import pytest
 import torch
 from moments import (
+    PAGE,
     Clock,
-    after_updates,
     at_update,
     before_disk_calls,
     before_updates,
     fill,
     free,
+    watched,
 )
 from program import (
+    ROOT,
     Result,
     assert_same_run,
     best,
@@ -39,13 +41,11 @@ from program import (
     checkpoints,
     column,
     finish,
-    finish_ranks,
     flags,
     records,
     run,
     same,
     start,
-    start_ranks,
     train,
     wait_for_line,
     write_tokens,
@@ -134,27 +134,6 @@ def best_logged(out_dir: Path) -> int:
 # Full disks
 
 
-@pytest.fixture
-def make_disk(tmp_path):
-    """A folder on a disk of its own, of so many bytes."""
-    mounted = []
-
-    def make(size: int) -> Path:
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("needs to be root, to mount a disk")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def seems_empty():
     """As with a quota: the disk tells of free room, and a write fails in the middle of the file."""
     statvfs = os.statvfs
@@ -193,6 +172,21 @@ def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_
     assert not [it for it in saved if 4 < it < 30]
     train_tiny(tokens, tmp_path / "straight", **options)
     assert_same_run(tmp_path / "straight", disk / "run", 40)
+
+
+def test_records_that_a_disk_refused_to_the_end_are_in_the_checkpoint(
+    tokens, straight, make_disk, tmp_path
+):
+    """metrics.jsonl alone is on the full disk. A resume makes a new file in out_dir of it."""
+    disk, out_dir = make_disk(PAGE), tmp_path / "run"
+    out_dir.mkdir()
+    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+    with at_update(7, lambda: signal.raise_signal(signal.SIGTERM)):
+        stopped = run_tiny(tokens, out_dir)
+    assert stopped.code == 128 + signal.SIGTERM
+    assert column(out_dir, "step", "iter") != list(range(7))
+    train_tiny(tokens, out_dir, init_from="resume")
+    assert_same_run(straight, out_dir, 8)
 
 
 def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
@@ -274,6 +268,25 @@ def test_a_save_that_is_refused_is_tried_again(tokens, straight, tmp_path):
     assert_same_run(straight, tmp_path / "run", 8)
 
 
+def test_a_quota_that_a_share_finds_out_late_is_a_full_disk(tokens, straight, tmp_path):
+    """When the file has its name already, and its folder is synced."""
+    refused = []
+
+    def sync(file):
+        if is_folder(file) and checkpoints(tmp_path / "run")[-1] == 8 and not refused:
+            refused.append(file)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with mock.patch("os.fsync", sync), Clock().turned():
+        result = train_tiny(tokens, tmp_path / "run")
+    assert lines(result.err, "warning: iter 8:")
+    assert_same_run(straight, tmp_path / "run", 8)
+
+
+def is_folder(file) -> bool:
+    return isinstance(file, int) and stat.S_ISDIR(os.fstat(file).st_mode)
+
+
 @pytest.mark.parametrize("always", [True, False])
 def test_the_best_is_the_best_that_is_on_the_disk(always, tokens, make_disk):
     """The save at the best evaluation, 4, fails. That at 6 is better than all that are saved."""
@@ -320,6 +333,18 @@ def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, strai
     with at_update(2, lambda: free(disk)):
         train_tiny(tokens, disk / "run", init_from="resume")
     assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
+
+
+def test_the_room_that_plan_names_is_that_of_the_run(tokens, straight, tmp_path):
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", n_embd=128)
+    train(**keys | dict(max_iters=1))
+    arguments = (*flags(**keys), "--gpu=4070", "--iter_seconds=1", f"--json={tmp_path}/plan.json")
+    assert run("bench.py", "plan", *arguments).code == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    size = (tmp_path / "run" / "ckpt-00000001.pt").stat().st_size
+    # beside tensors there are some kilobytes of names
+    assert 1e9 * plan["checkpoint_gb"] == pytest.approx(size, rel=0.03)
+    assert plan["disk_gb"] > 3 * plan["checkpoint_gb"]
 
 
 @pytest.mark.parametrize("files, warned", [(2, True), (4, False)])
@@ -464,31 +489,6 @@ def test_no_flipped_bit_reaches_a_run(tokens, straight, tmp_path):
     assert noticed >= 10
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 1], ids=["empty", "half", "a byte less"])
-def test_a_newest_file_that_is_cut_costs_one_interval(share, tokens, straight, tmp_path):
-    shutil.copytree(straight, tmp_path / "run")
-    content = (straight / "ckpt-00000008.pt").read_bytes()
-    replace_newest(tmp_path / "run", content[: round(share * (len(content) - 1))])
-    result = train_tiny(tokens, tmp_path / "run", init_from="resume")
-    assert "ckpt-00000008.pt" in result.err
-    assert column(tmp_path / "run", "start", "iter")[-1] == 4
-    assert_same_run(straight, tmp_path / "run", 8)
-
-
-@pytest.mark.parametrize("init_from", ["auto", "resume", "scratch"])
-def test_a_run_whose_checkpoints_are_all_damaged_is_never_started_anew(
-    init_from, tokens, straight, tmp_path
-):
-    shutil.copytree(straight, tmp_path / "run")
-    for path in (tmp_path / "run").glob("ckpt-*.pt"):
-        path.write_bytes(path.read_bytes()[:1000])
-    before = contents(tmp_path / "run")
-    result = run_tiny(tokens, tmp_path / "run", init_from=init_from)
-    assert result.code == 2
-    assert len(lines(result.err, "error:")) == 1
-    assert contents(tmp_path / "run") == before
-
-
 def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tokens, tmp_path):
     """It is read back then, and not when it is needed."""
     replace = os.replace
@@ -507,40 +507,6 @@ def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tokens, tmp_path
     assert column(tmp_path / "run", "step", "iter") == [0, 1, 2, 3]
 
 
-def test_no_code_in_a_checkpoint_runs(tokens, tmp_path):
-    marker = tmp_path / "code ran"
-
-    class Evil:
-        def __reduce__(self):
-            return os.makedirs, (str(marker), 0o777, True)
-
-    out_dir = tmp_path / "run"
-    train_tiny(tokens, out_dir, max_iters=4)
-    state = checkpoint(out_dir, 4)
-    for path in out_dir.glob("*.pt"):
-        torch.save(state | dict(config=Evil(), progress=Evil()), path)
-    torch.load(path, weights_only=False)
-    marker.rmdir()  # so the code is there, and would run
-    starts = [("resume", out_dir), ("auto", out_dir), (out_dir / "best.pt", tmp_path / "new")]
-    for init_from, folder in starts:
-        result = run_tiny(tokens, folder, init_from=init_from)
-        assert result.code == 2
-        assert len(lines(result.err, "error:")) == 1
-        assert not marker.exists()
-
-
-def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(tokens, tmp_path):
-    def lose(n, optimizer):
-        if n == 6:
-            optimizer.param_groups[0]["params"][0].data[0, 0] = torch.inf
-
-    with after_updates(lose):
-        result = run_tiny(tokens, tmp_path / "run", keep_checkpoints=1)
-    assert result.code == 1
-    assert len(lines(result.err, "error:")) == 1
-    assert checkpoints(tmp_path / "run") == [4]
-
-
 # -----------------------------------------------------------------------------
 # Shards that cannot be read
 
@@ -557,8 +523,16 @@ def invalid(shard: Path) -> None:
         file.write(b"\x3d\x00" * ((size - 1024) // 2))
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, cut, invalid])
-@pytest.mark.parametrize("moment", ["val in an evaluation", "train in an evaluation", "train"])
+HARMS = [
+    ("val in an evaluation", cut),
+    ("train in an evaluation", invalid),
+    ("train", Path.unlink),
+    ("train", cut),
+    ("train", invalid),
+]
+
+
+@pytest.mark.parametrize("moment, harm", HARMS)
 def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
     moment, harm, tokens, tmp_path
 ):
@@ -607,60 +581,6 @@ def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Ranks that die
-
-
-RANKS = dict(gradient_accumulation_steps=2, dropout=0.0, max_iters=20, lr_decay_iters=20)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_whose_peer_has_died_says_so_and_ends(victim, tokens, tmp_path):
-    script = planned(tmp_path, ("update", 8, "SIGKILL"), rank=victim)
-    options = TINY | RANKS | dict(dataset=tokens, out_dir=tmp_path / "run")
-    processes = start_ranks(2, *flags(**options), script=script)
-    # torch's own patience is ten minutes
-    results = finish_ranks(processes, timeout=30)
-    other = results[1 - victim]
-    assert results[victim].code == -signal.SIGKILL
-    assert other.code > 0
-    (line,) = lines(other.err, "error:")
-    assert "rank" in line
-    assert "Traceback" not in other.err
-
-
-def test_ranks_that_are_restarted_go_on_from_the_checkpoint(tokens, tmp_path):
-    """As torchrun --max-restarts does it: the same command in the same environment."""
-    options = TINY | RANKS | dict(dataset=tokens, init_from="auto", checkpoint_interval=3)
-    arguments = flags(**options, out_dir=tmp_path / "run")
-    script = planned(tmp_path, ("update", 8, "SIGKILL"), rank=1)
-    killed = start_ranks(2, *arguments, script=script, TORCHELASTIC_RESTART_COUNT="0")
-    assert all(result.code != 0 for result in finish_ranks(killed))
-    assert checkpoints(tmp_path / "run")[-1] in (6, 7)
-    results = finish_ranks(start_ranks(2, *arguments, TORCHELASTIC_RESTART_COUNT="1"))
-    assert [result.code for result in results] == [0, 0], results
-    train(**options, out_dir=tmp_path / "alone")
-    # two ranks sum in another order than one process
-    for kind, name in (("step", "loss"), ("eval", "val_loss")):
-        both = column(tmp_path / "run", kind, "iter", name)
-        alone = column(tmp_path / "alone", kind, "iter", name)
-        assert [it for it, _ in both] == [it for it, _ in alone]
-        assert [x for _, x in both] == pytest.approx([x for _, x in alone], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_has_died(tokens, tmp_path):
-    """Its store outlives the restart, with the addresses of the dead processes."""
-    options = TINY | RANKS | dict(dataset=tokens, init_from="auto", checkpoint_interval=3)
-    script = planned(tmp_path, ("update", 8, "SIGKILL"), rank=1)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "--max-restarts=1", *script, *flags(**options, out_dir=tmp_path / "run")]
-    result = finish(start(*command, GLOO_SOCKET_IFNAME="lo"))
-    assert result.code == 0, result.err
-    assert column(tmp_path / "run", "start", "iter")[-1] in (6, 7)
-    assert column(tmp_path / "run", "step", "iter") == [*range(20)]
-
-
-# -----------------------------------------------------------------------------
 # The folder, and who else is in it
 
 
@@ -702,20 +622,63 @@ def test_of_two_runs_that_start_together_one_has_the_folder(tokens, tmp_path):
     assert column(tmp_path / "run", "step", "iter") == [*range(8)]
 
 
+def test_a_run_that_another_one_has_overtaken_leaves_its_folder_alone(tokens, tmp_path):
+    """The other one begins and ends while this one still starts."""
+    seed, codes = torch.manual_seed, []
+
+    def overtaken(number):
+        if not codes:
+            codes.append(finish(start_tiny(tokens, tmp_path / "run", seed=5)).code)
+        return seed(number)
+
+    with mock.patch("torch.manual_seed", overtaken):
+        result = run_tiny(tokens, tmp_path / "run", init_from="auto")
+    assert (codes, result.code) == ([0], 2)
+    assert len(lines(result.err, "error:")) == 1
+    assert column(tmp_path / "run", "start", "config")[0]["seed"] == 5
+
+
+def test_a_log_that_is_emptied_under_the_run_goes_on_at_its_beginning(tokens, tmp_path):
+    """`> metrics.jsonl` in a shell: no zeros where the old records were."""
+    with at_update(6, lambda: os.truncate(tmp_path / "run" / "metrics.jsonl", 0)):
+        train_tiny(tokens, tmp_path / "run")
+    assert column(tmp_path / "run", "step", "iter") == [5, 6, 7]
+
+
+def test_a_save_imports_nothing(tokens, tmp_path):
+    """The folder that it would be imported from may have been upgraded or removed by then."""
+    between_updates = """
+        if n > 1:
+            print("imported", sorted(set(sys.modules) - before))
+        globals()["before"] = set(sys.modules)
+    """
+    keys = dict(dataset=tokens, out_dir=tmp_path, max_iters=2, checkpoint_interval=1)
+    command = [*watched(between_updates), *flags(**TINY | keys | dict(eval_interval=100))]
+    result = finish(start(*command, only_torch=True))
+    assert lines(result.out, "imported") == ["imported []"], result
+    assert checkpoints(tmp_path) == [1, 2]
+
+
+def test_torch_alone_reads_a_checkpoint_with_the_keys_of_the_page(straight):
+    page = (ROOT / "docs/internals/checkpoints.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("## The order")[0], re.MULTILINE)
+    state = torch.load(straight / "ckpt-00000008.pt", weights_only=True)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == state.keys()
+
+
 USERS_FILES = [
     *("log.txt", "loss.png", "metrics.jsonl", "lock"),
-    *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt"),
+    *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt", "metrics.jsonl.mine.tmp"),
 ]
 
 
-@pytest.mark.parametrize("init_from", ["scratch", "auto"])
 @pytest.mark.parametrize("name", USERS_FILES)
-def test_a_fresh_run_keeps_every_file_that_it_did_not_write(name, init_from, tokens, tmp_path):
+def test_a_fresh_run_keeps_every_file_that_it_did_not_write(name, tokens, tmp_path):
     """Under its name or another one; the run may also refuse the folder."""
     content = b"what a user has kept here\n"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(content)
-    assert run_tiny(tokens, tmp_path / "run", init_from=init_from).code in (0, 2)
+    assert run_tiny(tokens, tmp_path / "run", init_from="auto").code in (0, 2)
     assert content in contents(tmp_path / "run").values()
 
 
@@ -738,14 +701,16 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again(tokens, straight, 
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_share_that_cannot_sync_a_folder_saves(number, tokens, straight, tmp_path):
+def test_a_share_that_cannot_sync_a_folder_is_warned_of_once(number, tokens, straight, tmp_path):
     def sync(file):
-        if isinstance(file, int) and stat.S_ISDIR(os.fstat(file).st_mode):
+        if is_folder(file):
             raise OSError(number, os.strerror(number))
 
     with mock.patch("os.fsync", sync):
-        train_tiny(tokens, tmp_path / "run")
+        result = train_tiny(tokens, tmp_path / "run")
     assert_same_run(straight, tmp_path / "run", 8)
+    (line,) = lines(result.err, "warning:")
+    assert "sync" in line
 
 
 def test_a_disk_without_locks_is_warned_of_once(tokens, straight, tmp_path):
@@ -756,3 +721,48 @@ def test_a_disk_without_locks_is_warned_of_once(tokens, straight, tmp_path):
             result = train_tiny(tokens, tmp_path / "run")
     assert_same_run(straight, tmp_path / "run", 8)
     assert len([line for line in lines(result.err, "warning:") if "locks" in line]) == 1
+
+
+def test_the_room_of_files_that_are_there_is_not_asked_for_again(tokens, straight, make_disk):
+    size = (straight / "ckpt-00000008.pt").stat().st_size
+    disk = make_disk(4 * size)  # three files, and the log
+    for more in (dict(), dict(init_from="resume", max_iters=9)):
+        assert not lines(train_tiny(tokens, disk / "run", **more).err, "warning:")
+
+
+def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
+    """A weight with two names, as the tied embedding, is written once."""
+    wide = dict(pad_vocab_multiple=4096)  # a table that is larger than all else
+    train_tiny(tokens, tmp_path / "before", **wide)
+    size = (tmp_path / "before" / "ckpt-00000008.pt").stat().st_size
+    with no_wait(), mock.patch("shutil.disk_usage", lambda path: mock.Mock(free=size)):
+        train_tiny(tokens, tmp_path / "run", **wide)
+    assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
+
+
+def test_a_newest_checkpoint_that_is_too_old_is_not_passed_over(tokens, tmp_path):
+    """The one before is older still: a run must not lose its iterations without a word."""
+    train_tiny(tokens, tmp_path)
+    newest = tmp_path / "ckpt-00000008.pt"
+    state = torch.load(newest)
+    del state["shards_read"]  # as before b22bbcc
+    torch.save(state, newest)
+    before = contents(tmp_path)
+    code, _, err = run_tiny(tokens, tmp_path, init_from="auto", max_iters=10)
+    assert code == 2 and "too old" in err and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_macs_disk_empties_its_cache_too_where_it_can(is_refused, tokens, straight, tmp_path):
+    """fsync alone leaves the data in the drive's own memory there."""
+    synced = []
+
+    def control(file, command):
+        synced.append((command, os.fstat(file.fileno()).st_size))
+        if is_refused:
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    with mock.patch("fcntl.F_FULLFSYNC", 51, create=True), mock.patch("fcntl.fcntl", control):
+        train_tiny(tokens, tmp_path / "run")
+    assert (51, (tmp_path / "run" / "ckpt-00000008.pt").stat().st_size) in synced
+    assert_same_run(straight, tmp_path / "run", 8)

@@ -19,6 +19,8 @@ PYTHON = sys.executable
 def measured(tmp_path, monkeypatch, capsys):
     """main() with these rows in place of its own and a folder of its own: (output, the file)."""
     monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
+    # asks a fresh Python for torch, and git for the commit: seconds
+    monkeypatch.setattr(measure_gpu, "output_of", lambda *_: "there")
 
     def run(rows: dict[str, tuple[int, list[str]]], *flags: str) -> tuple[str, dict]:
         monkeypatch.setattr(measure_gpu, "rows", lambda *_: rows)
@@ -57,8 +59,8 @@ def test_the_next_call_goes_on_with_the_rows_that_are_missing(measured):
 
 def test_when_the_time_is_up_no_further_row_begins(measured):
     rows = {"long": (60, says("import time; time.sleep(100)")), "late": (60, says("print(1)"))}
-    output, found = measured(rows, "--minutes=0.05")
-    assert found["long"]["exit"] == "ended after 3 s" and "late" not in found
+    output, found = measured(rows, "--minutes=0.01")
+    assert found["long"]["exit"] == "ended after 1 s" and "late" not in found
     assert "late: no time left" in output
 
 
@@ -80,7 +82,7 @@ def test_the_file_names_no_folder_of_the_person_who_sends_it(measured, tmp_path,
 
 
 def test_where_torch_sees_no_gpu_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(measure_gpu, "DEVICE", "print()")
+    monkeypatch.setattr(measure_gpu, "output_of", lambda *words: words[-1].count("version"))
     assert measure_gpu.main([]) == 2
     assert capsys.readouterr().err.startswith("error: torch sees no GPU here")
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY, assert_same_state, flags, load, records, run_here, start_process
-from test_docs import code_blocks
+from helpers import TINY
+from pages import code_blocks
+from program import ROOT, checkpoint, column, finish, flags, same, start, write_tokens
+from program import run as run_here
 
 pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it again
 PAGE = ROOT / "docs" / "hacking.md"
 NAMES = ("key", "mixture", "documents", "optimizer", "loss", "average", "figure", "schedule")
 DIFFS = dict(zip(NAMES, code_blocks(PAGE, "diff"), strict=True))
-HUNK = re.compile(r"^@@ .*\n((?:[ +-].*\n|\n)+?)(?=@@|---|\Z)", re.MULTILINE)
 LION = dict(optimizer="lion", learning_rate=1e-3)
 SCHEDULE = dict(lr_schedule="wsd", decay_fraction=0.5)
 RATES = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two of warm-up, then the highest up to iteration 4
@@ -54,17 +55,26 @@ def copy_program(folder: Path, *names: str) -> Path:
 
 def run(folder: Path, *words) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a script of the copy."""
-    process = start_process(*map(str, words), cwd=folder, only_torch=True)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
+    return finish(start(*map(str, words), cwd=folder, only_torch=True), timeout=300)
 
 
 @pytest.fixture
-def train(dataset):
+def tiny(tmp_path):
+    """tiny(out_dir, **changes) -> the flags of a run of some seconds."""
+    dataset = write_tokens(tmp_path / "tokens", [1000, 500], [700], vocab=64)
+
+    def tiny(out_dir: Path, **changes) -> list[str]:
+        return flags(**TINY | dict(dataset=dataset, out_dir=out_dir) | changes)
+
+    return tiny
+
+
+@pytest.fixture
+def train(tiny):
     """train(folder, out, **changes) -> stdout of the copy's train.py, which has succeeded."""
 
     def train(folder: Path, out: str, **changes) -> str:
-        code, stdout, err = run(folder, "train.py", *flags(dataset, folder / out, **changes))
+        code, stdout, err = run(folder, "train.py", *tiny(folder / out, **changes))
         assert code == 0, err
         return stdout
 
@@ -72,23 +82,30 @@ def train(dataset):
 
 
 @pytest.fixture
-def stock(dataset, tmp_path):
+def stock(tiny, tmp_path):
     """stock(**changes) -> the unchanged program's out_dir, trained for as long."""
 
     def train(**changes) -> Path:
         out_dir = tmp_path / f"stock{len(list(tmp_path.glob('stock*')))}"
-        assert run_here(dataset, out_dir, **changes) == 0
+        result = run_here("train.py", *tiny(out_dir, **changes))
+        assert result.code == 0, result.err
         return out_dir
 
     return train
 
 
+def assert_same_state(a: dict, b: dict) -> None:
+    for key in ("model", "rng", "progress"):
+        assert same(a[key], b[key]), key
+    assert same(a["optimizer"]["state"], b["optimizer"]["state"])
+
+
 def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> torch.Tensor:
-    return torch.cat([w.flatten() for w in load(out_dir, iter_num)["model"].values()])
+    return torch.cat([w.flatten() for w in checkpoint(out_dir, iter_num)["model"].values()])
 
 
-def first(out_dir: Path, kind: str) -> dict:
-    return records(out_dir, kind)[0]
+def first(out_dir: Path, kind: str, name: str):
+    return column(out_dir, kind, name)[0]
 
 
 # -----------------------------------------------------------------------------
@@ -96,34 +113,16 @@ def first(out_dir: Path, kind: str) -> dict:
 
 
 @pytest.mark.parametrize("name", DIFFS)
-def test_a_diff_of_the_page_fits_in_one_place_only(name, tmp_path):
-    """Lines may move: git then looks for the nearest place where a hunk fits."""
+def test_a_diff_of_the_page_fits_and_can_be_undone(name, tmp_path):
     diff = DIFFS[name]
-    for file in files_of(diff):
+    before = {file: (ROOT / file).read_text() for file in files_of(diff)}
+    for file, text in before.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
-        part = diff.partition(f"+++ b/{file}\n")[2].partition("--- a/")[0]
-        hunks = HUNK.findall(part)
-        assert len(hunks) == part.count("@@ -")
-        for hunk in hunks:
-            before = [line[1:] for line in hunk.splitlines() if not line.startswith("+")]
-            place = "\n" + "\n".join(before) + "\n"
-            assert (ROOT / file).read_text().count(place) == 1, f"{file}: {before}"
+        (tmp_path / file).write_text(text)
     apply(diff, tmp_path)
-    for file in files_of(diff):
-        assert (tmp_path / file).read_text() != (ROOT / file).read_text()
+    assert all((tmp_path / file).read_text() != text for file, text in before.items())
     apply(diff, tmp_path, "-R")
-    for file in files_of(diff):
-        assert (tmp_path / file).read_text() == (ROOT / file).read_text()
-
-
-def test_the_page_says_what_each_file_holds():
-    tree = PAGE.read_text(encoding="utf-8").partition("\ndata/  ")[2].partition("```")[0]
-    named = re.findall(r"^[ \w/]*?(\w+\.py) +\w", f"data/{tree}", re.MULTILINE)
-    folders = ("data", "training")
-    files = [path.name for folder in folders for path in (ROOT / folder).glob("[!_]*.py")]
-    files += ["train.py", "model.py", "model_fast.py"]
-    assert sorted(named) == sorted({*files} - {"prepare_text.py", "prepare_fineweb.py"})
+    assert all((tmp_path / file).read_text() == text for file, text in before.items())
 
 
 def test_the_diffs_of_the_page_go_together(tmp_path):
@@ -135,10 +134,10 @@ def test_the_diffs_of_the_page_go_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_key_changes_the_model_and_nobody_takes_it_for_another(dataset, tmp_path, train, stock):
+def test_the_key_changes_the_model_and_nobody_takes_it_for_another(tiny, tmp_path, train, stock):
     folder = copy_program(tmp_path / "copy", "key")
     stdout = train(folder, "run", mlp="swiglu")
-    gate = load(folder / "run", 8)["model"]["transformer.h.0.mlp.c_gate.weight"]
+    gate = checkpoint(folder / "run", 8)["model"]["transformer.h.0.mlp.c_gate.weight"]
     assert gate.shape == (8 * 32 // 3, 32)
     parameters = 128 * 32 + 16 * 32 + 2 * (4 * 32**2 + 3 * 85 * 32 + 2 * 32) + 32
     assert f"model: {parameters / 1e6:.2f}M parameters" in stdout
@@ -146,17 +145,13 @@ def test_the_key_changes_the_model_and_nobody_takes_it_for_another(dataset, tmp_
     flops = 6 * (parameters - 16 * 32 - 5 * 32) + 12 * 2 * 32 * 16
     assert f"{flops / 1e6:.1f} MFLOP/token" in stdout
     train(folder, "default")
-    assert_same_state(load(folder / "default", 8), load(stock(), 8))
+    assert_same_state(checkpoint(folder / "default", 8), checkpoint(stock(), 8))
     train(folder, "run", mlp="swiglu", init_from="resume", max_iters=10)
     assert run(folder, "sample.py", "--out_dir=run", "--device=cpu", "--num_samples=1")[0] == 0
 
     refused = {
-        "mlp: only model=gpt2 reads it": flags(
-            dataset, folder / "fast", mlp="swiglu", model="fast"
-        ),
-        "mlp 'swiglu' (asked for: 'gelu')": flags(
-            dataset, folder / "run", mlp="gelu", init_from="resume"
-        ),
+        "mlp: only model=gpt2 reads it": tiny(folder / "fast", mlp="swiglu", model="fast"),
+        "mlp 'swiglu' (asked for: 'gelu')": tiny(folder / "run", mlp="gelu", init_from="resume"),
         "transformers has no class for that": ["ckpt-to-hf", folder / "run", folder / "hf"],
     }
     for words, arguments in refused.items():
@@ -176,8 +171,8 @@ def resumes(train):
         train(folder, "straight", **changes)
         train(folder, "halves", **changes, lr_decay_iters=8, max_iters=4)
         train(folder, "halves", **changes, lr_decay_iters=8, init_from="resume")
-        straight = load(folder / "straight", 8)
-        assert_same_state(straight, load(folder / "halves", 8))
+        straight = checkpoint(folder / "straight", 8)
+        assert_same_state(straight, checkpoint(folder / "halves", 8))
         return straight
 
     return check
@@ -208,19 +203,17 @@ def assert_sampled_right(folder: Path, out: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_mixture_counts_no_flops_and_resumes(dataset, tmp_path, train, resumes):
+def test_the_mixture_counts_no_flops_and_resumes(tiny, tmp_path, train, resumes):
     folder = copy_program(tmp_path / "copy", "mixture")
     state = resumes(folder, experts=4)
     assert state["model"]["transformer.h.1.mlp.router.weight"].shape == (4, 32)
     assert_sampled_right(folder, "straight")
-    assert first(folder / "straight", "start")["flops_per_token"] is None
+    assert first(folder / "straight", "start", "flops_per_token") is None
     # a loss weight may be changed, the number of experts not; and Muon asks the router
     more = dict(experts=4, balance=0.1, optimizer="muon", learning_rate=0.02)
     train(folder, "muon", **more)
     train(folder, "muon", **more | dict(balance=0.0, init_from="resume", max_iters=9))
-    code, _, err = run(
-        folder, "train.py", *flags(dataset, folder / "muon", experts=2, init_from="resume")
-    )
+    code, _, err = run(folder, "train.py", *tiny(folder / "muon", experts=2, init_from="resume"))
     assert code == 2 and "experts 4 (asked for: 2)" in err
     code, _, err = run(folder, "convert.py", "ckpt-to-hf", folder / "muon", folder / "hf")
     assert code == 2 and "transformers has no class" in err
@@ -251,12 +244,12 @@ assert not torch.equal(model(x)[:, :6], model(other)[:, :6])
 
 @pytest.mark.slow
 def test_the_average_is_what_is_evaluated_sampled_exported_and_fine_tuned(
-    dataset, tmp_path, train, resumes
+    tiny, tmp_path, train, resumes
 ):
     folder = copy_program(tmp_path / "copy", "average")
     options = dict(eval_interval=8, checkpoint_interval=1, keep_checkpoints=9)
     state = resumes(folder, **options)
-    before = load(folder / "straight", 7)
+    before = checkpoint(folder / "straight", 7)
     for name, average in state["model"].items():
         expected = before["model"][name].lerp(state["raw"][name], 1e-2)
         torch.testing.assert_close(average, expected)
@@ -264,10 +257,10 @@ def test_the_average_is_what_is_evaluated_sampled_exported_and_fine_tuned(
     assert_sampled_right(folder, "straight")
     # evaluated again, as weights to start from: the loss that the run has logged
     again = dict(init_from=folder / "straight" / "best.pt", eval_only=True, dropout=0.1)
-    code, stdout, err = run(folder, "train.py", *flags(dataset, folder / "again", **again))
+    code, stdout, err = run(folder, "train.py", *tiny(folder / "again", **again))
     assert code == 0, err
-    (logged,) = [r["val_loss"] for r in records(folder / "straight", "eval") if r["iter"] == 8]
-    assert f"val loss {logged:.4f}" in stdout
+    losses = dict(column(folder / "straight", "eval", "iter", "val_loss"))
+    assert f"val loss {losses[8]:.4f}" in stdout
     code, _, err = run(folder, "convert.py", "ckpt-to-hf", folder / "straight", folder / "hf")
     assert code == 0, err
 
@@ -277,20 +270,20 @@ def test_the_optimizer_moves_by_its_rate_and_resumes_bit_for_bit(tmp_path, train
     folder = copy_program(tmp_path / "copy", "optimizer")
     train(folder, "steps", **LION, weight_decay=0.0, checkpoint_interval=1, keep_checkpoints=9)
     before, after = weights(folder / "steps", 3), weights(folder / "steps", 4)
-    (lr,) = [record["lr"] for record in records(folder / "steps", "step") if record["iter"] == 3]
+    lr = dict(column(folder / "steps", "step", "iter", "lr"))[3]
     moved = (after - before).abs()
     # float32 weights of about 1; padded ids have a gradient, too
     assert ((moved - lr).abs() < 1e-6).float().mean() > 0.9
     assert (((moved - lr).abs() < 1e-6) | (moved == 0)).all()
-    losses = [record["val_loss"] for record in records(folder / "steps", "eval")]
+    losses = column(folder / "steps", "eval", "val_loss")
     assert losses[-1] < losses[0] - 0.05
 
     train(folder, "straight", **LION, dropout=0.1)
     train(folder, "halves", **LION, dropout=0.1, lr_decay_iters=8, max_iters=4)
     train(folder, "halves", **LION, dropout=0.1, lr_decay_iters=8, init_from="resume")
-    straight = load(folder / "straight", 8)
+    straight = checkpoint(folder / "straight", 8)
     assert {*straight["optimizer"]["state"][0]} == {"exp_avg"}
-    assert_same_state(straight, load(folder / "halves", 8))
+    assert_same_state(straight, checkpoint(folder / "halves", 8))
 
 
 @pytest.mark.slow
@@ -303,10 +296,10 @@ def test_the_term_of_the_loss_acts_in_plain_chunked_and_compiled_training(tmp_pa
         stdout = train(folder, way, n_layer=1, **dict(loss_chunk="off") | changes)
         assert ("compile: " in stdout) == (way == "compiled")
         trained[way] = weights(folder / way)
-        added = first(folder / way, "step")["loss"] - first(without, "step")["loss"]
+        added = first(folder / way, "step", "loss") - first(without, "step", "loss")
         assert added == pytest.approx(AT_FIRST, rel=0.02)
-        val_loss = first(folder / way, "eval")["val_loss"]
-        assert val_loss == pytest.approx(first(without, "eval")["val_loss"], rel=1e-6)
+        val_loss = first(folder / way, "eval", "val_loss")
+        assert val_loss == pytest.approx(first(without, "eval", "val_loss"), rel=1e-6)
     effect = (trained["plain"] - weights(without)).norm()
     for way in ways:  # rounding is far less
         assert (trained[way] - trained["plain"]).norm() < effect / 20, way
@@ -325,8 +318,8 @@ def test_the_figure_is_on_the_line_and_in_the_records(tmp_path, train, stock, mo
         return clip(parameters, most)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_note)
-    assert_same_state(load(folder / "run", 8), load(stock(), 8))
-    shown = [record["wte_norm"] for record in records(folder / "run", "step")]
+    assert_same_state(checkpoint(folder / "run", 8), checkpoint(stock(), 8))
+    shown = column(folder / "run", "step", "wte_norm")
     assert shown == pytest.approx([expected[it] for it in (0, 2, 4, 6, 7)], rel=1e-6)
     lines = [line for line in stdout.splitlines() if line.startswith("iter ")]
     assert [line.partition(", wte_norm ")[2] for line in lines] == [f"{x:.2e}" for x in shown]
@@ -336,7 +329,7 @@ def test_the_figure_is_on_the_line_and_in_the_records(tmp_path, train, stock, mo
 def test_the_rates_of_the_schedule_are_its_formulas(tmp_path, train):
     folder = copy_program(tmp_path / "copy", "schedule")
     train(folder, "run", **SCHEDULE)
-    rates = [record["lr"] for record in records(folder / "run", "step")]
+    rates = column(folder / "run", "step", "lr")
     assert rates == pytest.approx(RATES)
 
 
@@ -347,14 +340,14 @@ def test_all_experiments_at_once(tmp_path, train):
     train(folder, "straight", **changes)
     train(folder, "halves", **changes, lr_decay_iters=8, max_iters=4)
     train(folder, "halves", **changes, init_from="resume")
-    straight, halves = load(folder / "straight", 8), load(folder / "halves", 8)
+    straight, halves = checkpoint(folder / "straight", 8), checkpoint(folder / "halves", 8)
     assert_same_state(straight, halves)
     assert "transformer.h.1.mlp.c_gate.weight" in straight["model"]
     assert {*straight["optimizer"]["state"][0]} == {"exp_avg"}
-    steps = records(folder / "halves", "step")
-    assert [record["lr"] for record in steps] == pytest.approx(RATES)
-    assert all(record["wte_norm"] > 0 for record in steps)
+    steps = folder / "halves"
+    assert column(steps, "step", "lr") == pytest.approx(RATES)
+    assert all(norm > 0 for norm in column(steps, "step", "wte_norm"))
     others = copy_program(tmp_path / "others", *(name for name in DIFFS if name != "loss"))
     train(others, "run", **changes, max_iters=1)
-    added = steps[0]["loss"] - first(others / "run", "step")["loss"]
+    added = first(steps, "step", "loss") - first(others / "run", "step", "loss")
     assert added == pytest.approx(AT_FIRST, rel=0.02)

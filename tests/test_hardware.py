@@ -1,7 +1,10 @@
 """
 Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs.
+Machines that are not here are made by patching torch and the standard library.
 """
 
+import contextlib
+import itertools
 import os
 import platform
 import re
@@ -12,10 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ON_WINDOWS, flags, run_here, run_process
+from program import column, finish, flags, run, start, train, write_tokens
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-import train
-from common.console import run_main
 from configurator import Config
 from model import GPTConfig
 from training import hardware
@@ -26,57 +28,45 @@ from training.ranks import check_shares
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.parametrize(
-    "name, sm_count, dtype, tf32, peak",
-    [
-        # 116.6 would be the fp16-accumulate rate
-        ("NVIDIA GeForce RTX 4070", 46, BF16, True, 58.3),
-        ("NVIDIA GeForce RTX 4070", 46, FP32, True, 29.1),
-        ("NVIDIA GeForce RTX 4070 Ti", 60, BF16, True, 80.2),  # not the 4070 in its name
-        ("NVIDIA A100-SXM4-40GB", 108, BF16, True, 312),
-        ("A100-SXM4-40GB", 108, BF16, True, 312),  # older drivers leave out "NVIDIA "
-        ("NVIDIA A100-SXM4-40GB", 108, FP32, True, 156),
-        ("NVIDIA A100-SXM4-40GB", 108, FP32, False, 19.5),
-        ("NVIDIA A10", 72, BF16, True, 125),
-        ("NVIDIA A10G", 80, BF16, True, 70),
-        ("NVIDIA H200", 132, BF16, True, 989.4),
-        ("Tesla T4", 40, FP16, True, 65.0),
-        ("Tesla T4", 40, BF16, True, None),  # only emulated
-        ("Tesla T4", 40, FP32, True, 8.1),  # no TF32 on Turing: plain fp32
-        ("NVIDIA GeForce RTX 3080", 68, BF16, True, 59.5),
-        ("NVIDIA GeForce RTX 3080", 70, BF16, True, 61.3),  # the 12 GB part of the same name
-        ("NVIDIA A40", 84, BF16, True, 149.7),
-    ],
-)
+PEAKS = [
+    # 116.6 would be the fp16-accumulate rate
+    ("NVIDIA GeForce RTX 4070", 46, "bfloat16", True, 58.3),
+    ("NVIDIA GeForce RTX 4070", 46, "float32", True, 29.1),
+    ("NVIDIA GeForce RTX 4070 Ti", 60, "bfloat16", True, 80.2),  # not the 4070 in its name
+    ("NVIDIA A100-SXM4-40GB", 108, "bfloat16", True, 312),
+    ("A100-SXM4-40GB", 108, "bfloat16", True, 312),  # older drivers leave out "NVIDIA "
+    ("NVIDIA A100-SXM4-40GB", 108, "float32", True, 156),
+    ("NVIDIA A100-SXM4-40GB", 108, "float32", False, 19.5),
+    ("NVIDIA A10", 72, "bfloat16", True, 125),
+    ("NVIDIA A10G", 80, "bfloat16", True, 70),
+    ("NVIDIA H200", 132, "bfloat16", True, 989.4),
+    ("Tesla T4", 40, "float16", True, 65.0),
+    ("Tesla T4", 40, "bfloat16", True, None),  # only emulated
+    ("Tesla T4", 40, "float32", True, 8.1),  # no TF32 on Turing: plain fp32
+    ("NVIDIA GeForce RTX 3080", 68, "bfloat16", True, 59.5),
+    ("NVIDIA GeForce RTX 3080", 70, "bfloat16", True, 61.3),  # the 12 GB part of the same name
+    ("NVIDIA A40", 84, "bfloat16", True, 149.7),
+    ("AMD Instinct MI300X", 304, "bfloat16", True, 1307.4),
+    # cut down, partitioned, of another number of SMs, with a power limit of their own, unverified
+    ("NVIDIA GeForce RTX 4070 Laptop GPU", 36, "bfloat16", True, None),
+    ("NVIDIA GeForce RTX 4070", 40, "bfloat16", True, None),
+    ("NVIDIA H100", 132, "bfloat16", True, None),
+    ("NVIDIA A100", 108, "bfloat16", True, None),
+    ("GeForce", 46, "bfloat16", True, None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bfloat16", True, None),
+    ("nvidia a10", 72, "bfloat16", True, None),
+    ("", 1, "bfloat16", True, None),
+    ("NVIDIA GeForce RTX 5090 D", 170, "bfloat16", True, None),
+    ("NVIDIA H20-3e", 78, "bfloat16", True, None),
+    ("NVIDIA B100", None, "bfloat16", True, None),
+]
+
+
+@pytest.mark.parametrize("name, sm_count, dtype, tf32, peak", PEAKS)
 def test_peaks_by_whole_name_sm_count_and_dtype(name, sm_count, dtype, tf32, peak):
     """nanoGPT #182, PR#464, PR#555: 312e12 on every card."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    assert row_peak(find_row(name, sm_count), dtype_name, tf32) == peak
-
-
-@pytest.mark.parametrize(
-    "name, sm_count",
-    [
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", 36),
-        ("NVIDIA GeForce RTX 4070", 40),
-        ("NVIDIA H100", 132),
-        ("NVIDIA A100", 108),
-        ("GeForce", 46),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14),
-        ("nvidia a10", 72),
-        ("", 1),
-    ],
-)
-def test_unknown_cut_down_or_partitioned_devices_have_no_peak(name, sm_count):
-    assert find_row(name, sm_count) is None
-
-
-@pytest.mark.parametrize(
-    "name, sm_count",
-    [("NVIDIA GeForce RTX 5090 D", 170), ("NVIDIA H20-3e", 78), ("NVIDIA B100", None)],
-)
-def test_unverified_rows_have_no_peak(name, sm_count):
-    assert row_peak(find_row(name, sm_count), "bfloat16", True) is None
+    row = find_row(name, sm_count)
+    assert (row and row_peak(row, dtype, tf32)) == peak
 
 
 def hw(peak_tflops, dtype=BF16):
@@ -122,25 +112,89 @@ def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_s
     assert hw(peak).mfu(flops, tok_per_sec) == pytest.approx(mfu, abs=0.006)
 
 
-def test_mfu_is_not_clamped_and_unknown_without_a_peak_or_flops():
-    assert hw(1.0).mfu(10**9, 2000) == 2.0
-    assert hw(None).mfu(10**9, 2000) is None and hw(1.0).mfu(None, 2000) is None
-    assert hw(1.0).mfu(10**9, 2000, devices=4) == 0.5
+@pytest.mark.parametrize(
+    "peak, flops, devices, mfu",
+    [(1.0, 1e9, 1, 2.0), (1.0, 1e9, 4, 0.5), (None, 1e9, 1, None), (1.0, None, 1, None)],
+)
+def test_mfu_is_not_clamped_and_unknown_without_a_peak_or_flops(peak, flops, devices, mfu):
+    assert hw(peak).mfu(flops, 2000, devices) == mfu
 
 
-def test_peak_tflops_overrides_the_table():
-    assert hardware.set_up(Config(device="cpu", peak_tflops=1.5)).peak_tflops == 1.5
-    assert hardware.set_up(Config(device="cpu")).peak_tflops is None
+@pytest.fixture
+def card(monkeypatch):
+    """card(name, sm_count, capability, count): a machine whose GPUs are such ones."""
+
+    def make(name="a card", sm_count=1, capability=(8, 9), count=1) -> None:
+        properties = SimpleNamespace(multi_processor_count=sm_count)
+        answers = dict(
+            is_available=True,
+            device_count=count,
+            set_device=None,
+            get_device_name=name,
+            get_device_properties=properties,
+            get_device_capability=capability,
+            mem_get_info=(6e9, 8e9),
+            set_per_process_memory_fraction=None,
+        )
+        for function, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, function, lambda *_, answer=answer: answer)
+
+    return make
 
 
-def test_a_t4_that_claims_bfloat16_gets_float16(monkeypatch):
-    """nanoGPT #525: is_bf16_supported() counts emulation. Each card answers for itself."""
-    cards = {"cuda:0": (8, 6), "cuda:1": (7, 5)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: cards[str(device)])
-    assert hardware.best_dtype(torch.device("cuda:0")) == BF16
-    assert hardware.best_dtype(torch.device("cuda:1")) == FP16
+CARDS = [
+    ("NVIDIA GeForce RTX 4070", 46, (8, 9), dict(), BF16, 58.3),
+    ("NVIDIA A100-SXM4-40GB", 108, (8, 0), dict(), BF16, 312),
+    ("NVIDIA A100-SXM4-40GB", 108, (8, 0), dict(dtype="float32"), FP32, 156),
+    ("NVIDIA A100-SXM4-40GB", 108, (8, 0), dict(dtype="float32", tf32=False), FP32, 19.5),
+    ("NVIDIA A100-SXM4-40GB", 108, (8, 0), dict(peak_tflops=1.5), BF16, 1.5),
+    # nanoGPT #525: is_bf16_supported() counts emulation
+    ("Tesla T4", 40, (7, 5), dict(), FP16, 65),
+    # a ROCm build calls itself cuda
+    ("AMD Instinct MI300X", 304, (9, 4), dict(), BF16, 1307.4),
+    ("a card", 1, (9, 0), dict(), BF16, None),
+]
 
 
+@pytest.mark.parametrize("name, sm_count, capability, keys, dtype, peak", CARDS)
+def test_a_card_computes_in_what_it_is_fast_in_and_has_its_peak(
+    name, sm_count, capability, keys, dtype, peak, card
+):
+    card(name, sm_count, capability)
+    config = Config(device="cuda", **keys)
+    assert hardware.check_device(config) == []
+    found = hardware.set_up(config)
+    assert (found.dtype, found.peak_tflops) == (dtype, peak)
+
+
+@pytest.mark.parametrize("local_rank, gpus, number", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
+def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, number, card):
+    """As SLURM gives each task a GPU of its own, which is cuda:0 for all of them."""
+    card(count=gpus)
+    found = hardware.set_up(Config(device="cuda", dtype="float32"), local_rank)
+    assert found.device == torch.device("cuda", number)
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """cpu(amx, avx512_bf16, name): a machine with such a CPU, without a GPU."""
+    read_text = Path.read_text
+
+    def make(amx: bool, avx512_bf16: bool, name: str = "") -> None:
+        def read(path, *arguments, **options):
+            if path == Path("/proc/cpuinfo"):
+                return f"processor : 0\nmodel name\t: {name}\n" if name else "processor : 0\n"
+            return read_text(path, *arguments, **options)
+
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+        monkeypatch.setattr(platform, "processor", lambda: name)
+        monkeypatch.setattr(Path, "read_text", read)
+
+    return make
+
+
+@pytest.mark.parametrize("system", ["linux", "win32"])
 @pytest.mark.parametrize(
     "amx, avx512_bf16, name, dtype",
     [
@@ -154,37 +208,76 @@ def test_a_t4_that_claims_bfloat16_gets_float16(monkeypatch):
     ],
 )
 def test_a_cpu_uses_bfloat16_where_its_products_are_faster(
-    amx, avx512_bf16, name, dtype, monkeypatch
+    amx, avx512_bf16, name, dtype, system, cpu, monkeypatch
 ):
     """results/speed.md: 0.4 of float32's time on an EPYC, 1.4 on a Xeon without AMX."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(hardware, "cpu_name", lambda: name)
+    cpu(amx, avx512_bf16, name)
+    monkeypatch.setattr(sys, "platform", system)
     assert hardware.best_dtype(torch.device("cpu")) == dtype
 
 
-def test_a_mac_does_not_compile_and_trains_in_float32(monkeypatch):
+# what torch finds, the key, and what it takes: the key decides before the dtype does (nanoGPT #281,
+# #304)
+DEVICES = [
+    (dict(cuda=True, mps=True), "auto", "cuda", BF16),
+    (dict(cuda=False, mps=True), "auto", "mps", FP32),
+    (dict(cuda=False, mps=False), "auto", "cpu", FP32),
+    (dict(cuda=True, mps=False), "cpu", "cpu", FP32),
+    (dict(cuda=False, mps=True), "cpu", "cpu", FP32),
+]
+
+
+@pytest.mark.parametrize("here, key, kind, dtype", DEVICES)
+def test_a_run_takes_the_fastest_device_or_the_one_that_was_asked_for(
+    here, key, kind, dtype, card, cpu, monkeypatch
+):
+    cpu(amx=False, avx512_bf16=False)
+    card()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here["cuda"])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: here["mps"])
+    found = hardware.set_up(Config(device=key))
+    assert (found.device.type, found.dtype) == (kind, dtype)
+
+
+def test_a_mac_does_not_compile_and_trains_in_float32(cpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    hw = hardware.set_up(Config(compile=True))
-    assert hw.dtype == FP32
-    assert not hw.can_compile
+    found = hardware.set_up(Config(compile=True))
+    assert found.dtype == FP32
+    assert not found.can_compile
 
 
-def test_dtype_is_chosen_for_the_device_that_was_asked_for(monkeypatch):
-    """nanoGPT #281, #304: its dtype is chosen before --device is read."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert hardware.set_up(Config(device="cpu")).dtype == FP32
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=3,
+    max_iters=2,
+    eval_interval=100,
+    eval_tokens=64,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:3", "mps", "gpu", "cuda:x", "meta"])
-def test_a_device_that_is_not_there_is_one_line(device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    (problem,) = hardware.check_device(Config(device=device))
-    assert device in problem
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [1500], [200])
+
+
+def test_a_resume_computes_in_what_the_run_was_begun_in(tokens, tmp_path, cpu):
+    """On another machine auto would be another type, and the run another run."""
+    keys = TINY | dict(dtype="auto", init_from="auto", dataset=tokens, out_dir=tmp_path)
+    cpu(amx=True, avx512_bf16=True)
+    train(**keys)
+    cpu(amx=False, avx512_bf16=False)
+    train(**keys | dict(max_iters=3))
+    result = train(**keys | dict(max_iters=4, dtype="float32"))
+    assert column(tmp_path, "start", "dtype") == ["bfloat16", "bfloat16", "float32"]
+    assert "resume: dtype = 'float32' (the checkpoint had 'bfloat16')" in result.out
 
 
 # docs/troubleshooting.md: PyPI's torch for Windows has no CUDA
@@ -208,38 +301,44 @@ def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hin
     assert hint in problem
 
 
+@pytest.mark.parametrize("micro_batches, warned", [(3, False), (1600, True)])
 def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
-    dataset, tmp_path, monkeypatch, capsys
+    micro_batches, warned, tokens, tmp_path, cpu, monkeypatch
 ):
+    cpu(amx=False, avx512_bf16=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    large = dict(batch_size=6400, gradient_accumulation_steps=1, eval_tokens=6400 * 16)
-    run_here(dataset, tmp_path / "large", device="auto", max_iters=1, **large)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "sees no GPU" in line]
-    assert CUDA_BUILD in line
-    run_here(dataset, tmp_path / "small", device="auto", max_iters=1)
-    assert "sees no GPU" not in capsys.readouterr().err
+    keys = dict(device="auto", max_iters=0, gradient_accumulation_steps=micro_batches)
+    result = train(**TINY | keys, dataset=tokens, out_dir=tmp_path)
+    assert result.err.count(CUDA_BUILD) == warned
 
 
-def test_out_of_memory_is_known_in_any_form():
-    wrapped = torch._dynamo.exc.BackendCompilerFailed(
-        print, RuntimeError("Triton Error [CUDA]: out of memory"), None
-    )
-    caused = RuntimeError("compiling failed")
-    caused.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
-    for error in (
-        wrapped,
-        caused,
-        MemoryError(),
-        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-    ):
-        assert hardware.is_out_of_memory(error), error
-    for error in (
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        KeyError("memory"),
-        None,
-    ):
-        assert not hardware.is_out_of_memory(error)
+# -----------------------------------------------------------------------------
+# Out of memory
+
+
+CAUSED = RuntimeError("compiling failed")
+CAUSED.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+ERRORS = {
+    "wrapped by the compiler": (
+        torch._dynamo.exc.BackendCompilerFailed(
+            print, RuntimeError("Triton Error [CUDA]: out of memory"), None
+        ),
+        True,
+    ),
+    "a cause": (CAUSED, True),
+    "Python's": (MemoryError(), True),
+    "cuBLAS's": (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+    "another": (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    "another with the word": (KeyError("memory"), False),
+    "none": (None, False),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_out_of_memory_is_known_in_any_form(name):
+    error, is_one = ERRORS[name]
+    assert hardware.is_out_of_memory(error) == is_one
 
 
 ITERATIONS = {  # batch_size, accumulation, processes -> the next smaller that does as much
@@ -267,78 +366,70 @@ def test_out_of_memory_names_the_next_smaller_batch_that_does_as_much(asked, sma
         assert "--recompute=True" in line
 
 
-class NoMemory:
-    """A train_step that asks for too much where micro-batches hold more than `rows` sequences."""
+@contextlib.contextmanager
+def memory_for(rows: int, error: Exception):
+    """A micro-batch of more sequences does not fit."""
 
-    def __init__(self, rows: int, error: Exception):
-        self.rows, self.error, self.step, self.taken = rows, error, train.train_step, 0
+    def before_forward(module, arguments):
+        idx = arguments[0] if arguments else None
+        # (B, T) ids; where FLOPs are counted, they are of another type
+        is_batch = type(idx) is torch.Tensor and idx.dtype == torch.int64 and idx.dim() == 2
+        if is_batch and len(idx) > rows:
+            raise error
 
-    def __call__(self, model, optimizer, scaler, micro_batches, *rest):
-        if max(len(x) for x, _ in micro_batches) > self.rows:
-            raise self.error
-        self.taken += sum(len(x) for x, _ in micro_batches)
-        return self.step(model, optimizer, scaler, micro_batches, *rest)
+    handle = register_module_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
-@pytest.mark.skipif(ON_WINDOWS, reason="this process has the first run's log open for the next one")
+ASKED = {
+    "two keys": dict(batch_size=12, gradient_accumulation_steps=1),
+    "tokens_per_iter": dict(batch_size=12, tokens_per_iter=192),
+    "auto": dict(batch_size=6, gradient_accumulation_steps=2, init_from="auto"),
+}
+
+
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize(
-    "asked",
-    [
-        dict(batch_size=12, gradient_accumulation_steps=1),
-        dict(batch_size=12, gradient_accumulation_steps=1, tokens_per_iter=192),
-        dict(batch_size=6, init_from="auto"),
-    ],
-    ids=["two keys", "tokens_per_iter", "auto"],
-)
-def test_the_command_that_out_of_memory_names_starts(
-    error, asked, dataset, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_command_that_out_of_memory_names_starts(error, asked, tokens, tmp_path):
     """Typed behind the first, again and again: in the end it fits, and trains on as many tokens."""
-    step = NoMemory(2, error)
-    monkeypatch.setattr(train, "train_step", step)
-
-    def run(arguments) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            run_main(train.main, train.explain)
-        return exit.value.code, capsys.readouterr().err.splitlines()
-
-    arguments, sizes = flags(dataset, tmp_path, max_iters=1, **asked), []
-    for _ in range(5):
-        code, lines = run(arguments)
-        if code == 0:
-            break
-        assert code == 1 and lines[-1].startswith("error: out of memory with batch_size=")
-        pair = lines[-1].split(": ")[-1].split()
-        sizes.append(pair[0])
-        arguments += pair
-    assert code == 0 and step.taken == 12
+    places = map(str, itertools.count())  # a folder has a lock until this process ends
+    command = flags(**TINY | ASKED[asked] | dict(max_iters=1), dataset=tokens)
+    sizes = []
+    with memory_for(2, error):
+        while True:
+            out_dir = tmp_path / next(places)
+            result = run("train.py", *command, f"--out_dir={out_dir}")
+            if result.code == 0:
+                break
+            *_, line = result.err.splitlines()
+            assert result.code == 1 and line.startswith("error: out of memory with batch_size=")
+            pair = line.split(": ")[-1].split()
+            sizes.append(pair[0])
+            command += pair
+            assert len(sizes) < 5
     assert sizes[-1] == "--batch_size=2"
+    assert column(out_dir, "end", "tokens") == [192]
 
 
-def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(
-    dataset, tmp_path, monkeypatch, capsys
-):
+def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(tokens, tmp_path):
     """Its context is the checkpoint's: 192 tokens are twelve sequences of it."""
-    run_here(dataset, tmp_path, max_iters=1)
-    monkeypatch.setattr(train, "train_step", NoMemory(2, MemoryError()))
-    keys = dict(batch_size=12, tokens_per_iter=192, max_iters=2, init_from="resume")
-    arguments = [f for f in flags(dataset, tmp_path, **keys) if not f.startswith("--block_size")]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    with pytest.raises(SystemExit):
-        run_main(train.main, train.explain)
-    pair = "--batch_size=6 --gradient_accumulation_steps=2"
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f": {pair} --eval_tokens=256")
+    train(**TINY, dataset=tokens, out_dir=tmp_path)
+    keys = TINY | dict(batch_size=12, tokens_per_iter=192, max_iters=3, init_from="resume")
+    del keys["block_size"]
+    with memory_for(2, MemoryError()):
+        result = run("train.py", *flags(**keys, dataset=tokens, out_dir=tmp_path))
+    assert "--batch_size=6 --gradient_accumulation_steps=2 " in result.err
 
 
-def test_other_errors_are_not_explained():
-    for error in (RuntimeError("shapes cannot be multiplied"), KeyError("memory")):
-        assert train.explain(error, []) == ""
+# -----------------------------------------------------------------------------
+# Systems
 
 
 @pytest.mark.parametrize(
@@ -374,9 +465,9 @@ def fresh_linux(monkeypatch):
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
 
 
-def set_environment():
-    """What hardware.py does where it is first imported."""
-    runpy.run_path(hardware.__file__)
+def set_environment() -> dict:
+    """What hardware.py does where it is first imported; its names."""
+    return runpy.run_path(hardware.__file__)
 
 
 def test_the_allocator_is_set_where_the_user_has_not(fresh_linux):
@@ -410,60 +501,27 @@ def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
     assert not any(name in os.environ for name in ALLOCATOR_NAMES)
 
 
-@pytest.mark.parametrize("module", ["data.sources", "training.pretrained"])
-def test_windows_hears_nothing_of_the_symbolic_links_that_it_lacks(module):
-    """Of the library by which the hub's texts and weights come."""
-    code = f"import os, {module}; print(os.environ['HF_HUB_DISABLE_SYMLINKS_WARNING'])"
-    assert run_process("-c", code, cold=True) == (0, "1\n", "")
-
-
 @pytest.mark.parametrize(
-    "platform_name, in_wsl, limits",
-    [("win32", False, [0.75]), ("linux", True, [0.75]), ("linux", False, [])],
+    "platform_name, release, limits",
+    [
+        ("win32", "11", [0.75]),
+        ("linux", "5.15.0-microsoft-standard-WSL2", [0.75]),
+        ("linux", "6.8.0-generic", []),
+    ],
 )
-def test_windows_and_wsl_limit_torch_to_the_free_memory(platform_name, in_wsl, limits, monkeypatch):
+def test_windows_and_wsl_limit_torch_to_the_free_memory(
+    platform_name, release, limits, fresh_linux, card, monkeypatch
+):
     """6 of 8 GB are free; above them the driver would spill into system memory without a word."""
+    card()
     seen = []
     monkeypatch.setattr(sys, "platform", platform_name)
-    monkeypatch.setattr(hardware, "IN_WSL", in_wsl)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9, 8e9))
+    monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: seen.append(share)
     )
-    hardware.forbid_spilling(torch.device("cuda", 0))
+    set_environment()["forbid_spilling"](torch.device("cuda", 0))
     assert seen == limits
-
-
-def test_a_rocm_build_is_let_through(monkeypatch):
-    """It calls itself cuda, and its cards' names are in the table."""
-    monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
-    monkeypatch.setattr(hardware, "best_dtype", lambda device: BF16)
-    card = SimpleNamespace(multi_processor_count=304)
-    for name, value in (
-        ("is_available", True),
-        ("device_count", 1),
-        ("set_device", None),
-        ("get_device_name", "AMD Instinct MI300X"),
-        ("get_device_properties", card),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert hardware.check_device(Config(device="cuda")) == []
-    assert hardware.set_up(Config(device="cuda")).peak_tflops == 1307.4
-
-
-@pytest.mark.parametrize("local_rank, gpus, device", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
-def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, device, monkeypatch):
-    """As SLURM gives each task a GPU of its own, which is cuda:0 for all of them."""
-    monkeypatch.setattr(hardware, "find_row", lambda *_: None)
-    monkeypatch.setattr(hardware, "forbid_spilling", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    card = SimpleNamespace(multi_processor_count=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    hw = hardware.set_up(Config(device="cuda", dtype="float32"), local_rank)
-    assert hw.device == torch.device("cuda", device)
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():
@@ -497,7 +555,7 @@ print(grown())
 hardware.set_up(Config(device="cpu", dtype="float32"))
 print(grown())
 """
-    exit_code, out, err = run_process("-c", code, only_torch=True)
-    assert exit_code == 0, err
-    without, with_set_up = map(float, out.split())
+    result = finish(start("-c", code, only_torch=True))
+    assert result.code == 0, result.err
+    without, with_set_up = map(float, result.out.split())
     assert without < 100 and with_set_up > 200

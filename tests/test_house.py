@@ -1,60 +1,54 @@
 """
-The house: which module may import which, what ruff and mypy check, and that every script starts.
+The house: which module may import which, what a start must not load, and that every script starts.
+And that the lists of promises and of faults name tests and lines that exist.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
-import tomllib
 
 import pytest
-from helpers import ROOT, start_process
+from faults_planted import FAULTS
+from program import ROOT, finish, start
 
-from configurator import FIELDS
-
-KEYS = 60
-
-
-def files_of_the_house() -> list[str]:
-    """Tracked, and new ones that git does not ignore."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs git and a checkout", allow_module_level=True)
-    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
-
-
-FILES = files_of_the_house()
-TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
-# tests and config files are long lists, which nobody reads from end to end
-CODE = [name for name in FILES if not name.startswith(("tests/", "config/"))]
-TREES = {name: ast.parse(TEXTS[name]) for name in CODE}
-
-# -----------------------------------------------------------------------------
-# Imports
-
-LIBRARY = ["common", "configurator", "data", "model", "model_fast", "training", "reports"]
-# A folder, or a module of the root, and what it may import besides itself.
+LIBRARY = ["common", "configurator", "data", "model", "model_fast", "training"]
+# a folder, or a module of the root -> what it may import besides itself
 MAY_IMPORT = {
     "common": [],
     "configurator": ["common"],
     "data": ["configurator", "common"],
     "model": [],
     "model_fast": ["model"],
-    "training": ["model", "model_fast", "data", "configurator", "common"],
-    "reports": ["train", "training", "model", "model_fast", "data", "configurator", "common"],
+    "training": LIBRARY,
     "train": LIBRARY,
     "sample": LIBRARY,
-    "compare": LIBRARY,
     "convert": LIBRARY,
-    "bench": ["train", *LIBRARY],
+    # train, because plan's figures are those of the model and the optimizer that it builds
+    "reports": ["train", *LIBRARY],
+    "compare": ["reports", *LIBRARY],
+    "bench": ["train", "reports", *LIBRARY],
     "docs": ["train", *LIBRARY],
 }
-SCRIPTS = ["sample", "compare", "convert", "bench", "data.prepare_fineweb", "data.prepare_text"]
-# imported where they are used, so that a machine with prepared shards can train without them
+PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports these
+# imported where they are used, because a machine with prepared shards trains without them
 OPTIONAL = {"tiktoken", "datasets", "tokenizers", "matplotlib", "wandb", "tensorboard"}
+
+
+def code_of_the_house() -> dict[str, ast.Module]:
+    """Tracked files, and new ones that git does not ignore, but for tests and configs."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and a checkout", allow_module_level=True)
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    code = [name for name in names if not name.startswith(("tests/", "config/"))]
+    return {name: ast.parse((ROOT / name).read_text("utf-8")) for name in code}
+
+
+CODE = code_of_the_house()
 
 
 def owner(file: str) -> str:
@@ -76,125 +70,79 @@ def imported_by(node: ast.AST) -> list[str]:
 
 def imports(file: str) -> list[str]:
     """All modules that a file imports, also inside of functions."""
-    return [module for node in ast.walk(TREES[file]) for module in imported_by(node)]
-
-
-def is_part_of(module: str, names: list[str]) -> bool:
-    return any(module == name or module.startswith(name + ".") for name in names)
+    return [module for node in ast.walk(CODE[file]) for module in imported_by(node)]
 
 
 @pytest.mark.upstream
-def test_modules_import_only_what_the_design_allows():
-    ours = {owner(file) for file in CODE}
-    for file in CODE:
-        allowed = [owner(file), *MAY_IMPORT[owner(file)]]
-        for module in imports(file):
-            if module.split(".")[0] in ours:
-                assert is_part_of(module, allowed), f"{file} imports {module}"
-
-
-def test_no_library_module_imports_a_script():
-    for file in CODE:
-        if owner(file) in [*LIBRARY, "train"]:
-            found = [module for module in imports(file) if is_part_of(module, SCRIPTS)]
-            assert not found, f"{file} imports {found}"
+@pytest.mark.parametrize("file", CODE)
+def test_a_module_imports_only_what_the_design_allows(file):
+    ours = {owner(name) for name in CODE}
+    allowed = [owner(file), *MAY_IMPORT[owner(file)]]
+    found = [module for module in imports(file) if module.split(".")[0] in ours]
+    assert [m for m in found if m.split(".")[0] not in allowed or m in PREPARATIONS] == []
 
 
 def test_common_needs_only_the_standard_library():
-    for file in CODE:
-        if owner(file) == "common":
-            packages = {module.split(".")[0] for module in imports(file)}
-            assert packages <= {*sys.stdlib_module_names, "common"}, file
-
-
-def test_preparing_text_needs_no_torch():
-    """Importing torch takes seconds, at each of the commands that prepare data."""
-    for file in CODE:
-        if owner(file) == "data" and file != "data/loader.py":
-            assert not [module for module in imports(file) if module.split(".")[0] == "torch"], file
-    code = "import sys, data.prepare_text, data.prepare_fineweb; sys.exit('torch' in sys.modules)"
-    process = start_process("-c", code, cold=True)
-    assert process.wait(60) == 0, "imports torch by way of another module"
-
-
-def test_compare_needs_no_torch():
-    """It is arithmetic: half of the time went to this import."""
-    code = "import sys, compare; sys.exit('torch' in sys.modules)"
-    process = start_process("-c", code, cold=True)
-    assert process.wait(60) == 0, process.stderr.read()
+    used = {m.split(".")[0] for file in CODE if owner(file) == "common" for m in imports(file)}
+    assert used <= {*sys.stdlib_module_names, "common"}
 
 
 def test_what_not_every_machine_has_is_imported_where_it_is_used():
-    for file in CODE:
-        top = [module for node in TREES[file].body for module in imported_by(node)]
-        assert OPTIONAL.isdisjoint(module.split(".")[0] for module in top), file
+    for file, tree in CODE.items():
+        top = {module.split(".")[0] for node in tree.body for module in imported_by(node)}
+        assert not OPTIONAL & top, file
 
 
-# -----------------------------------------------------------------------------
-# The root, the keys and the tools
+REACH = {  # modules that somebody starts -> what they must not load
+    ("train",): {*OPTIONAL, "transformers", "pyarrow", "reports", "compare", "bench", "sample"},
+    # torch takes seconds to import: compare.py is arithmetic, and preparing text needs no tensors
+    ("compare",): {"torch"},
+    ("data.prepare_text", "data.prepare_fineweb"): {"torch"},
+}
 
 
-@pytest.mark.upstream
-def test_the_root_holds_what_people_type_and_read_first():
-    assert sorted(name for name in FILES if "/" not in name) == [
-        "bench.py",
-        "compare.py",
-        "configurator.py",
-        "convert.py",
-        "model.py",
-        "model_fast.py",
-        "sample.py",
-        "train.py",
-    ]
-
-
-@pytest.mark.upstream
-def test_every_key_costs_each_reader_of_help():
-    assert len(FIELDS) <= KEYS
-
-
-def test_ruff_checks_the_width_of_every_line_and_formats_all():
-    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
-    assert ruff["line-length"] == 100 and "E" in ruff["lint"]["select"]
-    ignored = [rules for rules in ruff["lint"].get("per-file-ignores", {}).values()]
-    for rules in [ruff["lint"].get("ignore", []), *ignored]:
-        assert "E501" not in rules and "E" not in rules
-    assert "exclude" not in ruff and "exclude" not in ruff.get("format", {})
-    # in two parts, or this line would be one of them
-    switches = ["fmt" + ": off", "fmt" + ": skip", "noqa" + ": E501", "ruff" + ": noqa"]
-    for file, text in TEXTS.items():
-        if file == "tests/faults_planted.py":  # lines of the program, made longer
-            continue
-        found = [switch for switch in switches if "# " + switch in text]
-        assert not found, f"{file} has {found}"
-
-
-def test_mypy_checks_all_code_and_lines_are_left_out_each_with_a_reason():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    assert {path.partition("/")[0] for path in CODE if "/" in path} <= {*settings["files"]}
-    assert "*.py" in settings["files"] and settings["check_untyped_defs"]
-    left_out = "type: " + "ignore"
-    lines = [line for file in CODE for line in TEXTS[file].splitlines() if left_out in line]
-    for line in lines:
-        assert re.search(left_out + r"\[[a-z-]+\]  # \w+ \w+", line), line
-
-
-# -----------------------------------------------------------------------------
-# Scripts
+@pytest.mark.parametrize("modules", REACH)
+def test_a_start_does_not_load_what_it_does_not_need(modules):
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    has_torch = "torch" not in REACH[modules]
+    loaded = finish(start("-c", code, only_torch=has_torch, cold=not has_torch))
+    assert loaded.code == 0, loaded.err
+    assert not REACH[modules] & {*loaded.out.split()}
 
 
 def test_every_script_starts_where_nothing_of_this_project_is_imported():
-    """
-    Most tests fork their processes, which would hide an import that is missing. Here only torch is
-    there, seconds for each. train.py's own fresh start is the quickstart in test_train.py.
-    """
-    commands = {name: [name, "--help"] for name in ("sample.py", "compare.py", "convert.py")}
-    commands["bench.py"] = ["bench.py", "--help"]
-    commands["configurator.py"] = ["configurator.py", "config/quickstart.py"]
-    for path in ROOT.glob("data/prepare_*.py"):
-        commands[path.name] = [f"data/{path.name}", "--help"]
+    """Most tests fork their processes, which would hide an import that is missing."""
+    scripts = ["train", "sample", "compare", "convert", "bench", "configurator"]
+    scripts += ["data/prepare_text", "data/prepare_fineweb"]
     # all at once, as most of their time is one processor's
-    processes = {name: start_process(*words, only_torch=True) for name, words in commands.items()}
-    for name, process in processes.items():
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0 and out and not err, f"{name}: {err}"
+    started = {name: start(f"{name}.py", "--help", only_torch=True) for name in scripts}
+    for name, process in started.items():
+        code, out, err = finish(process)
+        assert code == 0 and out and not err, f"{name}: {err}"
+
+
+@functools.cache
+def defined_tests(file: str) -> set[str]:
+    path = ROOT / "tests" / file
+    nodes = ast.walk(ast.parse(path.read_text("utf-8"))) if path.exists() else ()
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_promise_names_a_test_that_is_there():
+    text = (ROOT / "tests" / "promises.md").read_text("utf-8")
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", text)
+    assert named
+    lost = [f"{file}::{test}" for file, test in named if test not in defined_tests(file) | {""}]
+    assert lost == [] and all((ROOT / "tests" / file).exists() for file, _ in named)
+
+
+@pytest.mark.upstream
+def test_a_fault_can_be_planted_and_names_a_test_that_is_there():
+    assert len(FAULTS) == len({fault.name for fault in FAULTS})
+    rotten = []
+    for fault in FAULTS:
+        file, test = fault.test.split("[")[0].split("::")
+        places = (ROOT / fault.file).read_text("utf-8").count(fault.old)
+        if places != 1 or test not in defined_tests(file):
+            rotten.append((fault.name, places, test))
+    assert rotten == []

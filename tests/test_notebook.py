@@ -15,10 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from documents import documents, write_parquet
-from helpers import ROOT, records
-from test_docs import known_flags
+from pages import known_flags, plan, rounds_to
+from program import ROOT, records
 
-import bench
 from common.console import UserError
 from data.tokenizer import Tokenizer
 
@@ -36,34 +35,21 @@ def test_nobody_has_run_it():
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-def test_the_one_thing_to_set_is_said_first_and_each_step_has_a_heading():
-    texts = ["".join(cell["source"]) for cell in ALL_CELLS]
-    assert "One thing to set:** `REPOSITORY`" in texts[0]
-    assert [line for text in texts for line in text.splitlines() if "YOUR-NAME" in line] == [
-        'os.environ["REPOSITORY"] = "https://github.com/YOUR-NAME/nightshift"  # set this'
-    ]
-    steps = [text for text in texts[1:] if text.startswith("## ")]
-    assert [text[3] for text in steps] == list("12345678") and len(CELLS) == 8
-
-
 def test_it_leaves_the_torch_that_is_there():
     """The tested one would be a download of 3 GB, for a driver that the lent GPU may not have."""
     installs = [command for command in shell_commands() if command[0] == "pip"]
     assert installs and not [words for words in installs if "constraints.txt" in words]
 
 
-def test_its_minutes_are_what_plan_estimates(capsys):
+def test_its_minutes_are_what_plan_computes():
     """By the flags of its own command."""
     command = next(c for c in shell_commands() if "config/fast40m_4070.py" in c)
-    flags = [w for w in command[2:] if not w.startswith(("--dataset", "$", "--out", "--max_min"))]
-    assert bench.main(["plan", *flags, "--gpu=T4", "--dataset_tokens=100M"]) == 0
-    out = capsys.readouterr().out
-    minutes, seconds = map(int, re.search(r"; (\d+)m(\d+)s with", out).groups())
+    flags = [w for w in command[3:] if not w.startswith(("--dataset", "$", "--out", "--max_min"))]
+    p = plan("fast40m_4070", *flags, "--gpu=T4", "--dataset_tokens=100M")
     text = "".join("".join(cell["source"]) for cell in ALL_CELLS)
-    assert int(re.search(r"(\d+) minutes by `bench.py plan`", text)[1]) == round(
-        minutes + seconds / 60
-    )
-    assert float(re.search(r"memory +([\d.]+) GiB", out)[1]) < 8  # as it says at the top
+    (minutes,) = re.findall(r"(\d+) minutes by `bench.py plan`", text)
+    assert rounds_to(60 * p["hours_total"], minutes)
+    assert p["vram_gib"] < 8  # as it says at the top
 
 
 def shell_commands() -> list[list[str]]:
@@ -71,21 +57,14 @@ def shell_commands() -> list[list[str]]:
     return [shlex.split(command) for command in commands]
 
 
-def test_its_commands_name_scripts_configs_and_flags_that_exist(capsys):
-    commands = shell_commands()
-    scripts = [words[1] for words in commands if words[0] == "python"]
-    own = "data/prepare_text.py train.py sample.py"
-    web = "data/prepare_fineweb.py train.py compare.py sample.py"
-    assert scripts == f"train.py {own} {web}".split()
-    for words in commands:
-        if words[0] != "python":
-            continue
-        flags = known_flags(words[1], [], capsys)
-        for word in words[2:]:
-            if word.startswith("--"):
-                assert word[2:].partition("=")[0] in flags, word
-            elif word.startswith("config/") and "$" not in word:
-                assert (ROOT / word).is_file(), word
+def test_its_commands_name_scripts_configs_and_flags_that_exist():
+    commands = [words[1:] for words in shell_commands() if words[0] == "python"]
+    assert len(commands) >= 8
+    for script, *words in commands:
+        flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+        assert flags <= known_flags(script), script
+        configs = [w for w in words if w.startswith("config/") and "$" not in w]
+        assert all((ROOT / config).is_file() for config in configs), script
 
 
 def commit_tree(folder: Path) -> str:

@@ -4,25 +4,36 @@ them. And what the program says and does only there, or on a Mac.
 """
 
 import json
-import signal
+import subprocess
 import sys
-from pathlib import PurePosixPath, PureWindowsPath
-from types import SimpleNamespace
 
 import pytest
-from helpers import FAST, ROOT, TINY, assert_same_state, flags, load, records, start_process
+from helpers import FAST, TINY
+from program import (
+    ROOT,
+    assert_same_run,
+    checkpoint,
+    checkpoints,
+    column,
+    finish,
+    flags,
+    run,
+    start,
+    train,
+    wait_for_line,
+    write_tokens,
+)
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-import bench
-import train
-from common import child, console
-from training import checkpoint, hardware
+from common import child
 
 simulated = pytest.mark.skipif(sys.platform != "linux", reason="simulates Windows on Linux")
 
 # run(SCRIPT, ARGUMENT, ...) does what `python SCRIPT.py ARGUMENT ...` does, and returns its exit
 # code. This code itself is none of the project's and sees Linux.
 BEGIN = f"""
-import importlib, sys, threading, time
+import importlib, os, signal, sys, threading, time
+import torch
 sys.path[:0] = [{str(ROOT / "tests/notwindows")!r}, {str(ROOT)!r}]
 import notwindows
 notwindows.install()
@@ -35,223 +46,215 @@ def run(name, *arguments):
     except SystemExit as exit:
         return exit.code
 """
+SLEEPS_NOT = "calls: [(2147483649,)]"  # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED
+SMALL = TINY | dict(n_layer=1, warmup_iters=0, eval_interval=2, out_dir="my run", dataset="tokens")
 
 
 @pytest.fixture
-def start(tmp_path):
+def started(tmp_path):
     """Starts processes of the simulated Windows in tmp_path, with sys.argv[1:] for the code."""
     processes = []
 
-    def start(code: str, *arguments):
-        process = start_process("-c", BEGIN + code, *arguments, cwd=tmp_path, only_torch=True)
+    def begin(code: str, *arguments):
+        process = start("-c", BEGIN + code, *arguments, cwd=tmp_path, only_torch=True)
         process.stdout.reconfigure(encoding="cp1252")
         processes.append(process)
         return process
 
-    yield start
+    yield begin
     for process in processes:
         process.kill()
 
 
-@pytest.fixture
-def run(start):
-    """The same, to the end: stdout and stderr."""
+NIGHT = """
+save, saves = torch.save, []
 
-    def run(code: str, *arguments) -> tuple[str, str]:
-        process = start(code, *arguments)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        return out, err
+def look_and_break(*arguments):
+    save(*arguments)
+    saves.append(1)
+    if len(saves) == 2:  # a virus scanner
+        threading.Timer(0.3, open("my run/best.pt", "rb").close).start()
+    if len(saves) == 3:  # Ctrl-Break
+        signal.raise_signal(21)
 
-    return run
+torch.save = look_and_break
+codes = [run("train", *sys.argv[1:])]
+codes.append(run("train", *sys.argv[1:], "--init_from=resume"))
+draw = torch.multinomial
 
+def draw_and_look(*arguments, **options):
+    print("held:", notwindows.holders("my run/best.pt"))
+    return draw(*arguments, **options)
 
-SMALL = ["--dtype=float32", "--n_layer=1", "--n_embd=32", "--eval_tokens=2048", "--eval_interval=4"]
-SMALL += ["--sample_tokens=5", "--lr_decay_iters=8", "--max_iters=8", "--out_dir=out/my run"]
-TRAIN = """
-print("code:", run("train", *sys.argv[1:]), "calls:", notwindows.Recorder.calls)
+torch.multinomial = draw_and_look
+prompt = "--start=caf\u00e9 \u2603"
+codes.append(run("sample", "--out_dir=my run", prompt, "--num_samples=1", "--max_new_tokens=5"))
+codes.append(run("compare", "my run"))
+print("codes:", codes, "calls:", notwindows.Recorder.calls)
 """
-SCRIPTS = """
+
+
+@simulated
+def test_a_night_on_windows(started, tmp_path, monkeypatch):
+    """A scanner holds best.pt, Ctrl-Break ends the run, and the resumed run is an unbroken one."""
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
+    code, out, err = finish(started(NIGHT, *flags(**SMALL)))
+    assert "codes: [149, 0, 0, 0]" in out, out + err
+    assert "calls: [(2147483649,), (2147483649,)]" in out  # kept awake, by each launch
+    # in double quotes, which cmd and PowerShell both know
+    assert '"--out_dir=my run"' in out.partition("to continue: python train.py ")[2]
+    # nothing that is sampled stays open, and the console has no snowman
+    assert "held: []" in out and "caf\u00e9 ?" in out and "mem n/a" in out
+    assert "warning" not in err and list(tmp_path.rglob("*.tmp")) == []
+    train(**SMALL | dict(out_dir="straight"))
+    assert_same_run(tmp_path / "my run", tmp_path / "straight", 8)
+
+
+QUICKSTART = """
 config, *small = sys.argv[1:]
-import sample
-from training import log
-log.SHORTEST_RUN = 0.0
+codes = [run("train", config, *small, "--max_iters=4")]
 with open("out/my run/loss.png", "wb") as viewer:  # which lets nobody replace what it shows
-    codes = [run("train", config, *small, "--init_from=resume")]
-original = sample.print_growing
-def print_growing(*arguments):
-    print("held:", notwindows.holders("out/my run/best.pt"))
-    original(*arguments)
-sample.print_growing = print_growing
-run_dir, prompt = "--out_dir=out/my run", "--start=caf\u00e9 \u2603"
-codes.append(run("sample", run_dir, prompt, "--num_samples=1", "--max_new_tokens=5"))
+    codes.append(run("train", config, *small, "--init_from=resume", "--max_iters=8"))
 codes.append(run("compare", "out/my run"))
 codes.append(run("convert", "ckpt-to-hf", "out/my run", "exported"))
-codes.append(run("bench", "step", config, *small, "--trials=1"))
+codes.append(run("bench", config, *small, "--seconds=0"))
 print("codes:", codes)
 """
 
 
+@pytest.mark.slow
 @simulated
-def test_quickstart_resume_sample_compare_convert_and_bench(run, tmp_path, monkeypatch):
-    config = str(ROOT / "config/quickstart.py")
-    out, err = run(TRAIN, config, *SMALL, "--max_iters=4")
-    # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED
-    assert f"code: 0 calls: [({0x80000001},)]" in out, err
-    out, err = run(SCRIPTS, config, *SMALL)
+def test_quickstart_compare_convert_and_bench(started, tmp_path):
+    small = dict(dtype="float32", n_layer=1, n_embd=32, eval_tokens=2048, eval_interval=4)
+    small |= dict(sample_tokens=5, out_dir="out/my run")
+    code, out, err = finish(
+        started(QUICKSTART, str(ROOT / "config/quickstart.py"), *flags(**small))
+    )
     assert "codes: [0, 0, 0, 0, 0]" in out, out + err
-    assert "held: []" in out and "caf\u00e9 ?" in out
-    assert "mem n/a" in out and "mem nan" not in out
-    # the picture that was open costs one warning, and compare.py draws it
-    assert [line for line in err.splitlines() if line.startswith("warning: loss.png")]
-    assert err.count("loss.png") == 1
     assert (tmp_path / "out/my run/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "exported/model.safetensors").exists()
     assert list(tmp_path.rglob("*.tmp")) == []
-    # the resumed run there ends with the bits of an unbroken one here
-    monkeypatch.chdir(tmp_path)
-    assert train.main([config, *SMALL, "--out_dir=straight"]) == 0
-    assert_same_state(load(tmp_path / "out/my run", 8), load(tmp_path / "straight", 8))
 
 
 PREPARE = """
-import data.writer
-flags, end = sys.argv[2:], int(sys.argv[1])
-original = data.writer.write_shard
-def write_shard(path, tokens):
-    if int(path.stem[-6:]) == end:
+end, replace = sys.argv[1], os.replace
+
+def replace_until(old, new):
+    if end in str(new):
         print("waiting", flush=True)
         time.sleep(600)
-    return original(path, tokens)
-data.writer.write_shard = write_shard
-if end < 0 and data.writer.Path(flags[-1][6:], "manifest.json").exists():
-    reader = open(flags[-1][6:] + "/manifest.json")  # as a virus scanner
-    threading.Timer(0.5, reader.close).start()
-print("code:", run("data.prepare_fineweb", *flags), "calls:", notwindows.Recorder.calls)
+    return replace(old, new)
+
+os.replace = replace_until
+if end == "none" and os.path.exists("killed/manifest.json"):
+    threading.Timer(0.5, open("killed/manifest.json").close).start()  # a virus scanner
+print("code:", run("data.prepare_fineweb", *sys.argv[2:]), "calls:", notwindows.Recorder.calls)
 """
 
 
+@pytest.mark.slow
 @simulated
-def test_a_preparation_that_is_killed_continues_and_a_second_one_is_refused(start, run, tmp_path):
+def test_a_preparation_that_is_killed_continues_and_a_second_one_is_refused(started, tmp_path):
     rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    arguments = ["--source=rows.jsonl", "--tokenizer=byte", "--tokens=20k", "--val_tokens=2k"]
-    arguments += ["--shard_tokens=4k", "--workers=1"]
-    killed = start(PREPARE, "3", *arguments, "--out=killed")
-    assert killed.stdout.readline() == "waiting\n"
-    out, err = run(PREPARE, "-1", *arguments, "--out=killed")
+    words = dict(source="rows.jsonl", tokenizer="byte", tokens="20k", val_tokens="2k")
+    words |= dict(shard_tokens="4k", workers=1)
+    killed = started(PREPARE, "000003", *flags(**words, out="killed"))
+    wait_for_line(killed, "waiting")
+    _, out, err = finish(started(PREPARE, "none", *flags(**words, out="killed")))
     assert "code: 2" in out and "another preparation is writing to it" in err
     killed.kill()
     killed.communicate()
-    out, err = run(PREPARE, "-1", *arguments, "--out=killed")
-    assert f"code: 0 calls: [({0x80000001},)]" in out, err
+    _, out, err = finish(started(PREPARE, "none", *flags(**words, out="killed")))
+    assert f"code: 0 {SLEEPS_NOT}" in out, err
     assert "next: python train.py " in out and "'" not in out.partition("next:")[2]
-    run(PREPARE, "-1", *arguments, "--out=straight")
-    files = {path.name for path in (tmp_path / "straight").iterdir()}
-    assert len(files) > 5 and files == {path.name for path in (tmp_path / "killed").iterdir()}
-    for name in files:
-        straight, continued = (tmp_path / folder / name for folder in ("straight", "killed"))
-        assert straight.read_bytes() == continued.read_bytes()
+    finish(started(PREPARE, "none", *flags(**words, out="straight")))
+    straight, continued = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("straight", "killed")
+    )
+    assert len(straight) > 5 and straight == continued
 
 
+RUN = 'sys.exit(run("train", *sys.argv[1:]))'
+
+
+@pytest.mark.slow
 @simulated
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (21, 149)])
-def test_ctrl_c_and_ctrl_break_save_and_until_then_a_second_run_is_refused(
-    number, code, start, dataset, tmp_path
-):
-    """Ctrl-Break, which is signal 21 there."""
-    options = dict(max_iters=10**6, eval_interval=10**6, init_from="auto", checkpoint_interval=4)
-    arguments = flags(dataset, tmp_path / "my run", **options)
-    begin = 'sys.exit(run("train", *sys.argv[1:]))'
-    process = start(begin, *arguments)
-    while not process.stdout.readline().startswith("checkpoint 4"):
-        assert process.poll() is None
-    second = start(begin, *arguments)
-    _, err = second.communicate(timeout=60)
-    assert second.returncode == 2 and "another run is writing to" in err
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code and "stopping after this iteration" in err
-    iter_num = checkpoint.load(checkpoint.find_newest(tmp_path / "my run"))["progress"]["iter_num"]
-    assert f"checkpoint {iter_num}: " in out
-    # in double quotes, which cmd and PowerShell both know
-    command = out.partition("to continue: ")[2]
-    assert command.startswith("python train.py ") and f'"--out_dir={tmp_path}/my run"' in command
+def test_ctrl_c_saves_and_until_then_a_second_run_is_refused(started, tmp_path):
+    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
+    long = SMALL | dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=4)
+    process = started(RUN, *flags(**long, init_from="auto"))
+    wait_for_line(process, "checkpoint 4")
+    second = finish(started(RUN, *flags(**long, init_from="auto")))
+    assert second.code == 2 and "another run is writing to" in second.err
+    process.send_signal(2)
+    code, out, err = finish(process)
+    assert code == 130 and "stopping after this iteration" in err
+    assert f"checkpoint {checkpoints(tmp_path / 'my run')[-1]}: " in out
 
 
 HELD = """
-from training import checkpoint
-folder, *flags = sys.argv[1:]
-save, opened = checkpoint.save, []
-def hold(name):
-    opened.append(open(folder + "/" + name, "rb"))
-    return opened[-1]
-def save_while_others_look(content, path):
-    save(content, path)
-    iter_num = content["progress"]["iter_num"]
-    if iter_num == 4:
-        threading.Timer(0.5, hold("best.pt").close).start()  # a virus scanner
-    if iter_num == 7:
-        hold("ckpt-00000007.pt")  # to the end: somebody's own program
-checkpoint.save = save_while_others_look
-sys.exit(run("train", *flags))
+save, held = torch.save, []
+
+def hold(*arguments):  # to the end: somebody's own program; not what best.pt is a name of
+    save(*arguments)
+    if os.path.exists("my run/ckpt-00000005.pt") and not held:
+        held.append(open("my run/ckpt-00000005.pt", "rb"))
+
+torch.save = hold
+sys.exit(run("train", *sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @simulated
-def test_a_file_that_others_have_open_costs_no_save(run, dataset, tmp_path):
-    options = dict(eval_interval=2, checkpoint_interval=1, keep_checkpoints=1, warmup_iters=0)
-    arguments = flags(dataset, tmp_path, **options)
-    _, err = run(HELD, str(tmp_path), *arguments)
-    assert [r["iter"] for r in records(tmp_path, "checkpoint")] == [*range(1, 9)]
-    assert load(tmp_path, 8)["progress"]["best_iter"] == 8
-    assert (tmp_path / "best.pt").samefile(tmp_path / "ckpt-00000008.pt")
-    (line,) = err.splitlines()
-    assert line.startswith(f"warning: {tmp_path}/ckpt-00000007.pt: cannot be deleted now: ")
+def test_a_checkpoint_that_others_have_open_costs_no_save(started, tmp_path):
+    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
+    keys = SMALL | dict(checkpoint_interval=1, keep_checkpoints=1)
+    code, _, err = finish(started(HELD, *flags(**keys)))
+    assert code == 0 and column(tmp_path / "my run", "checkpoint", "iter") == [*range(1, 9)]
+    assert checkpoint(tmp_path / "my run", 8)["progress"]["best_iter"] == 8
+    warnings = err.splitlines()
+    assert warnings and all("ckpt-00000005.pt: cannot be deleted now" in w for w in warnings)
 
 
+@pytest.mark.slow
 @simulated
-def test_the_fast_recipe_streams_and_resumes(run, tmp_path):
+def test_the_fast_recipe_streams_and_resumes(started, tmp_path):
     """Its text is prepared beside it, by a process that replaces a file that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
-    options = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
-    arguments = [f"--{key}={value}" for key, value in options.items()]
-    for more in ([], ["--init_from=resume", "--max_iters=12"]):
-        out, err = run(TRAIN, *arguments, *more)
-        assert "code: 0" in out, err
-    assert checkpoint.load(checkpoint.find_newest(tmp_path / "out"))["progress"]["iter_num"] == 12
+    keys = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
+    for more in ({}, dict(init_from="resume", max_iters=12)):
+        result = finish(started(RUN, *flags(**keys | more)))
+        assert result.code == 0, result.err
+    assert checkpoints(tmp_path / "out")[-1] == 12
 
 
 # -----------------------------------------------------------------------------
 # What needs no simulation
 
-
-def test_commands_are_quoted_as_the_systems_own_shell_wants_it(monkeypatch):
-    words = ["python", "train.py", PurePosixPath("config/mine.py"), "--out_dir=R&D 1"]
-    monkeypatch.setattr(console, "sys", SimpleNamespace(platform="linux"))
-    assert console.command_line(*words) == "python train.py config/mine.py '--out_dir=R&D 1'"
-    monkeypatch.setattr(console, "sys", SimpleNamespace(platform="win32"))
-    words[2] = PureWindowsPath("config/mine.py")
-    assert console.command_line(*words) == r'python train.py config\mine.py "--out_dir=R&D 1"'
+OUT_OF_MEMORY = [
+    "[enforce fail at alloc_cpu.cpp:124] data. DefaultCPUAllocator: not enough memory: you "
+    "tried to allocate 137438953472 bytes.",  # c10's on Windows
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes.",
+    "Invalid buffer size: 128.00 GiB",  # MPS
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[enforce fail at alloc_cpu.cpp:124] data. DefaultCPUAllocator: not enough memory: you "
-        "tried to allocate 137438953472 bytes.",  # c10's on Windows
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes.",
-        "Invalid buffer size: 128.00 GiB",  # MPS
-    ],
-)
-def test_memory_that_runs_out_is_known_by_what_each_system_says(text):
-    assert hardware.is_out_of_memory(RuntimeError(text))
+@pytest.mark.parametrize("text", OUT_OF_MEMORY)
+def test_memory_that_runs_out_is_known_by_what_each_system_says(text, tmp_path):
+    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
 
+    def fail(module, arguments):
+        raise RuntimeError(text)
 
-def test_memory_that_is_not_known_is_not_a_number_for_bench():
-    row = dict(tokens_per_sec=1.0, step_ms=1.0, mfu=None, mem_gib=None)
-    assert bench.speed_text(row) == "1.0 ms/iteration, 1 tok/s, mfu n/a, mem n/a GiB"
+    with register_module_forward_pre_hook(fail):
+        keys = SMALL | dict(dataset=tmp_path / "tokens", out_dir=tmp_path / "run", batch_size=4)
+        code, _, err = run("train.py", *flags(**keys))
+    assert code == 1 and "out of memory with batch_size=4" in err.splitlines()[-1]
 
 
 def test_a_process_beside_the_run_keeps_its_pipe_out_of_the_way_of_libraries():
@@ -263,7 +266,7 @@ def test_a_process_beside_the_run_keeps_its_pipe_out_of_the_way_of_libraries():
         "os.write(2, repr(sys.stdin.read()).encode() + b'\\n')\n"
         "time.sleep(600)"
     )
-    process = child.start_child("-c", code, cwd=ROOT, stderr=-1)
+    process = child.start_child("-c", code, cwd=ROOT, stderr=subprocess.PIPE)
     assert process.stderr.readline() == b"''\n"
     process.stdin.write(b"line\n")
     assert process.stderr.readline() == b"LINE\n"

@@ -7,6 +7,7 @@ import json
 import shutil
 from datetime import datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -86,7 +87,14 @@ def test_two_ranks_go_on_each_with_its_own_random_numbers(keys, tmp_path):
     assert len(state["rng"]) == 2
 
 
-def test_hours_go_on_counting_where_the_run_stopped(keys, tmp_path):
+@pytest.fixture
+def no_pictures():
+    """These runs are so long, by their clocks, that they would be drawn, by another process."""
+    with mock.patch("subprocess.Popen", side_effect=OSError("no child")):
+        yield
+
+
+def test_hours_go_on_counting_where_the_run_stopped(keys, tmp_path, no_pictures):
     """Half of the hour is used; an update takes a minute."""
     with turned_clock():
         train(**keys("hours", max_minutes=10))
@@ -96,7 +104,7 @@ def test_hours_go_on_counting_where_the_run_stopped(keys, tmp_path):
     assert end["reason"] == "max_minutes"
 
 
-def test_hours_that_are_used_up_end_the_run_at_once(keys, tmp_path):
+def test_hours_that_are_used_up_end_the_run_at_once(keys, tmp_path, no_pictures):
     train(**keys("hours", hours=0.4, max_minutes=1))
     (end,) = records(tmp_path, "end")
     assert end["reason"] == "hours"
@@ -104,7 +112,7 @@ def test_hours_that_are_used_up_end_the_run_at_once(keys, tmp_path):
     assert column(tmp_path, "eval", "iter")[-1] == end["iters"]
 
 
-def test_until_keeps_its_deadline_which_has_passed(keys, tmp_path):
+def test_until_keeps_its_deadline_which_has_passed(keys, tmp_path, no_pictures):
     """And does not train until the next 07:15."""
     train(**keys("until", max_minutes=1))
     (end,) = records(tmp_path, "end")
@@ -114,7 +122,7 @@ def test_until_keeps_its_deadline_which_has_passed(keys, tmp_path):
     assert state["progress"]["sequences"] == end["iters"] * SEQUENCES
 
 
-def test_another_until_goes_on(keys, tmp_path):
+def test_another_until_goes_on(keys, tmp_path, no_pictures):
     later = datetime.now() + timedelta(hours=12)
     later = later.replace(minute=later.minute // 2 * 2)  # never 07:15
     train(**keys("until", until=f"{later:%H:%M}", max_iters=30))

@@ -1,44 +1,106 @@
 """
-The pages for people who train: the keys, flags and figures that they name are the program's, and
-their Python blocks run.
+README, docs/ and results/: links that lead somewhere, commands that parse, names and messages that
+the program has, and code that runs.
 """
 
-import math
+import ast
+import functools
+import itertools
+import os
 import pickle
 import re
-import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import pages
 import pytest
-from documents import manifest_of
-from draw_hours import HOURS, PACES, rates
-from helpers import ROOT
-from program import run
-from test_docs import after, code_blocks, rounds_to
-from test_own_text import LINES, written
+import yaml
+from packaging.requirements import Requirement
+from pages import GUIDES, PAGES, README, after, code_blocks, numbers, page_name, read
+from program import ROOT, run
 
-import bench
-from configurator import FIELDS, find_keys
-from data.shards import open_dataset
+from configurator import FIELDS, find_keys, load_config
+from data.shards import open_dataset, read_manifest
 from sample import SampleConfig
 
-DOCS = ROOT / "docs"
+# -----------------------------------------------------------------------------
+# Links, commands, names
 
 
-def page(name: str) -> str:
-    return (DOCS / name).read_text(encoding="utf-8")
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", pages.without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_link_leads_somewhere(page):
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", read(page))]
+    here = [(page.parent / file if file else page, anchor) for file, _, anchor in links]
+    lost = [
+        (file, anchor)
+        for (file, anchor), (name, *_) in zip(here, links, strict=True)
+        if not name.startswith(("http://", "https://"))
+        and not (file.exists() and (not anchor or anchor in anchors(file)))
+    ]
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=page_name)
+def test_every_command_names_a_script_its_configs_and_its_flags(page):
+    commands = pages.command_lines(page)
+    made = [word.partition("--write=")[2] for command in commands for word in command]
+    made += [file for c in commands for mark, file in itertools.pairwise(c) if mark == ">"]
+    for command in commands:
+        script, *words = command
+        assert (ROOT / script).is_file(), command
+        flags = [word for word in words if word.startswith("--")]
+        unknown = {flag[2:].partition("=")[0] for flag in flags} - pages.flags_of(command)
+        assert not unknown, command
+        configs = [word for word in words if word.startswith("config/")]
+        assert all(config in made or (ROOT / config).is_file() for config in configs), command
+        if script == "train.py" and flags != ["--help"] and page.name != "hacking.md":
+            # a config that the page makes is one of prepare_text.py's, which this one resembles
+            files = [
+                "config/fast_quickstart.py" if config in made else config for config in configs
+            ]
+            load_config([*(str(ROOT / file) for file in files), *flags])
+
+
+def test_commands_are_found():
+    """Guards the test above against a pattern that finds nothing."""
+    scripts = {command[0] for command in pages.command_lines(README)}
+    assert {"train.py", "bench.py", "sample.py", "compare.py", "convert.py"} <= scripts
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=page_name)
+def test_every_file_of_this_project_that_a_page_names_is_there(page):
+    name = r"\b(?:common|reports|results|tests|training|docs)/[\w/]+\.(?:py|md|csv|json|png)\b"
+    named = {*re.findall(name, read(page))}
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_the_index_links_every_page():
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"\]\(([^)#]+)\)", read(index))
+    assert {*GUIDES} - {index} <= {(index.parent / link).resolve() for link in links}
+
+
+def test_the_index_of_results_names_every_data_file_and_no_other():
+    results = ROOT / "results"
+    files = {path.relative_to(results).as_posix() for path in results.rglob("*.[jp][sn]*")}
+    assert files == {*re.findall(r"`([\w/]+\.(?:json|png))`", read(results / "README.md"))}
 
 
 def test_the_keys_page_names_keys_and_their_defaults():
-    found = re.findall(r"\*\*`(\w+)`\*\* \(`([^`]*)`\)", page("keys.md"))
-    assert len(found) > 30 and len(found) == page("keys.md").count("**`")
-    for name, default in found:
-        assert str(FIELDS[name].default) == default, name
-    assert len(dict(found)) == len(found)
+    found = re.findall(r"\*\*`(\w+)`\*\* \(`([^`]*)`\)", read("docs/keys.md"))
+    assert found and len({*found}) == read("docs/keys.md").count("**`")
+    assert {name: str(FIELDS[name].default) for name, _ in found} == dict(found)
 
 
 def test_the_sampling_page_lists_the_flags_of_sample_py():
-    section = page("sampling.md").partition("## Flags")[2].partition("\n## ")[0]
+    section = read("docs/sampling.md").partition("## Flags")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE)
     shown = {name: default for names, default in rows for name in re.findall(r"--(\w+)", names)}
     keys = find_keys(SampleConfig)
@@ -47,94 +109,158 @@ def test_the_sampling_page_lists_the_flags_of_sample_py():
         assert default.replace("a line end", "\n") == str(keys[name].default), name
 
 
-def test_the_log_on_the_training_page_follows_from_the_quickstart():
-    """32 sequences of 64 bytes in each iteration; see the same of README for the other figures."""
-    text = page("training.md")
-    (iteration,) = re.findall(r"^iter .*$", text, re.MULTILINE)
-    number = int(re.match(r"iter (\d+):", iteration)[1])
-    ms = float(re.search(r"time ([\d.]+)ms", iteration)[1])
-    speed = float(re.search(r"tok/s ([\d,]+)", iteration)[1].replace(",", ""))
-    assert ms / 1000 * speed == pytest.approx(32 * 64, rel=0.01)
-    assert rounds_to(number * 32 * 64 / 1e6, re.search(r"tokens ([\d.]+)M", iteration)[1])
-    (evaluation,) = re.findall(r"^step \d+: .*$", text, re.MULTILINE)
-    loss = float(re.search(r"val loss ([\d.]+)", evaluation)[1])
-    perplexity = float(re.search(r"perplexity ([\d.]+),", evaluation)[1])
-    assert perplexity == pytest.approx(math.exp(loss), rel=2e-4)
-    bits = float(re.search(r"([\d.]+) bits per byte", evaluation)[1])
-    assert bits * math.log(2) == pytest.approx(loss * (1 + 1 / 20_000), abs=1e-4)
+def quoted_messages() -> list[str]:
+    """Messages of this program: in first cells of the page, and those that README repeats."""
+    ours = read("docs/troubleshooting.md").partition("## Messages of other programs")[0]
+    cells = re.findall(r"^\| (`.*?) \| ", ours, re.MULTILINE)
+    cells += re.findall("^- (`[^`]+`):", read(README), re.MULTILINE)
+    return [message for cell in cells for message in re.findall("`([^`]+)`", cell)]
 
 
-def test_the_training_page_lists_the_kinds_of_records():
-    source = (ROOT / "training" / "log.py").read_text(encoding="utf-8")
-    kinds = re.findall(r'self\.record\(\s*"(\w+)"', source)
-    (line,) = re.findall(r"of\s+the\s+kinds\s+(.*?\bend`)", page("training.md"), re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", line)) == set(kinds)
+@functools.cache
+def program_texts() -> list[str]:
+    """The strings of the program; of an f-string the parts between its values."""
+    folders = ["", "data", "training", "reports", "common"]
+    trees = [
+        ast.parse(file.read_text("utf-8")) for d in folders for file in (ROOT / d).glob("*.py")
+    ]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
-def test_with_hours_the_schedule_takes_as_long_at_any_speed():
-    """The picture of hours.md: by the clock the three speeds have one curve, otherwise none."""
-    assert "](../results/hours.png)" in page("hours.md")
-    assert (ROOT / "results" / "hours.png").stat().st_size > 10_000
-    for flags, same in (([f"--hours={HOURS}"], True), ([], False)):
-        ends = []
-        for pace in PACES:
-            hours, lr = rates(flags, pace)
-            assert lr[0] == 0.025 and lr[-1] < 0.0001
-            ends.append(hours[-1])
-        assert (max(ends) - min(ends) < 0.01) is same
+def test_a_message_on_the_page_is_one_that_the_program_prints():
+    """`...` stands for values; at other punctuation the program may have joined two strings."""
+    messages, program = quoted_messages(), "\0".join(program_texts())
+    assert messages
+    for message in messages:
+        parts = [part.strip(" :,.") for part in re.split(r"\.\.\.|[;:] | \(|\)", message)]
+        assert sum(map(len, parts)) >= 8, message
+        assert all(part in program for part in parts), message
 
 
-def test_the_tokens_that_plan_gives_to_eight_hours_are_the_page_s(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    (block,) = [b for b in code_blocks(DOCS / "hours.md") if b.startswith("$ python bench.py plan")]
-    command, line = block.splitlines()
-    assert bench.main(shlex.split(command)[3:]) == 0
-    assert line in capsys.readouterr().out.splitlines()
+# -----------------------------------------------------------------------------
+# Installing and testing
 
 
-def test_the_rule_on_the_page_is_that_of_the_written_config(tmp_path):
-    """Epochs and dropout at both ends of each row of own_text.md."""
-    row = r"(\d+)(?: to (\d+))?"
-    least = {"below 500,000": (315_000, 499_999), "below 850,000": (500_000, 849_999)}
-    for start, sizes in least.items():
-        cells = after("own_text.md", f"| {start} |").strip(" |").split(" | ")
-        for cell, kind in zip(cells, ("byte", "bpe"), strict=False):
-            epochs = []
-            for tokens in sizes:
-                c = written(tmp_path / f"{kind}{tokens}.py", kind, tokens)
-                assert c.dropout == float(cells[2])
-                epochs.append(c.max_iters * c.iter_tokens / tokens)
-            first, last = re.fullmatch(row, cell).groups()
-            assert [round(e) for e in epochs] == [int(first), int(last or first)]
-    cells = after("own_text.md", "| more |").strip(" |").split(" | ")
-    for cell, kind in zip(cells, ("byte", "bpe"), strict=False):
-        c = written(tmp_path / f"{kind}.py", kind, 4_000_000)
-        millions = float(re.fullmatch(r"as many as make ([\d.]+)M tokens", cell)[1])
-        assert c.max_iters * c.iter_tokens / 1e6 == pytest.approx(millions, rel=0.001)
-        assert c.dropout == float(cells[2])
+def constraint(package: str) -> Requirement:
+    """What constraints.txt says of it."""
+    lines = [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
+    (one,) = [found for found in map(Requirement, lines) if found.name == package]
+    return one
+
+
+def test_everybody_installs_the_torch_that_was_tested():
+    """On Windows PyPI's has no CUDA, and pip would put it in the place of one that has."""
+    (tested,) = constraint("torch").specifier
+    binds = constraint("torch").marker.evaluate
+    assert [binds({"sys_platform": name}) for name in ("linux", "darwin", "win32")] == [1, 1, 0]
+    texts = [*map(read, GUIDES), read(".github/workflows/ci.yml"), *program_texts()]
+    versions = [version for text in texts for version in re.findall(r"torch==([\d.]+)", text)]
+    assert len(versions) >= 4 and {*versions} == {tested.version}
+    # and the program's line for a torch without CUDA is the page's
+    (line,) = [text for text in program_texts() if f"torch=={tested.version}+cu130 " in text]
+    assert line in read("docs/install.md")
+
+
+def test_powershell_asks_nothing_where_a_block_is_pasted():
+    """It would take the next line for the answer; without one it is no."""
+    (policy,) = re.findall("^Set-ExecutionPolicy .*$", read("docs/install.md"), re.MULTILINE)
+    assert policy.endswith(" -Force")
+
+
+def test_everybody_runs_the_same_tests():
+    quickstart, tests = [block.splitlines() for block in code_blocks(README, "bash")]
+    venv, install, command = tests
+    assert quickstart[:2] == [venv, install.replace("requirements-dev", "requirements")]
+    assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
+    jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
+    steps = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
+    assert ".ci/run" in steps["linux"] and command in steps["others"]
+    form = read(".github/ISSUE_TEMPLATE/measurement.yml")
+    assert all((ROOT / name).is_file() for name in re.findall(r"python (\S+\.py)", form))
+
+
+# -----------------------------------------------------------------------------
+# Code on the pages. More of it runs in test_chains, test_convert, test_nanogpt and test_hacking.
+
+TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 
 
 def test_text_files_become_jsonl_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (block,) = code_blocks(DOCS / "data.md", "python")
+    (block,) = code_blocks(ROOT / "docs/data.md", "python")
     Path("texts/deep").mkdir(parents=True)
-    texts = [f"{n}\n{LINES * 20}" for n in range(9)]
+    texts = [f"{n}\n{TEXT * 20}" for n in range(9)]
     for n, text in enumerate(texts):
         Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text)
     exec(block, {})
     result = run("data/prepare_text.py", "my.jsonl")
     assert result.code == 0, result.err
-    shards = manifest_of(Path("data/my"))["shards"]
+    shards = read_manifest(Path("data/my"))["shards"]
     assert sum(shard["bytes"] for shard in shards) == sum(map(len, texts))
 
 
 def test_shakespeares_characters_are_made_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (block,) = code_blocks(DOCS / "own_text.md", "python")
-    Path("input.txt").write_text(LINES * 20)
+    (block,) = code_blocks(ROOT / "docs/own_text.md", "python")
+    Path("input.txt").write_text(TEXT * 20)
     exec(block, {})
     data = open_dataset("shakespeare_char")
-    assert len(data.train) == len(LINES * 20) * 9 // 10
-    assert pickle.loads(Path("data/shakespeare_char/meta.pkl").read_bytes())["vocab_size"] == (
-        data.vocab
+    assert len(data.train) == len(TEXT * 20) * 9 // 10
+    meta = pickle.loads(Path("data/shakespeare_char/meta.pkl").read_bytes())
+    assert meta["vocab_size"] == data.vocab
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script for clusters")
+def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_own(tmp_path):
+    """With stand-ins for Slurm's commands: srun starts its command on each of the two machines."""
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", read("docs/several_gpus.md"), re.S)
+    stand_ins = dict(
+        scontrol="printf 'first\\nsecond\\n'",
+        srun='for n in 0 1; do SLURM_NODEID=$n "${@:2}"; done',
+        torchrun='echo "$@"',
     )
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.sh").write_text(script)
+    given = dict(SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="4012345", SLURM_NNODES="2")
+    given |= dict(SLURM_CPUS_PER_TASK="32", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = ["bash", "-eu", tmp_path / "train.sh"]
+    out = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == [
+        f"--nnodes=2 --node_rank={rank} --master_addr=first --master_port=22345 --nproc_per_node=8 "
+        "--shutdown-timeout=100 train.py config/gpt124m_a100.py"
+        for rank in (0, 1)
+    ]
+
+
+RULE = read("data/own_config.template")
+ROWS = {
+    "| below 500,000 |": (315_000, 499_999),
+    "| below 850,000 |": (500_000, 849_999),
+    "| more |": (4_000_000,),
+}
+
+
+def written(tokens: int, is_bytes: bool, path: Path):
+    """The config for a text of so many tokens for training."""
+    text = re.sub(r"^(_tokens, _is_bytes) = .*$", rf"\1 = {tokens}, {is_bytes}", RULE, flags=re.M)
+    path.write_text(re.sub(r'"?\{[^}\n]*\}"?', '"x"', text))
+    return load_config([str(path)])
+
+
+@pytest.mark.parametrize("row, sizes", ROWS.items())
+def test_the_rule_on_the_page_is_that_of_the_written_config(row, sizes, tmp_path):
+    """Dropout and epochs, or tokens, at both ends of a row of own_text.md."""
+    *cells, dropout = after("docs/own_text.md", row).strip(" |").split(" | ")
+    for is_bytes, cell in zip((True, False), cells, strict=True):
+        made = [written(n, is_bytes, tmp_path / f"my{n}.py") for n in sizes]
+        assert {c.dropout for c in made} == {float(dropout)}
+        trained = [c.max_iters * c.iter_tokens for c in made]
+        shown = [float(number) for number in numbers(cell)]
+        if row == "| more |":
+            assert shown == [pytest.approx(trained[0] / 1e6, rel=1e-3)]
+        else:
+            epochs = [round(n / size) for n, size in zip(trained, sizes, strict=True)]
+            assert shown == [*dict.fromkeys(epochs)]

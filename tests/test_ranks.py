@@ -1,930 +1,254 @@
 """
-Several processes (gloo, CPU): the same training as alone, decisions taken together, nobody left
-behind.
+Several processes (gloo, on the CPU): the same training as alone, decisions taken together, nobody
+left behind. test_numbers.py has the numbers of two ranks.
 
 Most tests start the ranks themselves, with the environment that torchrun would give them. Its own
-part, starting, stopping and restarting, is tested with the real one.
+part, starting, stopping and restarting, is slow and tested with the real one.
 """
 
 import contextlib
-import datetime
-import math
 import os
 import random
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import torch
-from documents import documents, write_parquet
-from helpers import (
+from documents import documents, write_jsonl, write_parquet
+from moments import watched
+from program import (
     ROOT,
-    assert_same_state,
+    assert_same_run,
+    changed,
+    checkpoints,
+    column,
+    finish,
+    finish_ranks,
     flags,
-    load,
-    load_newest,
-    needs_signals,
     records,
-    run_here,
-    run_process,
-    start_process,
-    write_dataset,
+    run,
+    start_ranks,
+    train,
+    write_tokens,
 )
 
-from configurator import Config
-from training import ranks
-from training.ranks import Ranks
+pytest.importorskip("fcntl", reason="signals of POSIX")
 
-RECIPES = dict(classic=dict(), fast=dict(model="fast", optimizer="muon", tie_weights=False))
-# otherwise gloo looks up this machine's name, which a network may not know; lo is Linux's word
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-OPTIONS = dict(gradient_accumulation_steps=4, max_iters=50, eval_interval=25, log_interval=1)
-
-
-def start_torchrun(
-    n: int, *arguments: str, out=subprocess.PIPE, prefix=(), cwd=ROOT, **environment
-) -> subprocess.Popen:
-    command = [
-        *prefix,
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={n}",
-        *arguments,
-    ]
-    environment = (
-        os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | LOOPBACK | environment
-    )
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=out, text=True)
-
-
-def torchrun(n: int, *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of n ranks under torchrun."""
-    process = start_torchrun(n, "--standalone", *arguments)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def free_port() -> int:
-    """Of none that the system gives to outgoing connections, which could take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def start_ranks(n: int, *arguments: str) -> list:
-    """n ranks without torchrun, as processes."""
-    port = free_port()
-    return [
-        start_process(
-            *arguments,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(n),
-            LOCAL_WORLD_SIZE=str(n),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            **LOOPBACK,
-        )
-        for rank in range(n)
-    ]
-
-
-def run_ranks(n: int, *arguments: str) -> tuple[list[int], str, str]:
-    """n ranks without torchrun: (exit codes, stdout, stderr), each text from all ranks."""
-    processes = start_ranks(n, *arguments)
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:  # none is left behind that waits for another one
-        for process in processes:
-            process.kill()
-    out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
-    return [process.returncode for process in processes], out, err
-
-
-def start_run(dataset, out_dir, **options) -> None:
-    """A run that ranks resume; in a process of its own, which gives the folder back as it ends."""
-    code, _, err = run_process("train.py", *flags(dataset, out_dir, **options))
-    assert code == 0, err
-
-
-def assert_same_run(one: Path, two: Path) -> None:
-    """The losses of one process and of two as far as the first went, up to the order of sums."""
-    for kind, loss in (("step", "loss"), ("eval", "val_loss")):
-        alone = records(one, kind)
-        together = records(two, kind)[: len(alone)]
-        assert alone and [r["iter"] for r in alone] == [r["iter"] for r in together]
-        for a, b in zip(alone, together, strict=True):
-            assert a[loss] == pytest.approx(b[loss], abs=1e-4)
-            assert a.get("tokens") == b.get("tokens")
+TINY = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=4,
+    learning_rate=1e-2,
+    warmup_iters=2,
+    max_iters=12,
+    lr_decay_iters=12,
+    eval_interval=6,
+    eval_tokens=320,
+    log_interval=1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=100, learning_rate=0.025)
+FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
 @pytest.fixture(scope="module")
-def stopped_torchrun(dataset, tmp_path_factory) -> tuple[Path, str, list]:
-    """
-    A run of two ranks that gets SIGTERM after 50 iterations, as most seconds of torchrun are its
-    start: its folder, what it printed, and the workers that were there.
-    """
-    out_dir = tmp_path_factory.mktemp("stopped") / "2"
-    options = OPTIONS | dict(max_iters=10**6, lr_decay_iters=50, checkpoint_interval=10**6)
-    arguments = flags(dataset, out_dir, **options, recompute=True, always_save_checkpoint=False)
-    process = start_torchrun(2, "--standalone", "train.py", *arguments)
-    metrics = out_dir / "metrics.jsonl"
-    try:
-        begun = '"step", "iter": 55,'
-        wait_until(lambda: metrics.exists() and begun in metrics.read_text(), process)
-        workers = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=30)
-    finally:
-        if process.poll() is None:  # it would train for ever
-            for worker in psutil.Process(process.pid).children(recursive=True):
-                worker.kill()
-            process.kill()
-    return out_dir, out, workers
-
-
-@pytest.mark.slow
-def test_two_ranks_under_torchrun_train_as_one(stopped_torchrun, dataset, tmp_path):
-    out_dir, out, _ = stopped_torchrun
-    run_here(dataset, tmp_path, **OPTIONS)
-    assert out.count("step 50:") == 1 and out.count("\niter 49:") == 1  # one voice
-    assert len(records(tmp_path, "step")) == 50
-    assert_same_run(tmp_path, out_dir)
-
-
-def test_two_ranks_train_the_fast_recipe_as_one(dataset, tmp_path):
-    options = OPTIONS | RECIPES["fast"] | dict(max_iters=20, eval_interval=10)
-    run_here(dataset, tmp_path / "1", **options)
-    codes, _, err = run_ranks(2, "train.py", *flags(dataset, tmp_path / "2", **options))
-    assert codes == [0, 0], err
-    assert_same_run(tmp_path / "1", tmp_path / "2")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_agree_after_one_iteration(recipe, dataset, tmp_path):
-    # Adam divides by |gradient|, which magnifies rounding
-    options = OPTIONS | RECIPES[recipe] | dict(max_iters=1, learning_rate=6e-4)
-    run_here(dataset, tmp_path / "1", **options)
-    codes, _, err = run_ranks(2, "train.py", *flags(dataset, tmp_path / "2", **options))
-    assert codes == [0, 0], err
-    one, two = (load(tmp_path / n, 1)["model"] for n in "12")
-    assert all(torch.allclose(one[k], two[k], atol=1e-6, rtol=0) for k in one)
-
-
-def test_ranks_without_a_window_of_their_own_evaluate_with_the_others(dataset, tmp_path):
-    """15 windows one by one: the second rank has none in the last batch."""
-    options = OPTIONS | dict(max_iters=1, batch_size=1, eval_tokens=15 * 16)
-    run_here(dataset, tmp_path / "1", **options)
-    codes, _, err = run_ranks(2, "train.py", *flags(dataset, tmp_path / "2", **options))
-    assert codes == [0, 0], err
-    assert_same_run(tmp_path / "1", tmp_path / "2")
-
-
-def test_a_run_that_diverges_says_so_once_for_all_ranks(dataset, tmp_path):
-    options = OPTIONS | dict(learning_rate=1e30, max_iters=40)
-    codes, _, err = run_ranks(2, "train.py", *flags(dataset, tmp_path, **options))
-    assert codes == [1, 1] and err.count("error: 20 updates in a row skipped") == 1
-
-
-@pytest.mark.slow
-def test_four_ranks_and_a_resume_at_another_world_size_follow_the_same_data(dataset, tmp_path):
-    run_here(dataset, tmp_path / "1", **OPTIONS)
-    assert (
-        torchrun(
-            4,
-            "train.py",
-            *flags(dataset, tmp_path / "4", **OPTIONS | dict(max_iters=25, lr_decay_iters=50)),
-        )[0]
-        == 0
-    )
-    assert (
-        torchrun(
-            2, "train.py", *flags(dataset, tmp_path / "4", **OPTIONS | dict(init_from="resume"))
-        )[0]
-        == 0
-    )
-    one, other = (records(tmp_path / n, "step") for n in "14")
-    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-4
-
-
-@pytest.mark.slow
-def test_compiled_ranks_resume_and_are_compiled_once(dataset, tmp_path):
-    run_here(dataset, tmp_path / "1", max_iters=8)
-    for max_iters in (4, 8):
-        options = dict(
-            init_from="auto", compile=True, recompute=True, max_iters=max_iters, lr_decay_iters=8
-        )
-        code, out, err = torchrun(2, "train.py", *flags(dataset, tmp_path / "2", **options))
-        assert code == 0 and out.count("compile: ") == 1, err
-    one, two = (records(tmp_path / n, "step") for n in "12")
-    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two, strict=True)) < 1e-4
-    # nothing was compiled again inside DistributedDataParallel
-    assert not records(tmp_path / "2", "event")
-
-
-def wait_until(condition, process):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(stopped_torchrun):
-    out_dir, out, workers = stopped_torchrun
-    assert len(workers) >= 2
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not alive
-    (end,) = records(out_dir, "end")
-    assert end["reason"] == "SIGTERM" and out.count(f"checkpoint {end['iters']}: ") == 1
-    assert load_newest(out_dir)["progress"]["iter_num"] == end["iters"] >= 55
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("ranks") / "tokens", [700, 37, 500], [250, 150])
 
 
 @pytest.fixture
-def machines():
-    """
-    Two machines: command prefix of each, the first's address, network device; this one twice where
-    there is no other.
-    """
-    names = [f"gpt-{os.getpid()}-{x}" for x in "ab"]
-    commands = [
-        *(f"netns add {name}" for name in names),
-        f"link add eth9 netns {names[0]} type veth peer name eth9 netns {names[1]}",
-        *(f"-n {name} addr add 10.77.0.{i}/24 dev eth9" for i, name in enumerate(names, 1)),
-        *(f"-n {name} link set {device} up" for name in names for device in ("lo", "eth9")),
-        f"netns exec {names[1]} true",
-    ]
-    try:
-        for command in commands:
-            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
-        yield [["ip", "netns", "exec", name] for name in names], "10.77.0.1", "eth9"
-    except (OSError, subprocess.CalledProcessError):  # no iproute2, or not root
-        yield [[], []], "127.0.0.1", "lo"
-    for name in names if shutil.which("ip") else ():
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def start_machines(machines, out_dirs, dataset, log: Path) -> list[subprocess.Popen]:
-    """A rank on each machine, started in a folder of its own."""
-    prefixes, address, interface = machines
-    options = OPTIONS | dict(max_iters=20, eval_interval=10)
-    port = free_port()
-    nodes = []
-    for rank, (prefix, out_dir) in enumerate(zip(prefixes, out_dirs, strict=True)):
-        folder = log.parent / str(rank)
-        folder.mkdir()
-        with open(log, "a") as out:
-            node = start_torchrun(
-                1,
-                *("--nnodes=2", f"--node_rank={rank}"),
-                *(f"--master_addr={address}", f"--master_port={port}"),
-                *(str(ROOT / "train.py"), *flags(dataset, out_dir, **options)),
-                out=out,
-                prefix=prefix,
-                cwd=folder,
-                GLOO_SOCKET_IFNAME=interface,
-            )
-        nodes.append(node)
-    return nodes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
-def test_two_machines_train_as_one_or_are_refused_without_a_shared_out_dir(
-    shared, dataset, tmp_path, machines
-):
-    log = tmp_path / "log"
-    out_dirs = [str(tmp_path / "run"), str(tmp_path / "run")] if shared else ["run", "run"]
-    nodes = start_machines(machines, out_dirs, dataset, log)
-    try:
-        codes = [node.wait(timeout=200) for node in nodes]
-    except BaseException:
-        for node in nodes:
-            node.terminate()
-        raise
-    if shared:
-        assert codes == [0, 0], log.read_text()
-        run_here(dataset, tmp_path / "alone", **OPTIONS | dict(max_iters=20, eval_interval=10))
-        assert_same_run(tmp_path / "alone", tmp_path / "run")
-    else:
-        (line,) = (line for line in log.read_text().splitlines() if line.startswith("error: "))
-        assert all(codes) and line.endswith("several machines need one shared --out_dir")
-
-
-def run_with_kills(kills: int, log: Path, *arguments: str, **environment: str) -> None:
-    """
-    Two ranks under torchrun, one of them killed at so many random moments, of which every other is
-    while they start up. No kill may cost more than one restart.
-    """
-    random.seed(1)
-    killed, startup_seconds = [], 0.0
-    with open(log, "w") as out:
-        command = ["--standalone", f"--max-restarts={kills}", *arguments]
-        process = start_torchrun(2, *command, out=out, **environment)
-
-    def workers():
-        return [p for p in psutil.Process(process.pid).children() if p.pid not in killed]
-
-    def lines():
-        return log.read_text().count("\niter ")
-
-    try:
-        while len(killed) < 2 * kills:
-            began, before = time.monotonic(), lines()
-            wait_until(lambda: len(workers()) == 2, process)
-            life = workers()
-            moment = began + (random.uniform(0, startup_seconds) if len(killed) % 4 else math.inf)
-            wait_until(lambda m=moment, n=before: time.monotonic() > m or lines() > n, process)
-            if lines() > before:  # it trains
-                startup_seconds = time.monotonic() - began
-                time.sleep(random.uniform(0, 0.1))
-            random.choice(life).kill()
-            killed += [worker.pid for worker in life]
-        assert process.wait(timeout=300) == 0
-    except BaseException:
-        print(log.read_text()[-5000:])
-        process.terminate()
-        raise
-
-
-@pytest.mark.slow
-def test_ranks_killed_at_twenty_random_moments_restart_by_themselves_and_end_at_the_same_loss(
-    dataset, tmp_path
-):
-    options = OPTIONS | dict(
-        max_iters=1000, eval_interval=500, checkpoint_interval=2, log_interval=10
-    )
-    arguments = flags(dataset, tmp_path / "broken", init_from="auto", **options)
-    run_with_kills(20, tmp_path / "log", "train.py", *arguments)
-    assert (
-        torchrun(
-            2,
-            "train.py",
-            *flags(dataset, tmp_path / "straight", **options | dict(checkpoint_interval=0)),
-        )[0]
-        == 0
-    )
-    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
-    assert broken["iter"] == straight["iter"] == 1000
-    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_ranks_of_a_stream_killed_at_ten_random_moments_go_on_by_themselves(parquet, tmp_path):
-    options = STREAM | dict(
-        max_iters=600, eval_interval=300, checkpoint_interval=2, log_interval=10, batch_size=4
-    )
-    options |= dict(gradient_accumulation_steps=2)
-    script = tmp_path / "train_here.py"
-    main = "if __name__ == '__main__':\n    console.run_main(train.main, train.explain)"
-    here = f"import os, train\nfrom common import console\nos.chdir({str(tmp_path)!r})\n"
-    script.write_text(f"{here}{main}\n")
-    straight = flags(parquet, tmp_path / "straight", **options | dict(checkpoint_interval=0))
-    assert run_process(str(script), *straight, PYTHONPATH=str(ROOT), cold=True)[0] == 0
-    arguments = flags(parquet, tmp_path / "broken", init_from="auto", **options)
-    log = tmp_path / "log"
-    run_with_kills(10, log, str(script), *arguments, PYTHONPATH=str(ROOT))
-    assert "Traceback" not in log.read_text()
-    broken, straight = (records(tmp_path / run, "eval")[-1] for run in ("broken", "straight"))
-    assert broken["iter"] == straight["iter"] == 600
-    assert broken["val_loss"] == pytest.approx(straight["val_loss"], abs=1e-4)
-
-
-def patched(code: str) -> list[str]:
-    """Arguments for Python: train.py after some code, which finds its rank in RANK."""
-    return [
-        "-c",
-        "import os, signal, sys, time, train\n"
-        "from common import console; from training import ranks\n"
-        f"RANK = os.environ['RANK']\n{code}\nconsole.run_main(train.main, train.explain)",
-    ]
-
-
-def test_rank_0_chooses_the_dtype_for_all(dataset, tmp_path):
-    """Two machines of which each would choose another one."""
-    code = """
-from training import hardware
-best = hardware.torch.bfloat16 if RANK == "0" else hardware.torch.float32
-hardware.best_dtype = lambda device: best
-original = hardware.set_up
-def set_up(*args):
-    hw = original(*args)
-    print("computes in", hw.dtype_name, file=sys.stderr)
-    return hw
-hardware.set_up = set_up
-"""
-    options = OPTIONS | dict(dtype="auto", max_iters=1)
-    codes, _, err = run_ranks(2, *patched(code), *flags(dataset, tmp_path / "run", **options))
-    assert codes == [0, 0], err
-    assert err.count("computes in bfloat16") == 2
-
-
-def test_gradients_are_exchanged_once_per_iteration(dataset, tmp_path):
-    count = """
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-original = ranks.Ranks.data_parallel
-def counted(self, model):
-    model = original(self, model)
-    def hook(group, bucket):
-        print("exchanged", bucket.buffer().nbytes, file=sys.stderr)
-        return allreduce_hook(group, bucket)
-    model.register_comm_hook(None, hook)
-    return model
-ranks.Ranks.data_parallel = counted
-"""
-    # three micro-steps on each rank
-    options = OPTIONS | dict(gradient_accumulation_steps=6, max_iters=4)
-    codes, _, err = run_ranks(2, *patched(count), *flags(dataset, tmp_path / "run", **options))
-    assert codes == [0, 0], err
-    exchanged = [int(line.split()[1]) for line in err.splitlines() if line.startswith("exchanged ")]
-    # 64 ids padded to 128, 2 layers of 32, no biases
-    parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
-    # 2 ranks, 4 iterations, 4 bytes for each parameter
-    assert sum(exchanged) == 2 * 4 * 4 * parameters
-
-
-STREAM = dict(OPTIONS, stream=True, tokenizer="byte", batch_size=16, block_size=128)
-
-
-def streaming(work: Path, other_work: Path | None = None, code: str = "") -> list[str]:
-    """As `patched`, in that folder, with small shards; all ranks but the first may be elsewhere."""
-    places = [str(work), str(other_work or work)]
-    shards = "from data import stream; stream.SHARD_TOKENS, stream.TOKENS_AHEAD = 9000, 50_000"
-    return patched(f"os.chdir({places}[RANK != '0'])\n{shards}\n{code}")
+def tiny(tokens, tmp_path) -> dict:
+    return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def parquet(tmp_path_factory) -> Path:
-    """Some 100,000 byte tokens, in row groups of 100 documents."""
-    return write_parquet(tmp_path_factory.mktemp("source") / "a.parquet", documents(1000))
+def alone(tokens, tmp_path_factory) -> Path:
+    """The run of one process."""
+    out_dir = tmp_path_factory.mktemp("alone")
+    train(**TINY, dataset=tokens, out_dir=out_dir)
+    return out_dir
 
 
-def test_two_ranks_train_on_a_stream_as_one(parquet, tmp_path):
-    """And one process goes on where they stopped."""
-    options = STREAM | dict(gradient_accumulation_steps=2, max_iters=16, eval_interval=8)
-    run = flags(parquet, tmp_path / "1", **options)
-    code, _, err = run_process(*streaming(tmp_path), *run, RANK="0")
-    assert code == 0, err
-    half = flags(parquet, tmp_path / "2", **options | dict(max_iters=8, lr_decay_iters=16))
-    codes, _, err = run_ranks(2, *streaming(tmp_path), *half)
-    assert codes == [0, 0], err
-    rest = flags(parquet, tmp_path / "2", init_from="resume", **options)
-    code, _, err = run_process(*streaming(tmp_path), *rest, RANK="0")
-    assert code == 0, err
-    assert_same_run(tmp_path / "1", tmp_path / "2")
+def error_lines(*texts: str) -> list[str]:
+    text = "".join(texts)
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-def test_machines_that_share_no_folder_for_a_stream_are_refused(parquet, tmp_path):
-    """One that an earlier run has left there is no shared one either."""
-    (tmp_path / "other").mkdir()
-    code = "stream.PATIENCE = 2"
-    for has_copy in (False, True):
-        run = flags(parquet, tmp_path / "run", **STREAM)
-        codes, _, err = run_ranks(2, *streaming(tmp_path, tmp_path / "other", code), *run)
-        (line,) = error_lines(err)
-        assert codes == [2, 2] and "on rank 0; several machines need one shared folder" in line
-        if not has_copy:
-            shutil.copytree(tmp_path / "data", tmp_path / "other" / "data")
+def assert_same_numbers(left: Path, right: Path) -> None:
+    """As far as the left run went. Several ranks sum in another order than one."""
+    for kind, names in (("step", ("loss", "tokens")), ("eval", ("val_loss",))):
+        iterations = column(left, kind, "iter")
+        assert iterations
+        assert column(right, kind, "iter")[: len(iterations)] == iterations
+        for name in names:
+            expected = pytest.approx(column(left, kind, name), abs=1e-4)
+            assert column(right, kind, name)[: len(iterations)] == expected
 
 
-@pytest.mark.parametrize("batch_size", [15, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_stream_that_fails_midway_ends_all_ranks_with_one_line_and_a_checkpoint(
-    batch_size, tmp_path
-):
-    """The source ends between the batches of the two ranks, sooner or later."""
-    source = tmp_path / "source"
-    write_parquet(source / "a.parquet", documents(1100))  # enough to judge the field by
-    (source / "b.parquet").write_bytes(b"PAR1 damaged")
-    options = STREAM | dict(batch_size=batch_size, max_iters=10**6, eval_interval=10**6)
-    run = flags(source, tmp_path / "run", **options)
-    codes, _, err = run_ranks(2, *streaming(tmp_path), *run)
-    (line,) = error_lines(err)
-    assert codes == [1, 1] and "b.parquet" in line and "resume continues the run" in line, err
-    assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 2
+# -----------------------------------------------------------------------------
+# The same training
+
+# what this rank holds of the weights and of the optimizer's state
+HOLDS = """
+    import hashlib
+    from torch.utils._pytree import tree_leaves
+    weights = [group["params"] for group in optimizer.param_groups]
+    held = tree_leaves([weights, optimizer.state_dict()["state"]])
+    content = b"".join(x.detach().numpy().tobytes() for x in held)
+    print("holds", hashlib.sha256(content).hexdigest(), file=sys.stderr)
+"""
+STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
+CHANGES = {
+    # of the 15 windows of an evaluation, one by one, the second rank has none in the last batch
+    "fast recipe, 2 ranks and then 1": (FAST | dict(batch_size=1, eval_tokens=15 * 16), (2, 1)),
+    "stream, 1 rank and then 2": (STREAM, (1, 2)),
+    "4 ranks and then 2": (dict(), (4, 2)),
+}
+SLOW = {"4 ranks and then 2": pytest.mark.slow}
 
 
-def start_streaming(source, work, **changes) -> list:
-    """Two ranks that train on and on, on a source that is never all prepared."""
-    for number in range(60):
-        os.link(source, work / f"{number}.parquet")
-    options = STREAM | dict(max_iters=10**6, eval_interval=10**6, log_interval=20)
-    arguments = flags(work, work / "run", **options | changes)
-    processes = start_ranks(2, *streaming(work), *arguments)
-    metrics = work / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"iter": 20,' in metrics.read_text(), processes[0])
-    return processes
+@pytest.mark.parametrize("change", [pytest.param(x, marks=SLOW.get(x, ())) for x in CHANGES])
+def test_a_run_goes_on_with_another_number_of_ranks(change, tiny, tmp_path, monkeypatch):
+    """Which hold the same bits, though they exchange nothing but gradients."""
+    monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
+    write_jsonl(tmp_path / "text.jsonl", documents(60))
+    changes, numbers = CHANGES[change]
+    keys = tiny | changes
+    train(**keys | dict(out_dir="alone"))
+    for n, last in zip(numbers, (6, 12), strict=True):
+        arguments = flags(**keys | dict(max_iters=last, init_from="auto"))
+        results = finish_ranks(start_ranks(n, *arguments, script=watched(HOLDS), cwd=tmp_path))
+        assert [result.code for result in results] == [0] * n, results
+        held = [re.findall("^holds .*$", result.err, re.MULTILINE) for result in results]
+        assert len(held[0]) >= 6
+        assert all(one == held[0] for one in held)
+        if last == 12:
+            warnings = [line for result in results for line in result.err.splitlines()]
+            assert len([line for line in warnings if "ckpt-00000099.pt" in line]) == 1
+        (tmp_path / "run" / "ckpt-00000099.pt").write_bytes(b"damaged")
+    assert_same_numbers(tmp_path / "alone", tmp_path / "run")
 
 
-def preparations(process) -> list:
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if "--run_id=" in " ".join(child.cmdline())]
+# says how many bytes of gradients a rank gives to the others
+COUNTED = """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
 
+    def exchange(group, bucket):
+        print("exchanges", bucket.buffer().nbytes, file=sys.stderr)
+        return allreduce_hook(group, bucket)
 
-def end_of(processes: list) -> tuple[list[int], str]:
-    errors = [process.communicate(timeout=180)[1] for process in processes]
-    return [process.returncode for process in processes], "".join(errors)
+    def counted(self, *arguments, **named):
+        init(self, *arguments, **named)
+        self.register_comm_hook(None, exchange)
 
-
-@pytest.mark.slow
-def test_a_killed_preparation_ends_all_ranks_with_one_line_and_a_checkpoint(parquet, tmp_path):
-    processes = start_streaming(parquet, tmp_path)
-    (preparation,) = preparations(processes[0])
-    assert not preparations(processes[1])  # it reads what the first one prepares
-    preparation.kill()
-    codes, err = end_of(processes)
-    (line,) = error_lines(err)
-    assert codes == [1, 1] and "the preparation of data/streamed/" in line
-    assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_a_stream_with_one_line(killed, parquet, tmp_path):
-    processes = start_streaming(parquet, tmp_path)
-    children = preparations(processes[0])
-    processes[killed].kill()
-    codes, err = end_of(processes)
-    (line,) = error_lines(err)
-    assert codes[1 - killed] == 1 and "another rank is gone" in line
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-
-
-@needs_signals
-@pytest.mark.slow
-def test_sigterm_while_all_ranks_wait_for_a_stream_saves_and_ends(parquet, tmp_path):
-    processes = start_streaming(parquet, tmp_path)
-    (preparation,) = preparations(processes[0])
-    preparation.suspend()  # no more data comes
-    steps = 0
-    while steps != (steps := len(records(tmp_path / "run", "step"))):
-        time.sleep(0.5)
-    began = time.monotonic()
-    processes[1].send_signal(signal.SIGTERM)
-    codes, err = end_of(processes)
-    assert codes == [143, 143] and time.monotonic() - began < 10, err
-    assert load_newest(tmp_path / "run")["progress"]["iter_num"] > 20
-
-
-# what each rank holds of the model and of the optimizer after its last update
-WHAT_EACH_HOLDS = """
-import hashlib
-from torch.utils._pytree import tree_leaves
-from model_fast import Muon
-step, updates = Muon.step, 0
-def counted(self):
-    global updates
-    step(self)
-    updates += 1
-    if updates == 2:
-        weights = [group["params"] for group in self.param_groups]
-        held = tree_leaves([weights, self.state_dict()["state"]])
-        words = hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in held)).hexdigest()
-        print("holds", words, file=sys.stderr)
-Muon.step = counted
+    init = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = counted
 """
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_of_muon_hold_the_same_bits_and_one_process_goes_on(n, dataset, tmp_path):
-    """Nothing but gradients is exchanged, so their weights could drift apart."""
-    options = OPTIONS | RECIPES["fast"] | dict(max_iters=4, eval_interval=2, lr_decay_iters=4)
-    run_here(dataset, tmp_path / "1", **options)
-    half = flags(dataset, tmp_path / "n", **options | dict(max_iters=2))
-    codes, _, err = run_ranks(n, *patched(WHAT_EACH_HOLDS), *half)
-    assert codes == [0] * n, err
-    held = [line for line in err.splitlines() if line.startswith("holds ")]
-    assert len(held) == n and len(set(held)) == 1
-    run_here(dataset, tmp_path / "n", **options | dict(init_from="resume"))
-    one, other = (load(tmp_path / name, 4) for name in "1n")
-    for name, weights in one["model"].items():
-        torch.testing.assert_close(other["model"][name], weights, atol=1e-3, rtol=0)
-    for number, state in one["optimizer"]["state"].items():
-        assert state.keys() == other["optimizer"]["state"][number].keys()
+def test_gradients_are_exchanged_once_per_iteration(tiny):
+    arguments = flags(**tiny | dict(max_iters=4))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=COUNTED)))
+    # 61 ids padded to 128, 16 positions, 2 layers of 32, no biases
+    parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
+    for code, _, err in results:
+        assert code == 0, err
+        exchanged = [int(size) for size in re.findall("^exchanges (.*)$", err, re.MULTILINE)]
+        # of two micro-batches on each rank; and once before the first, to arrange them
+        assert sum(exchanged) == (4 + 1) * 4 * parameters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_half_and_half_of_three_ranks_equals_the_whole_bit_for_bit(recipe, dataset, tmp_path):
-    options = OPTIONS | RECIPES[recipe] | dict(gradient_accumulation_steps=3, lr_decay_iters=8)
-    options |= dict(max_iters=8, eval_interval=4, dropout=0.1)
-    parts = [("whole", options), ("halves", options | dict(max_iters=4))]
-    for name, part in [*parts, ("halves", options | dict(init_from="resume"))]:
-        codes, _, err = run_ranks(3, "train.py", *flags(dataset, tmp_path / name, **part))
-        assert codes == [0] * 3, err
-    assert_same_state(load(tmp_path / "whole", 8), load(tmp_path / "halves", 8))
+def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
+    """From three ranks on the order of their sums matters."""
+    keys = tiny | dict(gradient_accumulation_steps=3, dropout=0.1)
+    for name, last in (("whole", 12), ("halves", 6), ("halves", 12)):
+        changes = dict(max_iters=last, init_from="auto", out_dir=tmp_path / name)
+        results = finish_ranks(start_ranks(3, *flags(**keys | changes)))
+        assert [result.code for result in results] == [0] * 3, results
+    assert_same_run(tmp_path / "whole", tmp_path / "halves", 12)
 
 
-# the second rank is on a machine of its own, and sees nothing of the first one's
-APART = """
-if RANK == "1":
-    os.environ["LOCAL_RANK"] = "0"
-    os.chdir("elsewhere")
-"""
+@pytest.mark.slow
+def test_compiled_ranks_are_compiled_once_and_follow_the_plain_run(tiny, alone, tmp_path):
+    for last in (6, 12):
+        changes = dict(max_iters=last, init_from="auto", compile=True, recompute=True)
+        results = finish_ranks(start_ranks(2, *flags(**tiny | changes)), timeout=300)
+        assert [result.code for result in results] == [0, 0], results
+        assert "".join(result.out for result in results).count("compile: ") == 1
+    assert_same_numbers(alone, tmp_path / "run")
+    assert not records(tmp_path / "run", "event")  # a warning says that it was compiled again
 
 
-@pytest.mark.parametrize("init_from", ["scratch", "resume"])
-def test_machines_without_a_shared_out_dir_are_refused_in_one_line(init_from, dataset, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    if init_from == "resume":
-        start_run(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=4))
-    before = sorted(tmp_path.rglob("*.pt"))
-    arguments = flags(dataset, "run", **OPTIONS, init_from=init_from)
-    code = f"os.chdir({str(tmp_path)!r})\n{APART}"
-    codes, _, err = run_ranks(2, *patched(code), *arguments)
-    (line,) = error_lines(err)
-    assert codes == [2, 2] and "one shared --out_dir" in line
-    assert sorted(tmp_path.rglob("*.pt")) == before
+# -----------------------------------------------------------------------------
+# Bad starts
 
-
-def test_a_damaged_newest_checkpoint_is_named_once_for_all_ranks(dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=6, eval_interval=2, lr_decay_iters=8)
-    start_run(dataset, tmp_path, **options | dict(max_iters=4))
-    with open(tmp_path / "ckpt-00000004.pt", "r+b") as file:
-        file.truncate(5000)
-    resumed = flags(dataset, tmp_path, **options | dict(init_from="resume"))
-    codes, out, err = run_ranks(2, "train.py", *resumed)
-    assert codes == [0, 0] and err.count("trying the one before") == 1, err
-    assert out.count("iteration 2") == 1 and load(tmp_path, 6)["progress"]["iter_num"] == 6
-
-
-# torchrun ends with one of its own where a rank has failed
-ITS_TRACEBACK = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
-
-
-def error_lines(err: str) -> list[str]:
-    assert "Traceback" not in err.partition(ITS_TRACEBACK)[0]
-    return [line for line in err.splitlines() if line.startswith("error: ")]
-
-
-# what each rank does first, changes of the options, the error line
+# a second rank on a machine of its own, where other folders are
+APART = "os.chdir(RANK)"
+NO_GPU = "torch.cuda.is_available = lambda: False"
+# what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
     "an accumulation that cannot be shared": (
         "",
         dict(gradient_accumulation_steps=3),
-        "gradient_accumulation_steps: 3 micro-batches cannot be divided among 2 processes; "
-        "a multiple of 2 can",
+        "gradient_accumulation_steps 3 2",
     ),
-    "a wrong flag": ("", dict(n_hed=3), "--n_hed: unknown key; did you mean n_head?"),
-    "GPUs where there are none": (
-        "ranks.torch.cuda.is_available = lambda: False",
-        dict(device="cuda"),
-        "device: ",
+    "GPUs where there are none": (NO_GPU, dict(device="cuda"), "device cuda"),
+    "other data": (APART, dict(dataset="data"), "dataset rank"),
+    "no shared out_dir": (APART, dict(out_dir="new"), "shared --out_dir"),
+    "no shared out_dir to resume from": (
+        APART,
+        dict(out_dir="old", init_from="resume"),
+        "shared --out_dir",
     ),
-    "other data": (
-        "os.chdir(RANK)",  # where each has another dataset x
-        {},
-        "dataset: ",
-    ),
+    "no shared folder for a stream": (APART, STREAM, "shared folder"),
+    "a file in the place of out_dir": ("", dict(out_dir="file/run"), "file/run"),
 }
+# the patience with a network share is over at once
+HURRIED = """
+monotonic = time.monotonic
+time.monotonic = lambda: 100 * monotonic()
+"""
 
 
-@pytest.mark.parametrize("case", BAD_STARTS)
-def test_a_bad_start_is_one_line_before_the_first_iteration(case, dataset, tmp_path):
-    code, changes, message = BAD_STARTS[case]
-    data = "x" if case == "other data" else dataset
+@pytest.fixture(scope="module")
+def world(tokens, tmp_path_factory) -> Path:
+    """The folder of all ranks, with a folder for each; none of them may change it."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "file").touch()
     for rank in "01":
-        write_dataset(tmp_path / rank / "data" / "x", [1000 + int(rank)])
-    arguments = flags(data, tmp_path / "run", **OPTIONS | changes)
-    code = f"os.chdir({str(tmp_path)!r})\n{code}"
-    codes, _, err = run_ranks(2, *patched(code), *arguments)
-    (line,) = error_lines(err)
-    assert line.startswith("error: " + message) and codes == [2, 2]
-    assert not (tmp_path / "run").exists()
+        write_tokens(folder / rank / "data", [700 + int(rank)], [250])
+        write_jsonl(folder / rank / "text.jsonl", documents(60))
+    train(**TINY | dict(max_iters=2, dataset=tokens, out_dir=folder / "0" / "old"))
+    return folder
 
 
-# -----------------------------------------------------------------------------
-# Whatever happens to one of them ends all of them
-
-
-@pytest.fixture(params=["ranks", pytest.param("torchrun", marks=pytest.mark.slow)])
-def start_two(request, tmp_path):
-    """start_two(code, *arguments): train.py after that code on two ranks; a list of processes."""
-
-    def start(code, *arguments):
-        if request.param == "ranks":
-            return start_ranks(2, *patched(code), *arguments)
-        script = tmp_path / "patched.py"
-        script.write_text(patched(code)[1])
-        command = ("--standalone", str(script), *arguments)
-        return [start_torchrun(2, *command, PYTHONPATH=str(ROOT))]
-
-    return start
-
-
-# what keeps rank 1 from reading on, by the last iteration
-SHORT = {
-    15: """
-from common.console import RunError
-from data.loader import ShuffledWindows
-read = ShuffledWindows.read
-def reading(windows, first, count):
-    if RANK == "1" and first >= 60 * count:  # four micro-batches an iteration
-        raise RunError("train_000002.bin: cut short")
-    return read(windows, first, count)
-ShuffledWindows.read = reading
-""",
-    25: """
-from common.console import RunError
-from data import loader
-original, calls = loader.eval_batches, iter(range(10**9))
-def batches(*arguments):
-    if RANK == "1" and next(calls) == 3:  # of the val split, after 25 iterations
-        raise RunError("val_000000.bin: cut short")
-    yield from original(*arguments)
-loader.eval_batches = batches
-""",
-}
-
-
-@pytest.mark.parametrize("iteration", SHORT)
-def test_a_shard_that_one_rank_cannot_read_ends_all_with_one_line_and_a_checkpoint(
-    iteration, start_two, dataset, tmp_path
-):
-    arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=100))
-    codes, err = end_of(start_two(SHORT[iteration], *arguments))
-    assert all(code == 1 for code in codes)
-    (line,) = error_lines(err)
-    assert line.endswith(".bin: cut short")
-    assert "stopping" not in err  # torchrun ends the others when one has failed
-    assert load_newest(tmp_path / "run")["progress"]["iter_num"] == iteration
-    (end,) = records(tmp_path / "run", "end")
-    assert end["reason"] == "data" and end["iters"] == iteration
-
-
-# where rank 1 gets a signal
-MOMENTS = {
-    "in an iteration": """
-original, calls = train.train_step, iter(range(10**9))
-def step(*arguments):
-    if RANK == "1" and next(calls) == 10:
-        signal.raise_signal(15)
-    return original(*arguments)
-train.train_step = step
-""",
-    "in an evaluation": """
-original, calls = train.evaluate, iter(range(10**9))
-def evaluate(*arguments):
-    if RANK == "1" and next(calls) == 3:  # of the val split, after 10 iterations
-        signal.raise_signal(15)
-    return original(*arguments)
-train.evaluate = evaluate
-""",
-    "while another one waits for data": """
-import threading
-from data.loader import ShuffledWindows
-read, close, closed = ShuffledWindows.read, train.Batches.close, threading.Event()
-def reading(windows, first, count):
-    if first >= 40 * count and RANK == "0":
-        closed.wait(60)
-    return read(windows, first, count)
-ShuffledWindows.read = reading
-train.Batches.close = lambda batches: (closed.set(), close(batches))
-original, calls = train.wait_for_data, iter(range(10**9))
-def wait(*arguments):
-    if RANK == "1" and next(calls) == 10:
-        signal.raise_signal(15)
-    return original(*arguments)
-train.wait_for_data = wait
-""",
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_to_one_rank_ends_all_after_saving(moment, start_two, dataset, tmp_path):
-    options = OPTIONS | dict(max_iters=20, eval_interval=10)
-    arguments = flags(dataset, tmp_path / "run", **options)
-    codes, err = end_of(start_two(MOMENTS[moment], *arguments))
-    # torchrun's own code is 1
-    assert codes in ([143, 143], [1]) and not error_lines(err)
-    iteration = 11 if moment == "in an iteration" else 10
-    (end,) = records(tmp_path / "run", "end")
-    assert end["reason"] == "SIGTERM" and end["iters"] == iteration
-    progress = load_newest(tmp_path / "run")["progress"]
-    assert progress["iter_num"] == iteration
-    # what was interrupted is dropped, and the resumed run begins with it
-    assert progress["evaluated_at"] == (10 if moment == "in an iteration" else 0)
-    run_here(dataset, tmp_path / "run", init_from="resume", **options)
-    run_here(dataset, tmp_path / "alone", **options)
-    assert_same_run(tmp_path / "alone", tmp_path / "run")
-
-
-KILLED_ONCE = """
-if RANK == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    original, calls = train.train_step, iter(range(10**9))
-    def step(*arguments):
-        if next(calls) == 13:
-            os.kill(os.getpid(), 9)
-        return original(*arguments)
-    train.train_step = step
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_and_it_resumes(dataset, tmp_path):
-    script = tmp_path / "patched.py"
-    script.write_text(patched(KILLED_ONCE)[1])
-    options = OPTIONS | dict(max_iters=20, eval_interval=10, checkpoint_interval=5)
-    arguments = flags(dataset, tmp_path / "run", init_from="auto", **options)
-    command = ("--standalone", "--max-restarts=1", str(script), *arguments)
-    process = start_torchrun(2, *command, PYTHONPATH=str(ROOT))
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert out.count("iteration 10") == 1
-    run_here(dataset, tmp_path / "alone", **options)
-    assert_same_run(tmp_path / "alone", tmp_path / "run")
-
-
-def test_a_folder_that_cannot_be_made_is_said_once(dataset, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    arguments = flags(dataset, tmp_path / "file" / "run", **OPTIONS)
-    codes, _, err = run_ranks(2, "train.py", *arguments)
-    assert codes == [2, 2] and len(error_lines(err)) == 1, err
-
-
-# A disk that is full for `tries` saves; ranks wait `seconds` for each other in the last one
-FULL = """
-import datetime
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from training import checkpoint
-save, tries = checkpoint.save, {tries}
-def full(state, path):
-    global tries
-    tries -= 1
-    if tries >= 0:
-        raise OSError(28, "No space left on device")
-    return save(state, path)
-checkpoint.save, train.RETRY_SECONDS = full, 1
-original = train.save
-def last_save(*arguments, **named):
-    _set_pg_timeout(datetime.timedelta(seconds={seconds}))
-    saved = original(*arguments, **named)
-    _set_pg_timeout(ranks.TIMEOUT)  # a busy machine may take longer for the rest
-    return saved
-train.save = last_save
-"""
-
-
-def test_ranks_wait_together_for_room_longer_than_for_each_other(dataset, tmp_path):
-    arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=8))
-    codes, _, err = run_ranks(2, *patched(FULL.format(tries=3, seconds=2)), *arguments)
-    assert codes == [0, 0] and not error_lines(err)
-    assert err.count("checkpoint 8 is not saved: No space left on device") == 3
-    assert load(tmp_path / "run", 8)["progress"]["iter_num"] == 8
-
-
-@needs_signals
-def test_a_signal_to_any_rank_ends_the_wait_for_room_with_one_line(dataset, tmp_path):
-    arguments = flags(dataset, tmp_path / "run", **OPTIONS | dict(max_iters=8))
-    processes = start_ranks(2, *patched(FULL.format(tries=10**6, seconds=60)), *arguments)
-    for line in processes[0].stderr:
-        if "checkpoint 8 is not saved" in line:
-            break
-    processes[1].send_signal(signal.SIGTERM)
-    codes, err = end_of(processes)
-    (line,) = error_lines(err)
-    assert codes == [1, 1] and "checkpoint 8 is not saved: No space left on device; " in line
-
-
-def test_a_rank_that_hangs_is_not_waited_for_for_ever(dataset, tmp_path):
-    hang = """
-import datetime
-from torch.distributed.distributed_c10d import _set_pg_timeout
-original = train.train_step
-def step(*arguments):
-    if RANK == "1":
-        time.sleep(600)
-    _set_pg_timeout(datetime.timedelta(seconds=1))  # not before: a busy machine starts slowly
-    return original(*arguments)
-train.train_step = step
-"""
-    assert ranks.TIMEOUT <= datetime.timedelta(minutes=10)
-    arguments = flags(dataset, tmp_path / "run", **OPTIONS)
-    waiting, hanging = start_ranks(2, *patched(hang), *arguments)
-    _, err = waiting.communicate(timeout=120)
-    assert waiting.returncode == 1 and hanging.poll() is None
-    hanging.kill()
-    hanging.communicate()
-    (line,) = error_lines(err)
-    assert "another rank is gone" in line
-    assert "look at that one's last lines, or at the network" in line
-
-
-def test_a_process_alone_needs_no_group():
-    alone = Ranks()
-    assert alone.is_main and alone.sum(1, 2) == [1, 2] and alone.gather("x") == ["x"]
-    assert alone.on_main(lambda n: n + 1, 2) == 3
-    alone.check_same("dtype", "float32", "")
-    assert ranks.check_shares(Config(), 1) == [] and not torch.distributed.is_initialized()
+@pytest.mark.parametrize("row", BAD_STARTS)
+def test_a_bad_start_is_one_line_for_all_ranks(row, tokens, world):
+    before, changes, words = BAD_STARTS[row]
+    saved = sorted(world.rglob("*.pt"))
+    arguments = flags(**TINY | dict(dataset=tokens, out_dir="run") | changes)
+    script = watched(before=HURRIED + before)
+    results = finish_ranks(start_ranks(2, *arguments, script=script, cwd=world))
+    assert [result.code for result in results] == [2, 2], results
+    (line,) = error_lines(*(result.err for result in results))
+    for word in words.split():
+        assert word in line
+    assert sorted(world.rglob("*.pt")) == saved
 
 
 @pytest.mark.parametrize(
@@ -935,11 +259,353 @@ def test_nccl_is_used_only_where_it_is_built(gpu, built, backend, monkeypatch):
     """torch for Windows comes without it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: built)
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(ranks.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
-    asked = []
-    monkeypatch.setattr(ranks.dist, "init_process_group", lambda name, **_: asked.append(name))
-    Ranks()
-    assert asked == [backend]
+    answers = {
+        "torch.cuda.is_available": mock.Mock(return_value=gpu),
+        "torch.distributed.is_nccl_available": mock.Mock(return_value=built),
+        "torch.distributed.rendezvous": mock.Mock(return_value=iter([(store, 0, 2)])),
+        "os._exit": mock.Mock(side_effect=SystemExit),  # how one of several processes ends
+    }
+    with contextlib.ExitStack() as patches:
+        for name, answer in answers.items():
+            patches.enter_context(mock.patch(name, answer))
+        group = mock.Mock(side_effect=OSError("seen"))
+        patches.enter_context(mock.patch("torch.distributed.init_process_group", group))
+        run("train.py")
+    assert group.call_args.args == (backend,)
+
+
+# -----------------------------------------------------------------------------
+# What happens to one of them ends all of them
+
+WHO = {
+    "all": "if n == 5",
+    "one, in an iteration": "if n == 5 and RANK == '1'",
+    "one, in an evaluation": "if False",
+}
+# the second rank, at its first batch of the evaluation at 6
+IN_AN_EVALUATION = """
+    def looked_up(module, inputs):
+        if RANK == "1" and n == 6 and isinstance(module, torch.nn.Embedding):
+            if not module.training:
+                signal.raise_signal(signal.SIGTERM)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(looked_up)
+"""
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_a_signal_ends_all_ranks_after_saving(who, tiny, alone, tmp_path):
+    in_evaluation = who == "one, in an evaluation"
+    script = watched(
+        f"{WHO[who]}:\n    signal.raise_signal(signal.SIGTERM)",
+        IN_AN_EVALUATION if in_evaluation else "",
+    )
+    results = finish_ranks(start_ranks(2, *flags(**tiny), script=script), timeout=60)
+    assert [result.code for result in results] == [143, 143], results
+    assert not error_lines(*(result.err for result in results))
+    (end,) = records(tmp_path / "run", "end")
+    iteration = 6 if in_evaluation else 5
+    assert (end["reason"], end["iters"]) == ("SIGTERM", iteration)
+    assert checkpoints(tmp_path / "run")[-1] == iteration
+    # the evaluation that was broken off is made by the resumed run
+    assert column(tmp_path / "run", "eval", "iter") == [0]
+    train(**tiny, init_from="resume")
+    assert_same_numbers(alone, tmp_path / "run")
+
+
+@pytest.mark.parametrize("shard", ["train_000002.bin", "val_000000.bin"])
+def test_a_shard_that_one_rank_cannot_read_ends_all_after_saving(shard, tiny, tokens, tmp_path):
+    cut = f"""
+        if n == 2 and RANK == "1":
+            os.truncate("tokens/{shard}", 1100)
+    """
+    for rank in "01":
+        shutil.copytree(tokens, tmp_path / rank / "tokens")
+    keys = tiny | dict(dataset="tokens", max_iters=30)
+    script = watched(cut, APART)
+    results = finish_ranks(start_ranks(2, *flags(**keys), script=script, cwd=tmp_path))
+    assert [result.code for result in results] == [1, 1]
+    (line,) = error_lines(*(result.err for result in results))
+    assert shard in line
+    (end,) = records(tmp_path / "run", "end")
+    assert end["reason"] == "data"
+    done = len(column(tmp_path / "run", "step", "iter"))
+    assert done == 6 if shard.startswith("val") else 2 <= done < 30
+    assert checkpoints(tmp_path / "run")[-1] == end["iters"] == done
+
+
+def test_a_run_that_diverges_says_so_once_for_all_ranks(tiny):
+    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(learning_rate=1e30, max_iters=40))))
+    assert [result.code for result in results] == [1, 1]
+    (line,) = error_lines(*(result.err for result in results))
+    assert "learning_rate" in line
+
+
+# seconds pass fast; in the third second of the wait one rank gets a signal
+WAITING = """
+    seconds = 0
+
+    def sleep(_):
+        global seconds
+        seconds += 1
+        if (RANK, seconds) == ("1", 3):
+            signal.raise_signal(signal.SIGTERM)
+        real_sleep(0.01)
+
+    real_sleep, time.sleep = time.sleep, sleep
+"""
+
+
+def test_a_signal_to_any_rank_ends_the_wait_for_room(tiny, make_disk):
+    disk = make_disk(1 << 20)
+    full = f"""
+        if n == 7 and RANK == "0":
+            with open("{disk}/filler", "wb", 0) as file:
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    pass
+    """
+    arguments = flags(**tiny | dict(out_dir=disk / "run"))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(full, WAITING)), timeout=60)
+    assert [result.code for result in results] == [1, 1]
+    (line,) = error_lines(*(result.err for result in results))
+    assert "12 is not saved" in line
+    assert checkpoints(disk / "run") == [6]
+
+
+# torch's own patience is the program's, until the second rank hangs
+PATIENCE = """
+    import torch.distributed
+    begin = torch.distributed.init_process_group
+
+    def timed(*arguments, timeout, **named):
+        print("waits", timeout.total_seconds(), file=sys.stderr)
+        begin(*arguments, timeout=timeout, **named)
+
+    torch.distributed.init_process_group = timed
+"""
+HANGS = """
+    if RANK == "1":
+        time.sleep(600)
+    import datetime
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+    _set_pg_timeout(datetime.timedelta(seconds=0.5))
+"""
+
+
+def test_a_rank_that_hangs_is_not_waited_for_for_ever(tiny):
+    waiting, hanging = start_ranks(2, *flags(**tiny), script=watched(HANGS, PATIENCE))
+    try:
+        result = finish(waiting, timeout=60)
+        assert hanging.poll() is None
+    finally:
+        hanging.kill()
+        finish(hanging)
+    assert result.code == 1
+    assert "waits 600.0\n" in result.err
+    (line,) = error_lines(result.err)
+    assert "another rank" in line
+
+
+def dying(victim: int) -> list[str]:
+    """In the first launch this rank is killed after its eighth update."""
+    return watched(f"""
+        if n == 8 and RANK == "{victim}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+
+
+FIRST = dict(TORCHELASTIC_RESTART_COUNT="0")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_peer_has_died_says_so_and_ends(victim, tiny):
+    processes = start_ranks(2, *flags(**tiny), script=dying(victim), **FIRST)
+    # torch's own patience is ten minutes
+    results = finish_ranks(processes, timeout=30)
+    assert results[victim].code == -signal.SIGKILL
+    other = results[1 - victim]
+    assert other.code == 1
+    (line,) = error_lines(other.err)
+    assert "another rank" in line
+
+
+def test_ranks_that_are_restarted_go_on_from_the_checkpoint(tiny, alone, tmp_path):
+    """As torchrun --max-restarts does it: the same command in the same environment."""
+    keys = tiny | dict(init_from="auto", checkpoint_interval=3)
+    killed = start_ranks(2, *flags(**keys), script=dying(1), **FIRST)
+    assert all(result.code != 0 for result in finish_ranks(killed))
+    assert checkpoints(tmp_path / "run")[-1] in (6, 7)
+    again = dict(TORCHELASTIC_RESTART_COUNT="1")
+    results = finish_ranks(start_ranks(2, *flags(**keys), script=dying(1), **again))
+    assert [result.code for result in results] == [0, 0], results
+    assert_same_numbers(alone, tmp_path / "run")
+
+
+# -----------------------------------------------------------------------------
+# A stream, which the first rank prepares for all
+
+SMALL_SHARDS = {
+    "data/stream.py": [
+        ("\nSHARD_TOKENS = ", "\nSHARD_TOKENS = 9000  # "),
+        ("\nTOKENS_AHEAD = ", "\nTOKENS_AHEAD = 50_000  # "),
+    ]
+}
+
+
+def start_streaming(source: Path, tmp_path: Path, **changes) -> list:
+    """Two ranks of a copy of the program that makes small shards."""
+    program = changed(tmp_path / "program", SMALL_SHARDS)
+    keys = TINY | FOREVER | dict(stream=True, tokenizer="byte", batch_size=15, block_size=128)
+    keys |= dict(dataset=source, out_dir=tmp_path / "run", log_interval=20) | changes
+    script = (str(program / "train.py"),)
+    return start_ranks(2, *flags(**keys), script=script, cwd=program, only_torch=True)
+
+
+def wait_for_record(out_dir: Path, count: int, process) -> None:
+    """Until so many lines are in metrics.jsonl."""
+    deadline = time.monotonic() + 120
+    path = out_dir / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def endless(tmp_path) -> Path:
+    """A source that is never all prepared."""
+    write_parquet(tmp_path / "source" / "0.parquet", documents(1000))
+    for number in range(1, 60):
+        os.link(tmp_path / "source" / "0.parquet", tmp_path / "source" / f"{number}.parquet")
+    return tmp_path / "source"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["preparation", "first rank", "second rank"])
+def test_whatever_dies_ends_a_stream_with_one_line(victim, endless, tmp_path):
+    ranks = start_streaming(endless, tmp_path)
+    wait_for_record(tmp_path / "run", 3, ranks[0])
+    (preparation,) = psutil.Process(ranks[0].pid).children()
+    assert not psutil.Process(ranks[1].pid).children()  # it reads what the first one prepares
+    victims = {"first rank": ranks[0], "second rank": ranks[1], "preparation": preparation}
+    victims[victim].kill()
+    results = finish_ranks(ranks)
+    assert {result.code for result in results} <= {1, -signal.SIGKILL}
+    (line,) = error_lines(*(result.err for result in results))
+    assert ("preparation" if victim == "preparation" else "another rank") in line
+    with contextlib.suppress(psutil.NoSuchProcess):
+        preparation.wait(timeout=10)
+
+
+@pytest.mark.slow
+def test_a_signal_while_all_ranks_wait_for_a_stream_saves_and_ends(endless, tmp_path):
+    ranks = start_streaming(endless, tmp_path, log_interval=1)
+    wait_for_record(tmp_path / "run", 20, ranks[0])
+    (preparation,) = psutil.Process(ranks[0].pid).children()
+    preparation.suspend()  # no more data comes
+    count = 0
+    while count < (count := len(records(tmp_path / "run"))):
+        time.sleep(1)
+    ranks[1].send_signal(signal.SIGTERM)
+    results = finish_ranks(ranks, timeout=20)
+    assert [result.code for result in results] == [143, 143], results
+    assert checkpoints(tmp_path / "run")[-1] > 10
+
+
+# -----------------------------------------------------------------------------
+# torchrun
+
+
+def start_torchrun(n: int, log: Path, *arguments: str) -> subprocess.Popen:
+    """In the log's folder. Both its outputs go into the log."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *arguments]
+    environment = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    with open(log, "a") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
+
+
+def train_py(**keys) -> list[str]:
+    return [str(ROOT / "train.py"), *flags(**keys)]
+
+
+@pytest.mark.slow
+def test_torchrun_trains_as_one_and_sigterm_saves_once_and_leaves_no_process(tiny, alone, tmp_path):
+    log = tmp_path / "log"
+    keys = tiny | dict(max_iters=10**6, always_save_checkpoint=False)
+    process = start_torchrun(2, log, "--standalone", *train_py(**keys))
+    try:
+        wait_for_record(tmp_path / "run", 30, process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        process.terminate()
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+    (end,) = records(tmp_path / "run", "end")
+    assert end["reason"] == "SIGTERM"
+    assert checkpoints(tmp_path / "run")[-1] == end["iters"]
+    text = log.read_text()
+    assert text.count("\niter 9:") == text.count(f"checkpoint {end['iters']}: ") == 1  # one voice
+    assert_same_numbers(alone, tmp_path / "run")
+
+
+SOURCES = {"shards": dict(), "stream": dict(stream=True, tokenizer="byte")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_ranks_killed_at_random_moments_restart_by_themselves_and_end_at_the_same_loss(
+    source, tiny, endless, tmp_path
+):
+    """Every other one is killed while it starts."""
+    kills, chance, killed = 5, random.Random(1), set()
+    keys = tiny | SOURCES[source] | dict(max_iters=600, eval_interval=300, log_interval=10)
+    keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
+    keys |= dict(dataset=endless / "0.parquet") if source == "stream" else {}
+    restarts = ("--standalone", f"--max-restarts={kills}")
+    command = train_py(**keys, init_from="auto")
+    process = start_torchrun(2, tmp_path / "log", *restarts, *command)
+    out_dir = tmp_path / "run"
+    for number in range(kills):
+        workers = []
+        while len(workers) < 2:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            children = psutil.Process(process.pid).children()
+            workers = [child for child in children if child.pid not in killed]
+            time.sleep(0.01)
+        if number % 2:
+            time.sleep(chance.uniform(0, 4))
+        else:
+            written = len(records(out_dir)) if out_dir.exists() else 0
+            wait_for_record(out_dir, written + 3, process)
+            time.sleep(chance.uniform(0, 0.1))
+        chance.choice(workers).kill()
+        killed |= {worker.pid for worker in workers}
+    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    once = flags(**keys | dict(out_dir=tmp_path / "straight", checkpoint_interval=0))
+    results = finish_ranks(start_ranks(2, *once, script=train_py()[:1], cwd=tmp_path))
+    assert [result.code for result in results] == [0, 0], results
+    broken, straight = (column(tmp_path / name, "eval", "val_loss") for name in ("run", "straight"))
+    assert broken == pytest.approx(straight, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one(tiny, alone, tmp_path):
+    """Simulated on this one: each has its own torchrun."""
+    meet = ("--nnodes=2", "--master_addr=127.0.0.1", "--master_port=29511")
+    nodes = [
+        start_torchrun(1, tmp_path / "log", *meet, f"--node_rank={rank}", *train_py(**tiny))
+        for rank in range(2)
+    ]
+    try:
+        codes = [node.wait(timeout=200) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    assert_same_numbers(alone, tmp_path / "run")

@@ -58,6 +58,7 @@ TOLERANCES = dict(
 )
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "dtype, computed",
     [

@@ -62,21 +62,35 @@ def server() -> Server:
 
 
 class WarmProcess:
-    """A child of the server, used like a subprocess.Popen in text mode with both pipes."""
+    """
+    A child of the server, used like a subprocess.Popen in text mode with both pipes; or, with an
+    `output` file, with that as stdout and stderr and an unbuffered pipe as stdin.
+    """
 
     def __init__(
-        self, arguments: list[str], cwd: Path, environment: dict[str, str], only_torch: bool
+        self,
+        arguments: list[str],
+        cwd: Path,
+        environment: dict[str, str],
+        only_torch: bool,
+        output=None,
     ) -> None:
         self.args, self.returncode = arguments, None
-        out, child_out = os.pipe()
-        err, child_err = os.pipe()
         self.connection, theirs = socket.socketpair()
-        server().send([theirs.fileno(), child_out, child_err], only_torch)
+        if output:
+            child_in, stdin = os.pipe()
+            files = [os.dup(output.fileno()), os.dup(output.fileno()), child_in]
+            self.stdin = open(stdin, "wb", buffering=0)
+        else:
+            out, child_out = os.pipe()
+            err, child_err = os.pipe()
+            files = [child_out, child_err]
+            self.stdout = open(out, encoding="utf-8")
+            self.stderr = open(err, encoding="utf-8")
+        server().send([theirs.fileno(), *files], only_torch)
         theirs.close()
-        os.close(child_out)
-        os.close(child_err)
-        self.stdout = open(out, encoding="utf-8")
-        self.stderr = open(err, encoding="utf-8")
+        for file in files:
+            os.close(file)
         # the pid arrives first, the exit code when the process has ended
         self.replies = self.connection.makefile("r")
         request = dict(arguments=arguments, cwd=str(cwd), environment=environment)
@@ -142,7 +156,7 @@ def serve(control: socket.socket) -> dict | None:
     gc.collect()
     gc.freeze()  # or each child would go through a million objects as it ends
     while True:
-        message, files, _, _ = socket.recv_fds(control, 1, 3)
+        message, files, _, _ = socket.recv_fds(control, 1, 4)
         if not message:
             return None
         if os.fork() == 0:
@@ -152,7 +166,7 @@ def serve(control: socket.socket) -> dict | None:
             os.close(file)
 
 
-def handle(connection_file: int, out: int, err: int) -> dict:
+def handle(connection_file: int, out: int, err: int, *stdin: int) -> dict:
     """In the handler: fork the child, where this returns; report its pid and its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection = socket.socket(fileno=connection_file)
@@ -161,13 +175,15 @@ def handle(connection_file: int, out: int, err: int) -> dict:
     if child == 0:
         os.dup2(out, 1)
         os.dup2(err, 2)
-        for file in (out, err):
+        for file in stdin:
+            os.dup2(file, 0)
+        for file in (out, err, *stdin):
             os.close(file)
         connection.close()
         return request
     # only the child may hold the pipes, or their readers would never see the end
-    os.close(out)
-    os.close(err)
+    for file in (out, err, *stdin):
+        os.close(file)
     with contextlib.suppress(OSError):  # the tests may be gone
         connection.sendall(f"{child}\n".encode())
         _, status = os.waitpid(child, 0)

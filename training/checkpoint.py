@@ -81,6 +81,8 @@ def upgrade(state: dict, path: Path) -> dict:
     if "progress" in state and "shards_read" not in state:
         hint = "git checkout b22bbcc reads it, and writes one that this version reads"
         raise TooOld(f"{path}: its format is too old for this version; {hint}")
+    # b22bbcc lost the records that a full disk had not taken, and measured no peak
+    state = dict(unwritten="", peak=None) | state
     if state.get("model_config", {}).get("model") != "gpt2":
         return state
     # b22bbcc gave GPT-2's config the fast model's fields too, as 0

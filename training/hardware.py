@@ -14,7 +14,8 @@ import platform
 import random
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,9 @@ PLAIN_ATTENTION_TOKENS = 512
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
+
+MEASURED = "measured"  # the peak_source of a peak that no data sheet gives
+MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 # Defaults that torch reads when it first compiles or allocates. The user's own values win.
 if os.access(os.path.expanduser("~"), os.W_OK):  # a container's user may have no home
@@ -62,6 +66,25 @@ class Hardware:
     def dtype_name(self) -> str:
         """Such as bfloat16, without the "torch." before it."""
         return str(self.dtype).removeprefix("torch.")
+
+    def find_peak(self, saved: dict | None) -> None:
+        """
+        Where no data sheet gives the peak: what a matmul reaches here in `dtype`, measured now, or
+        as a checkpoint has it (`saved`), so that a run has one peak.
+        """
+        if self.peak_tflops:
+            return
+        if saved and (saved["device"], saved["dtype"]) == (self.name, self.dtype_name):
+            self.peak_tflops = saved["tflops"]
+        else:
+            self.peak_tflops = measure_matmul(self.device, self.dtype, self.synchronize)
+        self.peak_source = MEASURED
+
+    def peak_to_save(self) -> dict | None:
+        """The measured peak for find_peak() of a resume; None where it was not measured."""
+        if self.peak_source != MEASURED:
+            return None
+        return dict(device=self.name, dtype=self.dtype_name, tflops=self.peak_tflops)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The forward pass runs its matmuls in `dtype` inside this."""
@@ -97,6 +120,12 @@ class Hardware:
             peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
             return int(peak[1]) * 1024 / GIB if peak else None
         return None
+
+    def memory_gib(self) -> float | None:
+        """All of a GPU's memory; None on other devices, which share the system's."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.get_device_properties(self.device).total_memory / GIB
 
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
@@ -185,6 +214,8 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     if config.peak_tflops:
         hw.peak_tflops = config.peak_tflops
         hw.peak_source = "peak_tflops"
+    if device.type == "cpu" and dtype == torch.float16:
+        warn("float16 is some 20 times slower than float32 on a CPU; --dtype=float32")
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
     # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matmuls do not
@@ -216,6 +247,28 @@ def keep_freed_memory() -> None:
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
+    """
+    TFLOP/s of a matmul of two square matrices in `dtype`: the best of a few. They grow until one
+    matmul takes MATMUL_SECONDS, because small ones cannot use all of a fast device.
+    """
+    size = 512
+    while True:
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        seconds: list[float] = []
+        # the first one loads the kernel; a CPU's float16 is some hundred times slower
+        while len(seconds) < 5 and sum(seconds) < 0.1:
+            synchronize()
+            began = time.perf_counter()
+            torch.mm(a, a)
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+        best = min(seconds)
+        if best >= MATMUL_SECONDS or size == MOST_MATMUL_SIZE:
+            return 2 * size**3 / best / 1e12
+        size *= 2
 
 
 # -----------------------------------------------------------------------------

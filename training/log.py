@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -21,15 +22,16 @@ import torch
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain, read_record, replacing
-from configurator import NEVER, Config, config_values
+from configurator import FIELDS, NEVER, Config, config_values
 from data.shards import Dataset
 from training.checkpoint import claim_folder
 from training.clock import Clock, clock_time
-from training.hardware import Hardware, count_flops, cuda_hint
+from training.hardware import MEASURED, Hardware, count_flops, cuda_hint
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
 CPU_TOKENS = 100_000  # per iteration; more is rarely meant for a CPU
+LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; of a smaller corpus many epochs are meant
 FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
 SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
 PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
@@ -55,11 +57,13 @@ class Log:
         self.ranks = ranks
         self.out_dir = Path(config.out_dir)
         self.file: BinaryIO | None = None
-        self.unwritten = b""  # records that did not fit on a full disk
+        self.unwritten = b""  # records that a full disk has not taken; a checkpoint has them too
         self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
         self.has_saved = False  # in this launch
+        self.total_gib = hw.memory_gib()
+        self.mem_gib = 0.0  # at the last line
 
     def open(self, resumed: dict | None) -> None:
         """
@@ -70,8 +74,9 @@ class Log:
             return
         progress = resumed["progress"] if resumed else None
         self.lock = claim_folder(self.out_dir, progress)
-        if progress:
+        if resumed and progress:
             drop_records(self.out_dir / "metrics.jsonl", progress)
+            self.unwritten = missing_lines(self.out_dir / "metrics.jsonl", resumed["unwritten"])
         self.file = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; later records are written again
@@ -80,6 +85,21 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
+    def say_settings(self) -> None:
+        """The first lines, which can be pasted: the command, and the keys that are not defaults."""
+        c = self.config
+        values = config_values(c)
+        changed = [name for name in values if values[name] not in (FIELDS[name].default, NEVER)]
+        say(f"command: {self.command()}")
+        say("settings: " + command_line(*[f"--{name}={values[name]}" for name in changed]))
+        on_off = [f"{name} {values[name]}" for name in ("compile", "flash", "tf32", "tie_weights")]
+        sizes = f"{c.n_layer} layers x {c.n_embd}, learning_rate {c.learning_rate:g}, {c.dtype}"
+        say(f"switches: {sizes}, {', '.join(on_off)}")
+
+    def command(self) -> str:
+        script = "python" if self.ranks.world_size == 1 else "torchrun ..."
+        return f"{script} {command_line(*sys.argv)}"
+
     def begin(self, data: Dataset, model, it: int, tokens: int) -> None:
         """
         The first lines: the model, the device, the data, and the length of the run, which is at
@@ -87,6 +107,7 @@ class Log:
         """
         c, hw = self.config, self.hw
         self.first_iter = it
+        self.first_tokens = tokens
         self.first_steps = self.clock.seconds["steps"]
         # at the last line: iterations, tokens, and seconds of steps and of waiting
         self.reported = (it, tokens, self.first_steps, 0.0)
@@ -100,14 +121,14 @@ class Log:
             flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (counted)"
         vocabulary = f"vocabulary {data.vocab} -> {model.config.vocab_size}"
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
-        peak = f"{hw.peak_tflops} TFLOP/s dense peak" if hw.peak_tflops else "peak unknown, mfu n/a"
-        say(f"device: {hw.name}, {hw.dtype_name}, {peak}")
+        say(f"device: {hw.name}, {hw.dtype_name}, {peak_text(hw)}")
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         say(f"data: {data.source}, {train} train and {count(len(data.val))} val tokens")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
         if not c.eval_only:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
+            self.warn_of_epochs(tokens)
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.warn_of_space(parameters)
@@ -132,6 +153,8 @@ class Log:
             tokenizer=tokenizer_name(data.tokenizer),
             data_fingerprint=data.fingerprint,
             val_fingerprint=data.val_fingerprint,
+            val_text_sha256=data.val_text_sha256,
+            val_tokens=len(data.val),
             torch=torch.__version__,
         )
 
@@ -146,12 +169,25 @@ class Log:
         if shortage := lack_of_space(self.out_dir, files * size - sum(there.values())):
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
+    def tokens_at_end(self, tokens: int) -> int:
+        """Of a run by iterations that has trained on so many."""
+        return tokens + self.config.iter_tokens * (self.config.max_iters - self.first_iter)
+
+    def warn_of_epochs(self, tokens: int) -> None:
+        """A large corpus is rarely meant to be read more than twice."""
+        c, corpus = self.config, self.train_tokens
+        if c.by_clock or not corpus or corpus < LARGE_CORPUS:
+            return
+        if (epochs := self.tokens_at_end(tokens) / corpus) > MANY_EPOCHS:
+            hint = f"prepare more tokens, or give --max_iters={2 * corpus // c.iter_tokens}"
+            warn(f"{epochs:.1f} epochs of the {count(corpus)} tokens in {c.dataset}; {hint}")
+
     def length(self, tokens: int) -> str:
         """How long the run is that has trained on so many tokens, in words."""
         c = self.config
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
-            total = tokens + c.iter_tokens * (c.max_iters - self.first_iter)
+            total = self.tokens_at_end(tokens)
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == NEVER else f" or {iterations}"
@@ -192,7 +228,9 @@ class Log:
 
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         epoch = f"{tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
-        mem_text = f"{mem:.1f}GiB" if mem else "n/a"
+        self.mem_gib = mem
+        of_all = f" of {self.total_gib:.1f}" if self.total_gib else ""
+        mem_text = f"{mem:.1f}{of_all}GiB" if mem else "n/a"
         hours = f"hours {clock.hours_text()}, " if c.by_clock else ""
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
@@ -233,10 +271,8 @@ class Log:
         seconds = self.clock.since_lap()
         # a float holds no more than exp(709)
         perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
-        bits, end = None, ""
-        if self.bytes_per_token:
-            bits = val_loss / math.log(2) / self.bytes_per_token
-            end = f", {bits:.4f} bits per byte"
+        bits = self.bits_per_byte(val_loss)
+        end = "" if bits is None else f", {bits:.4f} bits per byte"
         losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
         say(f"step {it}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
         self.record(
@@ -251,6 +287,12 @@ class Log:
             bits_per_byte=bits,
         )
         self.draw()
+
+    def bits_per_byte(self, val_loss: float) -> float | None:
+        """None if the bytes of the validation text were not counted."""
+        if not (self.bytes_per_token and math.isfinite(val_loss)):
+            return None
+        return val_loss / math.log(2) / self.bytes_per_token
 
     def report_save(self, it: int, path: Path) -> None:
         """After a save, before its lap."""
@@ -276,12 +318,18 @@ class Log:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        waiting = bool(self.unwritten)
-        self.unwritten += json.dumps(record).encode() + b"\n"
+        lines = self.unwritten + json.dumps(record).encode() + b"\n"
+        end = self.file.seek(0, os.SEEK_END)
         try:
-            while self.unwritten:
-                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            left = lines
+            while left:
+                left = left[self.file.write(left) :]
+            self.unwritten = b""
         except OSError as error:  # a full disk: the run matters more than its records
+            with contextlib.suppress(OSError):
+                self.file.truncate(end)  # or half a line would stay
+            waiting = bool(self.unwritten)
+            self.unwritten = lines
             if not waiting:
                 rest = "keeping its records in memory until there is room"
                 warn(f"metrics.jsonl: {error.strerror}; {rest}")
@@ -304,10 +352,12 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, complete: bool, it: int, tokens: int, waited: float) -> None:
+    def finish(
+        self, reason: str, complete: bool, it: int, tokens: int, val_loss: float, waited: float
+    ) -> None:
         """
-        The last lines: why the run ended, where the time went, and if it is not complete, what to
-        type.
+        The last lines: where the time went, what came out, why the run ended, and if it is not
+        complete, what to type.
         """
         seconds = self.clock.seconds
         total = sum(seconds.values())
@@ -316,14 +366,14 @@ class Log:
         spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
         say(f"time: {duration(total)} wall (this launch {launch}) = {spent}")
         say(f"waited for data: {waited:.1f}s of the steps of this launch")
+        say(*self.results(tokens, val_loss))
         said = "the schedule is complete" if reason in ("hours", "until") else reason
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if not complete and not self.config.eval_only:
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
-            script = "python" if self.ranks.world_size == 1 else "torchrun ..."
-            say(f"to continue: {script} {command_line(*sys.argv)}{more}")
+            say(f"to continue: {self.command()}{more}")
         if self.tracker:
             self.tracker.close()
         if not reason.startswith("SIG"):  # a signal must not wait for a picture
@@ -332,6 +382,34 @@ class Log:
         if self.file:
             self.file.close()
             self.lock.close()
+
+    def results(self, tokens: int, val_loss: float) -> list[str]:
+        """
+        What a script reads at the end of a run, one `name: value` a line. mfu and tokens_per_sec
+        are means over the iterations of this launch, the others of the whole run.
+        """
+        clock = self.clock
+        steps = clock.seconds["steps"] - self.first_steps
+        rate = (tokens - self.first_tokens) / steps if steps else None
+        mfu = self.hw.mfu(self.flops_per_token, rate, self.ranks.world_size) if rate else None
+        hours_per_epoch = None
+        if self.train_tokens and tokens:
+            hours_per_epoch = clock.training_hours() * self.train_tokens / tokens
+        values = dict(
+            val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
+            bits_per_byte=(self.bits_per_byte(val_loss), ".4f"),
+            tokens=(tokens, "d"),
+            epochs=(tokens / self.train_tokens if self.train_tokens else None, ".2f"),
+            hours_per_epoch=(hours_per_epoch, ".3g"),
+            seconds=(sum(clock.seconds.values()), ".1f"),
+            tokens_per_sec=(rate, ".0f"),
+            mfu=(mfu, ".4f"),
+            mem_gib=(self.mem_gib or None, ".2f"),
+        )
+        return [
+            f"{name}: {'n/a' if value is None else format(value, form)}"
+            for name, (value, form) in values.items()
+        ]
 
     def draw_end(self) -> None:
         """Draw the whole run, and wait for it, but not for long."""
@@ -436,6 +514,20 @@ def drop_records(path: Path, progress: dict) -> None:
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
         warn(f"{path}: {error.strerror}; repeated records remain")
+
+
+def missing_lines(path: Path, lines: str) -> bytes:
+    """The lines that are not in the file, which need not exist."""
+    there = set(path.read_bytes().splitlines()) if path.exists() else set()
+    missing = [line for line in lines.encode().splitlines() if line not in there]
+    return b"".join(line + b"\n" for line in missing)
+
+
+def peak_text(hw: Hardware) -> str:
+    peak = f"peak {hw.peak_tflops:.3g} TFLOP/s"
+    if hw.peak_source == MEASURED:
+        return f"{peak} (measured here by a matmul; no data sheet)"
+    return f"{peak} (dense, {hw.peak_source})"
 
 
 def tokenizer_name(spec: dict) -> str:

@@ -2,15 +2,17 @@
 The fast model for transformers. `convert.py ckpt-to-hf` copies this file, model_fast.py and
 model.py into the folder that it writes, so an export runs the code that trained it.
 
-Nothing here imports this file, because training does not need transformers.
+Training does not need transformers, so nothing imports this file at the top of another.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from model_fast import build_model, config_from_dict
+
+NOT_RETURNED = ("output_attentions", "output_hidden_states")
 
 
 class FastConfig(PreTrainedConfig):
@@ -32,14 +34,15 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = build_model(config_from_dict(config.model_config))
         self.post_init()
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         """FastGPT has initialised the weights; transformers would draw N(0, 0.02)."""
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # the rest is in kwargs
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs
     ) -> dict:
         """Pass all tokens at every step: there is no cache."""
-        return dict(input_ids=input_ids, attention_mask=attention_mask)
+        refused = {name: kwargs.get(name) for name in NOT_RETURNED}
+        return dict(input_ids=input_ids, attention_mask=attention_mask, **refused)
 
     def forward(
         self,
@@ -53,14 +56,21 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         """
         input_ids (B, T) -> logits (B, T, V), V without padding; only those of the last
         `logits_to_keep` tokens if it is not 0. The loss is over labels (B, T), which are the
-        input_ids; -100 is ignored. Raises ValueError for padding before a token, and for
-        past_key_values.
+        input_ids; -100 is ignored. Raises ValueError for padding before a token, and for options
+        of transformers' own models that this one would have to ignore.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
             raise ValueError("attention_mask: only right padding; give prompts one at a time")
         if past_key_values is not None:
             raise ValueError("past_key_values: there is no cache; give all tokens at every step")
+        if kwargs.get("position_ids") is not None:
+            raise ValueError("position_ids: always 0, 1, 2, ...; give one text in each row")
+        if kwargs.get("return_dict", self.config.return_dict) is False:
+            raise ValueError("return_dict=False: take .loss and .logits of what is returned")
+        for name in NOT_RETURNED:
+            if kwargs.get(name) or getattr(self.config, name):
+                raise ValueError(f"{name}: only the loss and the logits are returned")
         x = self.model.hidden(input_ids.long())
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
@@ -69,3 +79,41 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutput(loss, logits)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.transformer.wte
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.model.lm_head
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """
+        Change the number of tokens. A new token starts as the mean of all others, whatever
+        mean_resizing is. Raises ValueError if the bigram embedding fixes the number.
+        """
+        wte = self.model.transformer.wte
+        head = self.model.lm_head
+        V = self.config.vocab_size
+        new_V = V if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of:
+            new_V += -new_V % pad_to_multiple_of
+        if new_V == V:
+            return wte
+        # model_fast.py finds the row of a pair by the number of tokens, unless pairs are hashed
+        if min(new_V, len(wte.weight)) ** 2 <= self.model.config.bigram_rows:
+            raise ValueError("resize_token_embeddings: each pair of tokens has its bigram row")
+        for table in (wte, *self.model.transformer.value_tables, head):
+            known = table.weight[: min(V, new_V)]  # without padding
+            new = known.mean(dim=0, keepdim=True).expand(new_V - len(known), -1)
+            table.weight.data = torch.cat((known, new))
+        wte.num_embeddings = new_V
+        head.out_features = new_V
+        self.config.vocab_size = new_V
+        self.config.model_config["vocab_size"] = new_V
+        return wte

@@ -25,6 +25,7 @@ GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_e
 GPT2_SETTINGS = dict(
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
+    scale_attn_weights=(True,),
     scale_attn_by_inverse_layer_idx=(False,),
 )
 NO_TOKENIZER = dict(kind="unknown")
@@ -56,10 +57,17 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
 def load_weights(model, state: dict) -> None:
     """Fill the model. Raises UserError if the weights do not fit it, or are not finite."""
     source = state.get("source", "the checkpoint")
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:  # names or shapes
-        raise UserError(f"{source}: {error}") from None
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: list(tensor.shape) for name, tensor in state["model"].items()}
+    for name in wanted | given:
+        found = given.get(name, "missing")
+        asked = wanted.get(name, "none")
+        if found != asked:
+            raise UserError(
+                f"{source}: {name} is {found}, in the model of its config {asked}; "
+                "it needs the config and the model.py that it was trained with"
+            )
+    model.load_state_dict(state["model"])
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise UserError(f"{source}: {name} is not finite; give an older checkpoint")
@@ -101,8 +109,10 @@ def fetch(name: str) -> Path:
         hf_hub_download(f"openai-community/{name}", "model.safetensors")
         return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
     except Exception as error:  # whatever the network throws
-        problem = f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__})"
-        raise UserError(f"{problem}; go online once, or give its folder") from None
+        raise UserError(
+            f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); "
+            "go online once, or give its folder"
+        ) from None
 
 
 # -----------------------------------------------------------------------------
@@ -162,11 +172,16 @@ def find_characters(state: dict, path: Path) -> dict:
 
 
 def read_hf(folder: Path) -> dict:
-    """A Hugging Face GPT-2: config.json and model.safetensors."""
+    """A Hugging Face GPT-2: config.json and model.safetensors. Raises UserError."""
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", hint="get it again")
     config = read_hf_config(hf, folder)
+    if not (folder / "model.safetensors").is_file():  # pytorch_model.bin, or several files
+        raise UserError(
+            f"{folder}: no model.safetensors; transformers makes one: GPT2LMHeadModel."
+            f"from_pretrained({str(folder)!r}).save_pretrained('NEW', max_shard_size='50GB')"
+        )
     weights = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         name = name.removeprefix("transformer.")
@@ -217,12 +232,15 @@ def read_checkpoint(path: Path) -> dict:
         if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
             weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    known = dict(
-        model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
+    return dict(
+        model=weights,
+        model_config=config_to_dict(config),
+        vocab=vocab,
+        tokenizer=tokenizer,
+        config=state.get("config", {}),
+        iter_num=state.get("iter_num"),
+        val_loss=state.get("best_val_loss"),  # nanoGPT saves right after its best evaluation
     )
-    # nanoGPT saves right after its best evaluation
-    known |= dict(iter_num=state.get("iter_num"), val_loss=state.get("best_val_loss"))
-    return dict(known, config=state.get("config", {}))
 
 
 def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:

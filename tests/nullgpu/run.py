@@ -349,23 +349,27 @@ def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
 
 
 def train_steps(config, nanogpt: Path | None) -> None:
-    """Four iterations, as bench.py trains."""
-    import bench
+    """Four iterations of train.py's step."""
+    from compare_nanogpt import nanogpts
+    from trainee import Trainee
 
-    trainee = bench.Trainee(config)
-    if nanogpt:
-        bench.use_nanogpt(trainee, nanogpt)
+    from model_fast import build_model
+
+    build = nanogpts(str(nanogpt), build_model) if nanogpt else build_model
+    trainee = Trainee(config, build)
     for _ in range(4):
         trainee.step()
 
 
 def train_whole(config, flags: list[str], folder: Path) -> None:
     """train.py: two iterations, an evaluation, a sample and a checkpoint, and all of it again."""
-    import bench
+    import numpy as np
+
     import train
     from data.shards import write_shard
+    from data.tokenizer import GPT2_VOCAB
 
-    tokens = bench.real_or_random_data(config).train.tokens
+    tokens = np.random.default_rng(config.seed).integers(0, GPT2_VOCAB, 2**22, dtype=np.uint16)
     write_shard(folder / "train_000000.bin", tokens)
     write_shard(folder / "val_000000.bin", tokens[: 2 * config.block_size])
     flags += [f"--dataset={folder}", f"--out_dir={folder / 'out'}", "--init_from=scratch"]
@@ -562,5 +566,5 @@ def write_docs() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main())

@@ -1,5 +1,6 @@
 """
-The records of a run as columns of numbers, and its learning curve.
+A run as columns of numbers, from its metrics.jsonl or from what nanoGPT printed; and its learning
+curve.
 
 A loss is known where a run was evaluated. Between two evaluations it is interpolated linearly.
 """
@@ -11,14 +12,29 @@ from pathlib import Path
 
 import numpy as np
 
+from common.console import UserError
 from common.files import read_record
 from configurator import FIELDS, from_nanogpt
+from reports.nanogpt_log import read_nanogpt_log
 
 INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
 # The kinds of records that become columns, and the values that are kept
+STEP_COLUMNS = (
+    "iter",
+    "tokens",
+    "tokens_after",
+    "hours",
+    "loss",
+    "step_ms",
+    "tokens_per_sec",
+    "mfu",
+    "mem_gib",
+    "data_wait_ms",
+)
 COLUMNS = {
-    "step": ("iter", "tokens", "tokens_after", "hours", "loss", "step_ms", "tokens_per_sec", "mfu"),
-    "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte"),
+    "step": STEP_COLUMNS,
+    "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte", "seconds"),
+    "checkpoint": ("iter", "seconds"),
 }
 # Interpolation may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
 # 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
@@ -28,14 +44,17 @@ NEAR = 0.2
 class Run:
     """
     One run, according to its records so far. `start` is its last start record; `end` is empty while
-    it trains and after a kill. `step` and `eval` are columns, ordered by iteration: an array per
-    value, NaN if unknown. `config` has only the known keys; `iterations`, `tokens` and `hours` (of
-    iterations, evaluations and checkpoints) are None if unknown.
+    it trains and after a kill. `step`, `eval` and `checkpoint` are columns, ordered by iteration:
+    an array per value, NaN if unknown. `config` has only the known keys; `iterations`, `tokens` and
+    `hours` (of iterations, evaluations and checkpoints) are None if unknown.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
-        self.name, self.end = name, {}
-        starts, rows = [], {kind: array("d") for kind in COLUMNS}  # one after the other
+        self.name = name
+        self.end: dict = {}
+        self.warnings: list[str] = []
+        starts = []
+        rows = {kind: array("d") for kind in COLUMNS}  # one after the other
         for record in records:
             kind = record.get("kind")
             if kind == "start":
@@ -44,33 +63,49 @@ class Run:
                 self.end = record
             elif kind in COLUMNS:
                 rows[kind].extend([number(record.get(key)) for key in COLUMNS[kind]])
-        self.step, self.eval = (to_columns(rows[kind], COLUMNS[kind]) for kind in COLUMNS)
+        self.step = to_columns(rows["step"], COLUMNS["step"])
+        self.eval = to_columns(rows["eval"], COLUMNS["eval"])
+        self.checkpoint = to_columns(rows["checkpoint"], COLUMNS["checkpoint"])
         # a resume may have changed the configuration
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
-        before, now = (known_keys(start) for start in (first, self.start))
+        before, now = known_keys(first), known_keys(self.start)
         # as the run began, not as it was resumed
         self.config = now | {key: before[key] for key in INITIAL if key in before}
-        self.warnings: list[str] = []
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
             self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last launch")
         # by the last record; a step record at N means N + 1 iterations
-        step, evals = self.step, self.eval
-        self.iterations = highest(step["iter"] + 1, evals["iter"], self.end.get("iters"))
-        after = step["tokens"] + number(self.start.get("tokens_per_iter"))  # of earlier versions
-        tokens = np.where(np.isnan(step["tokens_after"]), after, step["tokens_after"])
-        self.tokens = highest(tokens, evals["tokens"], self.end.get("tokens"))
-        self.hours = highest(step["hours"], evals["hours"], self.end.get("hours"))
+        step, evals, end = self.step, self.eval, self.end
+        self.iterations = highest(step["iter"] + 1, evals["iter"], end.get("iters"))
+        self.tokens = highest(step["tokens_after"], evals["tokens"], end.get("tokens"))
+        self.hours = highest(step["hours"], evals["hours"], end.get("hours"))
 
 
-def read_run(path: Path) -> Run:
-    """A run from its metrics.jsonl. Lines that are not records are ignored. Raises OSError."""
-    with open(path, "rb") as file:
-        run = Run(path.resolve().parent.name, map(read_record, file))
-    if np.isnan(run.eval["hours"]).any():
-        old = "an older version did not record the hours and tokens of its evaluations"
-        run.warnings.append(f"{run.name}: {old}; what needs them is n/a")
+def open_run(path: Path) -> Run:
+    """
+    A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError if
+    it cannot be read or holds neither an iteration nor an evaluation.
+    """
+    hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        if file.suffix == ".jsonl":
+            run = read_run(file)
+        else:
+            records, warnings = read_nanogpt_log(file)
+            run = Run(path.stem, records)
+            run.warnings = warnings
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; {hint}") from None
+    if not len(run.step["iter"]) and not len(run.eval["iter"]):
+        raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
     return run
+
+
+def read_run(file: Path) -> Run:
+    """A run from its metrics.jsonl. Lines that are not records are ignored. Raises OSError."""
+    with open(file, "rb") as lines:
+        return Run(file.resolve().parent.name, map(read_record, lines))
 
 
 def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:

@@ -1,0 +1,106 @@
+"""
+train.py for bench.py: the same run, in a process that ends when bench.py does. The CPU seconds that
+it has used are noted before each iteration, in a file beside CONFIG.py. For two rows of the ladder
+the run is made slower here, from outside, and on request one iteration is profiled.
+
+    python reports/bench_child.py [--host_sync] [--read_late] CONFIG.py
+"""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Import from the root. Python has put reports/ here.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+import train
+from common.child import end_with_parent
+from common.console import Parser, run_main, say
+from data.loader import Batches
+
+CPU_SECONDS = "cpu_seconds"  # the name of that file
+PROFILE_HEADING = "profile of one iteration:"
+PROFILE_ROWS = 20
+
+
+class LateBatches(Batches):
+    """Reads a micro-batch when it is needed, and not ahead of that in a thread."""
+
+    def read_ahead(self, first: int) -> None:
+        pass
+
+    def ready(self, count: int) -> bool:
+        while len(self.blocks) < count:
+            first = self.consumed + self.rank * self.batch_size
+            self.blocks.append(self.load(first + len(self.blocks) * self.stride))
+        return True
+
+
+def wait_before_each_micro_step(build_model):
+    """build_model() of train.py, for a model that waits for the device before each forward pass."""
+
+    def build(config):
+        def wait(module, arguments) -> None:
+            device = next(module.parameters()).device
+            getattr(torch, device.type).synchronize()
+
+        model = build_model(config)
+        model.register_forward_pre_hook(wait)
+        return model
+
+    return build
+
+
+class WatchedStep:
+    """
+    train_step() of train.py with the CPU seconds noted. Once a trace is asked for, the iteration is
+    profiled: a table is printed, the trace is written, and the process ends.
+    """
+
+    def __init__(self, train_step, cpu_seconds: Path):
+        self.train_step = train_step
+        self.cpu_seconds = open(cpu_seconds, "w", buffering=1)  # the process is killed: no buffer
+        self.asked = threading.Event()
+        self.trace = ""
+
+    def ask_for_profile(self, line: str) -> None:
+        self.trace = line.rstrip("\n")
+        self.asked.set()
+
+    def __call__(self, *arguments):
+        self.cpu_seconds.write(f"{time.process_time()}\n")
+        if not self.asked.is_set():
+            return self.train_step(*arguments)
+        with torch.profiler.profile() as profiler:
+            _, grad_norm = self.train_step(*arguments)
+            grad_norm.item()  # waits for the device
+        profiler.export_chrome_trace(self.trace)
+        order = "self_cuda_time_total" if grad_norm.is_cuda else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=PROFILE_ROWS)
+        say(PROFILE_HEADING, *table.splitlines())
+        sys.exit(0)
+
+
+def main() -> None:
+    parser = Parser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--host_sync", action="store_true")
+    parser.add_argument("--read_late", action="store_true")
+    options = parser.parse_args()
+    step = WatchedStep(train.train_step, options.config.with_name(CPU_SECONDS))
+    end_with_parent(step.ask_for_profile)
+    train.train_step = step
+    if options.host_sync:
+        train.build_model = wait_before_each_micro_step(train.build_model)
+    if options.read_late:
+        train.Batches = LateBatches  # type: ignore[misc]  # a class, and mypy forbids that
+    sys.argv[1:] = [str(options.config)]
+    run_main(train.main, train.explain)
+
+
+if __name__ == "__main__":
+    main()

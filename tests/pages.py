@@ -1,0 +1,128 @@
+"""What the tests read of README, docs/ and results/: pages, code blocks, commands, figures."""
+
+import contextlib
+import functools
+import json
+import re
+import shlex
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from program import ROOT, Night, run
+
+README = ROOT / "README.md"
+GUIDES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # of results: names of older versions
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(page: Path | str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def code_blocks(page: Path, language: str = r"\w*") -> list[str]:
+    """The code blocks of a page that are marked with a language; by default all of them."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """The words of each `python X.py ...` and `torchrun ... X.py ...`, from the script on."""
+    lines = re.findall(r"`(python [^`\n]+)`", read(page))
+    for block in code_blocks(page):
+        lines += block.replace("\\\n", " ").splitlines()
+    commands = []
+    for line in lines:
+        line = line.removeprefix("$ ")
+        if line.startswith(("python ", "torchrun ")):
+            words = shlex.split(line, comments=True)
+            if words[1] == "-m":
+                words[2] = words[2].replace(".", "/") + ".py"
+            first = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            commands.append(words[first:])
+    return commands
+
+
+@functools.cache
+def known_flags(script: str, mode: str = "") -> set[str]:
+    """The names of the flags in a script's --help; `mode` is bench.py's or convert.py's."""
+    told = run(script, *mode.split(), "--help").out
+    flags = {*re.findall(r"--(\w+)", told), *re.findall(r"^(\w+): \w+ = ", told, re.MULTILINE)}
+    if script == "train.py":
+        # the experiments of docs/hacking.md add keys
+        added = re.findall(r"^\+    (\w+): \w+ = ", read("docs/hacking.md"), re.MULTILINE)
+        return flags | {*added}
+    if script in ("bench.py", "configurator.py"):  # these take train.py's keys too
+        return flags | known_flags("train.py")
+    return flags
+
+
+def flags_of(command: list[str]) -> set[str]:
+    """The flags that a command may have."""
+    script, *arguments = command
+    has_modes = script in ("bench.py", "convert.py")
+    mode = arguments[0] if has_modes and arguments else ""
+    return known_flags(script, mode if mode.isidentifier() or "-to-" in mode else "") | {"help"}
+
+
+# -----------------------------------------------------------------------------
+# Figures
+
+
+def lines_of(page: str) -> list[str]:
+    """The page's paragraphs, rows and list items, each on one line."""
+    text = re.sub(r"\n(?![|\n#`$-])", " ", read(page))
+    return text.splitlines()
+
+
+def after(page: str, start: str) -> str:
+    """What follows `start` on the one line of a page that holds it; `...` there is any text."""
+    pattern = ".*?".join(map(re.escape, start.split("..."))) + "(.*)"
+    found = [match[1] for line in lines_of(page) if (match := re.search(pattern, line))]
+    assert len(found) == 1, f"{page}: {len(found)} lines hold {start!r}"
+    return found[0]
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers in a text, but for those inside words, dates and paths."""
+    return re.findall(r"(?<![\w./-])\d[\d,]*(?:\.\d+)?(?![\d/])", text)
+
+
+def rounds_to(value: float, shown: str) -> bool:
+    """Whether `shown` is `value` rounded to as many decimals as it has."""
+    decimals = len(shown.partition(".")[2])
+    return abs(value - float(shown.replace(",", ""))) <= 0.5 * 10**-decimals + 1e-9
+
+
+def check(text: str, values: list[float]) -> None:
+    """The first numbers in a text, or of a table's row all of them, are these values, rounded."""
+    shown = numbers(text)
+    is_row = text.rstrip().endswith("|")
+    assert len(shown) == len(values) or (len(shown) > len(values) and not is_row), (shown, values)
+    for value, number in zip(values, shown, strict=False):
+        assert rounds_to(value, number), f"{number} for {value} in: {text}"
+
+
+def result(name: str) -> dict:
+    return json.loads(read(f"results/{name}.json"))
+
+
+@functools.cache
+def plan(config: str, *flags: str) -> dict:
+    """
+    What `bench.py plan` tells of a config in config/, with GPT-2's vocabulary: no dataset. Asked at
+    the same time in the evening as on the pages.
+    """
+    evening = mock.patch("time.time", lambda: Night.EVENING)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), evening:
+        path = ROOT / "config" / f"{config}.py"
+        told = run("bench.py", "plan", path, *flags, "--json=plan.json")
+        assert told.code == 0, told.err
+        return json.loads(Path("plan.json").read_text()) | dict(out=told.out)

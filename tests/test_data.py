@@ -1,0 +1,347 @@
+"""
+Tokens on their way to the model: the order of the windows, those of an evaluation, folders as they
+should and should not be, and data that do not come.
+"""
+
+import builtins
+import json
+import os
+import pickle
+import signal
+import threading
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program import (
+    assert_same_run,
+    checkpoints,
+    finish,
+    flags,
+    records,
+    run,
+    start,
+    train,
+    write_tokens,
+)
+
+from common.console import RunError, UserError
+from configurator import Config
+from data.loader import ShuffledWindows, eval_batches, to_batch
+from data.shards import ShardTokens, open_dataset, open_shard
+
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=3,
+    learning_rate=1e-2,
+    warmup_iters=2,
+    max_iters=8,
+    lr_decay_iters=8,
+    eval_interval=4,
+    eval_tokens=64,
+    keep_checkpoints=9,
+    dropout=0.1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+
+
+def shard(tokens, *numbers: int) -> bytes:
+    """A file of llm.c's: `numbers` at its head instead of the right ones."""
+    ids = np.asarray(tokens, dtype="<u2")
+    head = np.zeros(256, "<i4")
+    numbers = numbers or (20240520, 1, len(ids))
+    head[: len(numbers)] = numbers
+    return head.tobytes() + ids.tobytes()
+
+
+# -----------------------------------------------------------------------------
+# The order
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(3, 500), block_size=st.integers(1, 40), seed=st.integers(0, 2**63 - 1))
+def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
+    """nanoGPT #294 draws with replacement: some windows come often, a third of them never."""
+    if tokens <= block_size:
+        return
+    order = ShuffledWindows(range(tokens), block_size, seed)
+    n = 0
+    for _ in range(3):
+        offset = order.start(n) % block_size
+        windows = (tokens - 1 - offset) // block_size
+        starts = sorted(order.start(n + i) for i in range(windows))
+        n += windows
+        assert starts[0] < block_size  # no window is left out at the start
+        # nor in between, and none comes twice
+        assert all(b - a == block_size for a, b in pairwise(starts))
+        # only the tail is
+        assert starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1
+
+
+def test_epochs_cut_the_text_at_other_places():
+    order = ShuffledWindows(range(10_000), 100, seed=1)
+    offsets = {order.start(100 * epoch) % 100 for epoch in range(9)}
+    assert len(offsets) > 5  # of 100; by chance two may be equal
+
+
+def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
+    """A split whose token at position n is n, over shards of these sizes."""
+    ends = np.cumsum([0, *sizes])
+    shards = []
+    for i, size in enumerate(sizes):
+        path = folder / f"train_{i:06}.bin"
+        path.write_bytes(shard(np.arange(ends[i], ends[i] + size)))
+        shards.append(open_shard(path))
+    return ShardTokens(shards, 50_000)
+
+
+def test_a_shard_that_ends_in_the_middle_of_a_window_is_not_trained_on(tmp_path):
+    split = split_of_numbers(tmp_path, [1000])
+    path = split.shards[0].path
+    os.truncate(path, 1024 + 2 * 410)
+    assert split.read_windows([390], 20).tolist() == [[*range(390, 410)]]
+    with pytest.raises(RunError, match=str(path)):
+        split.read_windows([400], 20)
+
+
+def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool) -> list[int]:
+    """The targets that an evaluation of 130 tokens counts on all ranks, in order."""
+    config = Config(batch_size=batch_size, block_size=10)
+    ranks = [
+        list(eval_batches(split, 130, config, torch.device("cpu"), spread, rank, world_size))
+        for rank in range(world_size)
+    ]
+    seen = []
+    # equally many batches on each rank, or one would wait for another's for ever
+    for batches in zip(*ranks, strict=True):
+        for x, y in batches:
+            assert x.shape == y.shape == (batch_size, 10)
+            counted = y[:, 0] != -1  # a window counts whole, or fills up the last batches
+            assert torch.equal(x[counted, 1:], y[counted, :-1])
+            assert (y[~counted] == -1).all()
+            seen += y[counted].flatten().tolist()
+    return seen
+
+
+@pytest.mark.parametrize("batch_size, world_size", [(1, 1), (5, 1), (3, 1), (4, 2), (1, 3), (8, 3)])
+def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
+    batch_size, world_size, tmp_path
+):
+    """nanoGPT #644: fixed validation."""
+    split = split_of_numbers(tmp_path, [100, 101])
+    # 13 windows, the first in order
+    assert evaluated(split, batch_size, world_size, spread=False) == list(range(1, 131))
+    # of the 20 windows that there are, every 20 / 13-th
+    starts = [10 * (n * 20 // 13) for n in range(13)]
+    expected = [start + 1 + i for start in starts for i in range(10)]
+    assert evaluated(split, batch_size, world_size, spread=True) == expected
+
+
+@pytest.mark.parametrize("device, non_blocking", [("cuda", True), ("mps", False), ("cpu", False)])
+def test_only_cuda_copies_a_batch_without_waiting(device, non_blocking):
+    """On MPS the copy would read memory that is freed already: silently wrong data."""
+    block = mock.MagicMock()
+    to_batch(block, torch.device(device))
+    block.to.assert_called_once_with(torch.device(device), non_blocking=non_blocking)
+
+
+def test_reading_shards_does_not_take_memory_as_they_are_read(tmp_path):
+    """nanoGPT #287: the pages of a memory map count as the process's, 100 MB here."""
+    path = tmp_path / "train_000000.bin"
+    path.write_bytes(shard(np.zeros(50_000_000, dtype="<u2")))
+    split = ShardTokens([open_shard(path)], 256)
+    before = psutil.Process().memory_info().rss
+    for position in range(0, len(split), 1_000_000):
+        split.read_windows([position], 1_000_000)
+    # a window of a million tokens is 8 MB, and malloc keeps some
+    assert psutil.Process().memory_info().rss - before < 30e6
+
+
+# -----------------------------------------------------------------------------
+# Folders
+
+RAW = np.arange(40, dtype="<u2").tobytes()
+LETTERS = {i: chr(65 + i) for i in range(40)}
+GPT2 = (50257, "gpt2")
+# its files, and what is read there: tokens of train and val, vocabulary, tokenizer
+FOLDERS = {
+    "llm.c's": (
+        {"edufineweb_train_000001.bin": shard(range(40)), "edufineweb_val_0.bin": shard(range(30))},
+        (40, 30, *GPT2),
+    ),
+    "nanoGPT's characters": (
+        {
+            "train.bin": RAW,
+            "val.bin": RAW[:60],
+            "meta.pkl": pickle.dumps(
+                dict(vocab_size=40, itos=LETTERS, stoi={c: i for i, c in LETTERS.items()})
+            ),
+        },
+        (40, 30, 40, "char"),
+    ),
+    "the last word train or val in a name decides": (
+        {
+            "train_of_thought_val_000000.bin": shard(range(1)),
+            "constrained_val_000000.bin": shard(range(2)),
+            "medieval.train.bin": shard(range(4)),
+            "my_val_set_train_000001.bin": shard(range(8)),
+            "retrieval-train-0001.bin": shard(range(16)),
+            # of no split, so never looked at
+            "retrieval.bin": b"?",
+            "evaluation_000000.bin": b"?",
+            "training_000000.bin": b"?",
+        },
+        (4 + 8 + 16, 1 + 2, *GPT2),
+    ),
+    "a name that is not UTF-8": (
+        {os.fsdecode(b"\xff_train_1.bin"): shard(range(40)), "val_0.bin": shard(range(30))},
+        (40, 30, *GPT2),
+    ),
+} | {
+    # a sample would end in a traceback, hours into the run
+    f"an unknown tokenizer: {name}": (
+        {"train.bin": RAW, "val.bin": RAW, "meta.pkl": pickle.dumps(meta)},
+        (40, 40, meta["vocab_size"], "unknown"),
+    )
+    for name, meta in {
+        "of one's own": dict(vocab_size=100),
+        "more ids than GPT-2's": dict(vocab_size=60_000),
+        "numbers": dict(vocab_size=40, itos=dict(enumerate(range(40)))),
+        "too few letters": dict(vocab_size=40, itos={0: "a"}),
+    }.items()
+}
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_read_as_it_is(name, tmp_path):
+    files, expected = FOLDERS[name]
+    write_files(tmp_path, files)
+    data = open_dataset(str(tmp_path))
+    assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == expected
+
+
+# beside a good val_000000.bin; more of them in test_bad_starts.py
+BAD_FILES = {
+    "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520, 7"),
+    "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "not 11"),
+    "count too small": ("train_1.bin", shard(range(10), 20240520, 1, 9), "not 9"),
+    "header cut short": ("train_1.bin", shard(range(10))[:500], "not 10"),
+    "empty shard": ("train_1.bin", b"", "begins with 0, 0"),
+    "no tokens at all": ("train_1.bin", shard([]), "no tokens"),
+    "empty raw file": ("train.bin", b"", "no tokens"),
+    "odd bytes": ("train.bin", b"abc", "prepare it again"),
+    "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),
+    "token beyond vocab": ("train_1.bin", shard([65535] * 40), "vocabulary"),
+    "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "meta.pkl"),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_FILES)
+def test_a_bad_file_is_named_in_one_line(problem, tmp_path):
+    name, content, word = BAD_FILES[problem]
+    write_files(tmp_path, {"val_000000.bin": shard(range(30)), name: content})
+    with pytest.raises(UserError) as error:
+        open_dataset(str(tmp_path))
+    (line,) = error.value.problems
+    assert word in line and "\n" not in line
+
+
+def test_the_fingerprint_follows_the_tokens(tmp_path):
+    folder = write_tokens(tmp_path / "a", [500], [100])
+    ours = open_dataset(str(folder)).fingerprint
+    assert open_dataset(str(write_tokens(tmp_path / "b", [500], [100]))).fingerprint == ours
+    assert open_dataset(str(write_tokens(tmp_path / "c", [501], [100]))).fingerprint != ours
+    # as of a folder of nanoGPT's, whose names and sizes stay
+    (folder / "manifest.json").unlink()
+    before = open_dataset(str(folder)).fingerprint
+    (folder / "train_000001.bin").write_bytes(shard(np.arange(500) % 61))
+    assert open_dataset(str(folder)).fingerprint != before
+
+
+@pytest.mark.parametrize("counted, expected", [((900, 500), 2.0), ((0, 140), 0.2), (None, None)])
+def test_bytes_per_token_are_those_of_the_validation_split(counted, expected, tmp_path):
+    """A shard may hold no text's end. An older version has not counted them at all."""
+    folder = write_tokens(tmp_path / "d", train=[1000], val=[300, 400])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for i, shard in enumerate(manifest["shards"][:2]):
+        del shard["bytes"]
+        if counted:
+            shard["bytes"] = counted[i]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert open_dataset(str(folder)).bytes_per_token == expected
+
+
+# -----------------------------------------------------------------------------
+# Data that do not come
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
+
+
+def test_a_signal_ends_the_wait_for_a_disk_that_does_not_answer(tokens, tmp_path):
+    """Nothing is lost, and the process does not wait for its thread."""
+    train(**TINY, dataset=tokens, out_dir=tmp_path / "unbroken")
+    real, reads, released = builtins.open, 0, threading.Event()
+
+    def hanging(file, *arguments, **options):
+        nonlocal reads
+        is_reader = threading.current_thread() is not threading.main_thread()
+        if is_reader and Path(file).name.startswith("train_"):
+            reads += 1
+            if reads == 60:  # four windows in a micro-batch, three of these in an iteration
+                signal.raise_signal(signal.SIGTERM)
+                released.wait(60)
+        return real(file, *arguments, **options)
+
+    keys = flags(**TINY, dataset=tokens, out_dir=tmp_path / "hanging")
+    with mock.patch("builtins.open", hanging):
+        result = run("train.py", *keys)
+    assert not released.is_set() and reads == 60
+    released.set()
+    assert result.code == 143
+    (end,) = records(tmp_path / "hanging", "end")
+    assert 0 < end["iters"] < 5 and checkpoints(tmp_path / "hanging")[-1] == end["iters"]
+    assert run("train.py", *keys, "--init_from=resume").code == 0
+    assert_same_run(tmp_path / "unbroken", tmp_path / "hanging", 8)
+
+
+BUSY = """
+import gc, runpy, torch
+read = torch.from_numpy
+def slow(block):
+    for _ in range(3):
+        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+    return read(block)
+def fail():
+    raise SystemExit(7)
+torch.from_numpy, gc.freeze = slow, fail  # of the reader, and a little later of the start
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_an_end_while_the_reader_is_busy_does_not_abort_the_process(tokens, tmp_path):
+    """
+    Python, shutting down under a thread inside of torch's C++, calls terminate(): SIGABRT in place
+    of the exit code.
+    """
+    process = start("-c", BUSY, *flags(**TINY, dataset=tokens, out_dir=tmp_path), WHOLE_END="1")
+    assert finish(process).code == 7

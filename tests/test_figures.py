@@ -1,0 +1,331 @@
+"""
+Figures on the pages: those that were measured are the ones in the json files of results/, and those
+that are estimated are what `bench.py plan` computes.
+"""
+
+import csv
+import math
+import re
+import shlex
+import statistics
+
+import pytest
+from pages import GUIDES, after, check, code_blocks, numbers, page_name, plan, read, result
+from program import ROOT
+
+from configurator import load_config
+
+# -----------------------------------------------------------------------------
+# Measured: (page, beginning of a row, the values behind it)
+
+PEERS = {  # rows of results/speed.md -> files
+    "| 12 x 768, 4 x 256 | compiled |": "peer_124m",
+    "| 12 x 768, 4 x 256, again | compiled |": "peer_124m_again",
+    "| 12 x 768, 32 x 256 | compiled |": "peer_124m_B32",
+    "| 12 x 768, 32 x 256, again | compiled |": "peer_124m_B32_again",
+    "| 12 x 768, 2 x 1024 | eager |": "peer_124m_T1024",
+    "| 12 x 768, 2 x 1024, again | eager |": "peer_124m_T1024_again",
+    "| 4 x 256, 8 x 1024 | eager |": "peer_T1024",
+    "| 12 x 768, 4 x 256, memory kept by both | eager |": "compare_124m",
+    "| 12 x 768, 2 x 1024, memory kept by both | eager |": "compare_124m_T1024",
+}
+STUDIES = {  # texts of the recipe study -> files
+    "prose": "transfer",
+    "prose, repeated": "transfer_again",
+    "Python code": "transfer_sources",
+}
+GROUPS = {  # rows of the study and of results/recipe.md -> recipes: without a group, and with it
+    ("lookup tables and key offset", "both tables and the key"): ("no_tables", "fast"),
+    ("value embeddings alone", "value embeddings alone"): ("no_values", "fast"),
+    ("bigram embedding and", "bigram embedding and"): ("no_pairs", "fast"),
+    ("the other components", "all else, against Muon"): ("muon", "no_tables"),
+}
+STUDY = "docs/internals/recipe_study.md"
+
+
+def peer_figures():
+    """tok/s of both, the ratio with its range, GiB of both, their ratio; and the short tables."""
+    for start, name in PEERS.items():
+        p = result(f"cpu/{name}")
+        lines = p.get("cpu_seconds_per_iter") or p["seconds_per_iter"]
+        seconds = {side: statistics.median(t) for side, t in lines.items()}
+        speeds = [p["tokens_per_iter"] / seconds[side] for side in ("nanoGPT", "ours")]
+        gib = [p["memory_gib"]["nanoGPT"], p["memory_gib"]["ours"]]
+        ratio = [p["speed_ratio"], *p["speed_ratio_range"]]
+        yield "results/speed.md", start, [*speeds, *ratio, *gib, p["memory_ratio"]]
+    for start, files, key in (
+        ("| tokens per second, 12", "peer_124m", "speed_ratio"),
+        ("| memory that", "peer_124m", "memory_ratio"),
+        ("| tokens per second in eager", "compare_124m", "speed_ratio"),
+    ):
+        found = [result(f"cpu/{name}")[key] for name in PEERS.values() if name.startswith(files)]
+        for page in ("README.md", "docs/from_nanogpt.md"):
+            yield page, f"{start}...| 1 |", [min(found), max(found)]
+
+
+def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:
+    """Size and length, as in ("4.72M", "4") -> the row about the tokens that `by` needs."""
+    rows = [row for row in result(study)["shares"] if (row["of"], row["by"]) == (of, by)]
+    return {(f"{row['matrices'] / 1e6:.2f}M", f"{row['length']:g}"): row for row in rows}
+
+
+def study_figures():
+    """The share of the tokens that the fast recipe needs, with lookup tables and without."""
+    by_size: dict[tuple[str, str], list[float]] = {}
+    for text, study in STUDIES.items():
+        both = [shares("classic", by, study) for by in ("fast", "no_tables")]
+        for key, row in (both[0] | both[1]).items():
+            percent = [100 * found[key]["share"] for found in both if key in found]
+            tokens = row["matrices"] * row["length"] / 1e6
+            yield STUDY, f"| {text} | {' | '.join(key)} |", [tokens, row["loss"], *percent]
+            by_size.setdefault(key, []).extend(percent)
+    for (size, length), percent in by_size.items():
+        yield "results/recipe.md", f"| {size} | {length}", percent
+    for (in_study, in_results), recipes in GROUPS.items():
+        found = shares(*recipes)
+        percent = [100 * found[key]["share"] for key in sorted(found) if key[1] in "12"]
+        yield STUDY, f"| {in_study}...|", percent
+        yield "results/recipe.md", f"| {in_results}...|", [100 - needed for needed in percent]
+
+
+def ranges():
+    """The same shares on the pages that give only their ranges."""
+    for start, studies in {
+        "| English prose, up to two seeds |": ("transfer", "transfer_again"),
+        "| Python code, one seed, two run lengths |": ("transfer_sources",),
+    }.items():
+        percent, sizes = [], []
+        for by in ("fast", "no_tables"):
+            rows = [row for study in studies for row in shares("classic", by, study).values()]
+            percent += [100 * f(row["share"] for row in rows) for f in (min, max)]
+            sizes = sorted({row["matrices"] / 1e6 for row in rows})
+        yield "docs/fast_recipe.md", start, [*dict.fromkeys((sizes[0], sizes[-1])), *percent]
+        if "transfer_again" in studies:
+            yield "README.md", "models of at most", [sizes[-1], *percent[:2]]
+
+
+MEASURED = [*peer_figures(), *study_figures(), *ranges()]
+
+
+@pytest.mark.parametrize("page, start, values", MEASURED)
+def test_a_measured_figure_is_that_of_its_file(page, start, values):
+    check(re.sub(r"below \d+%", "", after(page, start)), values)
+
+
+def test_a_figure_that_is_another_one_is_found():
+    row = " 1,089 | 2.09 (1.76 to 2.93) |"
+    check(row, [1089.4, 2.0851, 1.764, 2.93])
+    for wrong in ([1089.4, 2.0851, 1.764], [1089.4, 2.0951, 1.764, 2.93], [1088, 2.09, 1.76, 2.93]):
+        with pytest.raises(AssertionError):
+            check(row, wrong)
+
+
+def test_the_lines_of_the_quickstart_follow_from_each_other():
+    """32 sequences of 64 bytes in each iteration; losses in nats per byte."""
+    text = read("README.md")
+    pattern = r"^iter (\d+): .* time ([\d.]+)ms, .* tok/s ([\d,]+), .* tokens ([\d.]+)M"
+    it, ms, speed, tokens = re.search(pattern, text, re.MULTILINE).groups()
+    assert float(ms) / 1000 * float(speed.replace(",", "")) == pytest.approx(32 * 64, rel=1e-3)
+    check(f"{tokens} |", [int(it) * 32 * 64 / 1e6])
+    pattern = r"^step .* val loss ([\d.]+), .* perplexity ([\d.]+), ([\d.]+) bits per byte"
+    loss, perplexity, bits = map(float, re.search(pattern, text, re.MULTILINE).groups())
+    assert math.log(perplexity) == pytest.approx(loss, abs=2e-4)  # both are rounded
+    # the end of a document is a token and no byte: one in some 20,000
+    assert bits * math.log(2) == pytest.approx(loss * (1 + 1 / 20_000), abs=1e-4)
+    lines = re.findall("^(?:iter|step) .*$", read("docs/training.md"), re.MULTILINE)
+    assert lines and all(line in text for line in lines)
+
+
+# -----------------------------------------------------------------------------
+# Estimated. A table's row that names a config for a GPU: a word of a column's head, and its values
+
+
+def hours_with_range(p: dict) -> list[float]:
+    """The hours, and the range where the source of the pace has one."""
+    low, high = p["hours_range"]
+    return [p["hours"]] if low == high else [p["hours"], low, high]
+
+
+COLUMNS = {
+    "hours": hours_with_range,
+    "memory": lambda p: [p["vram_gib"]],
+    "parameters": lambda p: [p["params"] / 1e6],
+    "MFLOP per token": lambda p: [p["flops_per_token"] / 1e6],
+    "checkpoint,": lambda p: [p["checkpoint_gb"]],
+    "one checkpoint": lambda p: [p["checkpoint_gb"]],
+    "three checkpoints": lambda p: [3 * p["checkpoint_gb"]],
+    "iteration (": lambda p: [p["iter_seconds"]],
+    "save to a disk of 0.5 GB/s": lambda p: [p["checkpoint_gb"] / 0.5],
+}
+CONFIG = re.compile(r"((?:gpt|fast)\d+m_(?!cpu)(\w+))(?:\.py)?((?: --\w+=\w+)*)")
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split(" | ")]
+
+
+def planned_cells():
+    """(page, config and flags, column, cell) of each such row."""
+    for page in GUIDES:
+        for table in re.findall(r"(?:^\|.*\n)+", read(page), re.MULTILINE):
+            head, _, *rows = table.splitlines()
+            for row in rows:
+                if not (named := CONFIG.search(row)):
+                    continue
+                words = (named[1], f"--gpu={named[2]}", *named[3].split())
+                for title, cell in zip(cells_of(head), cells_of(row), strict=True):
+                    for column in COLUMNS:
+                        if column in title and numbers(cell):
+                            yield page_name(page), words, column, cell
+
+
+PLANNED = [*planned_cells()]
+
+
+@pytest.mark.parametrize("page, words, column, cell", PLANNED)
+def test_a_cell_about_a_config_is_what_plan_computes(page, words, column, cell):
+    check(f"{cell} |", COLUMNS[column](plan(*words)))
+
+
+def test_such_cells_are_found():
+    pages = {page for page, *_ in PLANNED}
+    assert pages >= {"README.md", "docs/plan.md", "docs/fast_recipe.md", "docs/recovery.md"}
+
+
+def examples_of_plan():
+    """(page, config and flags, lines shown) of each block that begins with a command of plan."""
+    mark = "$ python bench.py plan config/"
+    for page in GUIDES:
+        for block in code_blocks(page):
+            if block.startswith(mark):
+                command, *shown = block.removeprefix(mark).splitlines()
+                yield page_name(page), shlex.split(command), shown
+
+
+EXAMPLES = [*examples_of_plan()]
+
+
+@pytest.mark.parametrize("page, words, shown", EXAMPLES)
+def test_an_example_of_plan_shows_what_it_prints(page, words, shown):
+    config, *flags = words
+    assert {*shown} <= {*plan(config.removesuffix(".py"), *flags)["out"].splitlines()}
+
+
+def test_the_line_about_the_link_is_what_plan_prints():
+    start = "link     "
+    assert (
+        start + after("docs/several_gpus.md", start)
+        in plan("gpt124m_a100", "--gpu=a100", "--gpus=16")["out"]
+    )
+
+
+def assumed_mfu(gpu: str) -> list[float]:
+    p = plan("gpt124m_4070", "--dtype=float16", f"--gpu={gpu}")
+    assert "assumed" in p["pace"]
+    return [100 * p["mfu"]]
+
+
+def users_log(config: str, seconds: float) -> list[float]:
+    """
+    The log's pace and MFU, of an A100's peak and of the card's; the hours with that pace, and with
+    what plan takes for the card.
+    """
+    flags = ["--gpu=4070", "--max_iters=20000"]
+    theirs = plan(config, *flags, f"--iter_seconds={seconds}")
+    percent = 100 * theirs["mfu"]
+    speed = [theirs["iter_seconds"], theirs["tokens_per_sec"], percent * 58.3 / 312, percent]
+    return [*speed, theirs["hours"], *hours_with_range(plan(config, *flags))]
+
+
+def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
+    """The seconds of an iteration on one GPU, and how many times as fast several are."""
+    card = f"--gpu={config.partition('_')[2]}"
+    flags = [f"--link_gbits={link}"] if link else []
+    alone = plan(config, card)["iter_seconds"]
+    return [
+        alone,
+        *(alone / plan(config, card, f"--gpus={n}", *flags)["iter_seconds"] for n in gpus),
+    ]
+
+
+def larger_model(name: str) -> list[float]:
+    """Parameters, memory and hours of the command that the page gives for it."""
+    text = read("docs/several_gpus.md").replace("\\\n", " ")
+    (flags,) = re.findall(rf"(--out_dir=out/{name}\s[^>]*)> config/my", text)
+    p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", *flags.split())
+    return [p["params"] / 1e6, p["vram_gib"], *hours_with_range(p)]
+
+
+def gpu_hours() -> list[float]:
+    hours = {n: plan("gpt124m_a100", "--gpu=a100", f"--gpus={n}")["hours"] for n in (16, 8)}
+    return [10, 16 * hours[16], 16, 8 * hours[8], 8]
+
+
+FIGURES = [
+    ("plan", "| GeForce, such ...|", lambda: assumed_mfu("3060")),
+    ("plan", "| GeForce in laptops: ...|", lambda: assumed_mfu("RTX 4070 Laptop")),
+    ("plan", "| all others, ...|", lambda: assumed_mfu("T4")),
+    ("plan", "| 40M parameters, 10.5B tokens |", lambda: users_log("gpt40m_4070", 3.9)),
+    ("plan", "| 124M parameters, 10.5B tokens |", lambda: users_log("gpt124m_4070", 9.34)),
+    ("several_gpus", "| A100, NVLink, ...|", lambda: speed_ups("gpt124m_a100", 2, 4, 8)),
+    ("several_gpus", "| H200, NVLink, gpt124m...|", lambda: speed_ups("gpt124m_h200", 2, 4, 8)),
+    ("several_gpus", "| RTX 4090, PCIe, ...|", lambda: speed_ups("gpt124m_4090", 2, 4, 8)),
+    (
+        "several_gpus",
+        "| gpt124m_a100, 100 Gbit/s |",
+        lambda: speed_ups("gpt124m_a100", 2, 4, 8, 16, link="100"),
+    ),
+    ("several_gpus", "So ", gpu_hours),
+    ("several_gpus", "| gpt350m |", lambda: larger_model("gpt350m")),
+    ("several_gpus", "| gpt774m |", lambda: larger_model("gpt774m")),
+]
+
+
+@pytest.mark.parametrize("page, start, values", FIGURES)
+def test_an_estimated_figure_is_what_plan_computes(page, start, values):
+    check(after(f"docs/{page}.md", start), values())
+
+
+def test_the_published_mfus_are_those_of_the_table():
+    text = after("docs/plan.md", "Published, in %:")
+    with open(ROOT / "training" / "gpus.csv", newline="") as file:
+        published = [row["mfu_percent"] for row in csv.DictReader(file) if row["mfu_percent"]]
+    assert published and all(f" {percent}" in text for percent in published)
+
+
+GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
+GPU_CONFIGS.remove("gpt124m_cpu")
+
+
+@pytest.mark.parametrize("config", GPU_CONFIGS)
+def test_the_figures_in_a_configs_comments_are_what_plan_computes(config):
+    path = f"config/{config}.py"
+    text = read(path)
+    gpu = re.search(rf"^# python bench.py plan {path} --gpu=(\w+)$", text, re.MULTILINE)[1]
+    p = plan(config, f"--gpu={gpu}")
+    (hours,) = re.findall(
+        r"^# Estimated, not measured.*? ([\d.]+ hours(?: \(.*?\))?) for", text, re.M
+    )
+    check(f"{hours} |", COLUMNS["hours"](p))
+    for millions in re.findall(r"stores (\d+)M", text):
+        check(f"{millions} |", COLUMNS["parameters"](p))
+    for key, minutes in re.findall(r"^(\w+) = .*(?:every|about) (\d+) minutes", text, re.M):
+        iterations = getattr(load_config([str(ROOT / path)]), key)
+        assert int(minutes) == pytest.approx(iterations * p["iter_seconds"] / 60, rel=0.1)
+
+
+LAPTOP = {
+    ("gpt124m_4070",): True,
+    ("fast40m_4070", "--batch_size=8"): True,
+    ("fast124m_4070",): False,
+}
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("words, fits", LAPTOP.items())
+def test_a_laptops_4070_has_room_for_what_the_install_page_gives_it(words, fits):
+    """With 1 GiB for its desktop, of the memory that plan takes for free."""
+    text = after("docs/install.md", "**A laptop's RTX 4070 has 8 GB:**")
+    assert all(word in text for word in words)
+    p = plan(*words, "--gpu=RTX 4070 Laptop")
+    assert (p["vram_gib"] + 1 < p["usable_gib"]) is fits

@@ -1,0 +1,459 @@
+"""
+bench.py plan from outside: its figures against numbers computed by hand, and what it says.
+
+All figures are of --json. N = 124,373,760 are the parameters of GPT-2 124M with 50,304 rows:
+50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768.
+"""
+
+import json
+import re
+from argparse import Namespace
+
+import pytest
+from pages import plan
+from program import ROOT, records, run, write_tokens
+
+from configurator import Config
+from reports.plan import plan as plan_with
+
+N = 124_373_760
+GIB = 2**30
+COPIES = 2 * 12 * 768**2  # autocast's bfloat16 copies of one block's matrices
+BLOCKS = 1 - 6 * 768 * 50304 / 854.7e6  # the blocks' share of the FLOPs
+LINK = 2 * 4 * N  # bytes that all gradients are, there and back
+OF_1000 = ("--iter_seconds=1", "--max_iters=1000", "--eval_interval=300", "--eval_tokens=524288")
+TINY = ("quickstart", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16")
+# 256 * 32 + 16 * 32 + 2 * (12 * 32^2 + 2 * 32) + 32 parameters
+TINY_PARAMETERS = 33_440
+
+FIGURES = {
+    "the users' 40M run": (
+        # N = 50304 * 384 + 12 * (12 * 384^2 + 2 * 384) + 384 = 40,560,000, and 1024 * 384
+        # positions; 6 N + 12 * 12 * 384 * 1024 = 299,983,104 FLOPs, less the norms' 6 * 25 * 384
+        ("gpt40m_4070", "--gpu=4070", "--iter_seconds=3.9", "--dataset_tokens=3.68B")
+        + ("--watts=200", "--price_kwh=0.2"),
+        dict(
+            tokens_per_iter=16 * 1024 * 32,
+            total_tokens=10_485_760_000,
+            epochs=2.849,
+            params=40_560_000 + 1024 * 384,
+            flops_per_token=299_925_504,
+            total_flops=3.145e18,
+            tokens_per_sec=134_433,
+            mfu=0.6916,
+            hours=21.667,
+            hours_range=[21.667, 21.667],
+            kwh=4.333,
+            cost=4.36 * 0.2,
+            # 1.01 * (18 N - 2 * 1024 * 384 + 16384 * (12 * (32 * 384 + 40) + 4 * 384)
+            # + 2 * 50304 * (2 * 4096 + 4 * 384)) + 0.55e9
+            vram_gib=4.756e9 / GIB,
+        ),
+    ),
+    "the users' 124M run": (
+        ("gpt124m_4070", "--gpu=4070", "--iter_seconds=9.34", "--max_iters=20000"),
+        dict(hours=51.89, total_flops=8.963e18, tokens_per_sec=56_134, mfu=0.8230),
+    ),
+    **{
+        f"the planner note at {seconds} s": (
+            ("gpt40m_4070", "--gpu=4070", f"--iter_seconds={seconds}"),
+            dict(hours=hours, epochs=None, kwh=None, cost=None, rent=None),
+        )
+        for seconds, hours in ((2.5, 13.89), (3, 16.67), (3.5, 19.44), (4, 22.22))
+    },
+    "a range as published": (
+        # 854.7 MFLOP * 524,288 * 19,073 / 312 TFLOP/s = 7.609 h at the peak
+        ("gpt124m_a100", "--gpu=a100"),
+        dict(mfu=0.545, hours=7.609 / 0.545, hours_range=[7.609 / 0.57, 7.609 / 0.52]),
+    ),
+    "the users' logs": (
+        # 40.72 h at the peak of 58.3 TFLOP/s
+        ("gpt124m_4070", "--gpu=4070"),
+        dict(mfu=0.7575, hours=53.76, hours_range=[40.72 / 0.823, 40.72 / 0.692]),
+    ),
+    "recompute runs the blocks' forward pass a second time": (
+        ("gpt124m_a100", "--gpu=a100", "--recompute=True"),
+        dict(hours=7.609 / 0.545 * (1 + BLOCKS / 3)),
+    ),
+    "evaluations and checkpoints are on the bill": (
+        # Evaluations at 0, 300, 600, 900, 1000, forward alone; checkpoints at the last four, and
+        # at 200, 400, 800, each of 12 N bytes at 0.5 GB/s.
+        ("gpt124m_4070", "--gpu=4070", *OF_1000, "--checkpoint_interval=200")
+        + ("--watts=100", "--price_kwh=0.5", "--price_hour=2"),
+        dict(
+            evaluations=5,
+            eval_seconds=2 / 3,
+            checkpoints=7,
+            checkpoint_seconds=12 * N / 0.5e9,
+            hours=1000 / 3600,
+            hours_total=(1000 + 5 * 2 / 3 + 7 * 2.985) / 3600,
+            kwh_total=0.1 * 1024.2 / 3600,
+            cost=0.05 * 1024.2 / 3600,
+            rent=2 * 1024.2 / 3600,
+        ),
+    ),
+    "a disk": (
+        # 10B tokens of two bytes; two checkpoints and best.pt
+        ("gpt124m_4070", "--gpu=4070", "--dataset_tokens=10B", "--iter_seconds=9"),
+        dict(shards_gb=20, checkpoint_gb=12 * N / 1e9, checkpoints_kept=3, disk_gb=24.477),
+    ),
+    "the quickstart's bytes": (
+        # 256 * 128 + 64 * 128 + 4 * (12 * 128^2 + 2 * 128) + 128
+        ("quickstart", "--iter_seconds=0.07"),
+        dict(vocab_size=256, params=828_544, hours=1500 * 0.07 / 3600),
+    ),
+    "the hours hold fewer iterations for evaluations and checkpoints": (
+        # 2,880 iterations of 10 s would have 25 evaluations of 2 * 2,097,152 / 3 tokens, 26.67 s,
+        # and 70 checkpoints of 8.412 s, 1255.5 s in all: 28800 / 30055.5 of them fit
+        ("fast124m_4070", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
+        dict(max_iters=2759, hours=7.664, hours_total=8, total_tokens=2759 * 524_288),
+    ),
+    "max_iters ends before the hours": (
+        ("fast124m_4070", "--gpu=4070", "--hours=8", "--max_iters=1000"),
+        # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak
+        dict(
+            tokens_range=[1000 * 524_288] * 2,
+            hours_range=[7.686 / 0.823 / 3.6, 7.686 / 0.692 / 3.6],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("words, figures", FIGURES.values(), ids=FIGURES)
+def test_a_figure_of_a_plan_is_the_one_computed_by_hand(words, figures):
+    """Computed to four digits."""
+    p = plan(*words)
+    for name, value in figures.items():
+        assert p[name] == (value if value is None else pytest.approx(value, rel=5e-4)), name
+
+
+# -----------------------------------------------------------------------------
+# Memory, in bytes; docs/internals/memory_model.md has the formulas
+
+TOKENS = 8 * 1024
+MEMORY = {
+    "AdamW": (
+        (),
+        dict(
+            weights=6 * N - 2 * 1024 * 768,  # positions are looked up in float32
+            gradients=4 * N,
+            optimizer=8 * N,
+            activations=TOKENS * (12 * (32 * 768 + 16 + 48) + 4 * 768),
+            # those of 4,096 tokens with their gradient, and the head's gradient of both such chunks
+            logits=2 * 50304 * (2 * 4096 + 2 * 768),
+            context=0.55e9,
+        ),
+    ),
+    "Muon": (
+        # one momentum of 12 * 12 * 768^2 weights, and a number for each index of their longer sides
+        ("--optimizer=muon",),
+        dict(optimizer=8 * N - 4 * 84_934_656 + 4 * 12 * (4 * 768 + 2 * 3072)),
+    ),
+    "recompute keeps the stream at each block's entry, and one block's copies": (
+        ("--recompute=True",),
+        dict(
+            weights=6 * N - 2 * 1024 * 768 - 11 * 6 * COPIES / 6,
+            activations=TOKENS * (12 * 2 * 768 + 4 * 768),
+        ),
+    ),
+    "all logits at once": (
+        ("--loss_chunk=off",),
+        dict(logits=2 * 50304 * (TOKENS + 768)),
+    ),
+    "logits in chunks of 1,024 tokens, and the head's gradient in float32": (
+        ("--compile=False", "--loss_chunk=1024"),
+        dict(logits=50304 * (12 * 1024 + 4 * 768)),
+    ),
+    "plain attention keeps its square of weights": (
+        ("--flash=False",),
+        dict(
+            activations=TOKENS * (12 * (32 * 768 + 16 + 48) + 4 * 768)
+            + 12 * 8 * 12 * 1024 * 1024 * 6
+        ),
+    ),
+    # 1.01 (18 N + B T (12 * 36.08 C + 6 C + k V)) + 0.55 GB, k = 12 eager and 2 compiled; compiled
+    # another 2 C V = 0.08 GB, and the stream in 2 bytes, B T 26 C less; eager a gap of 2 B T V
+    **{
+        f"in all, {'compiled' if compiled else 'eager'} with a micro-batch of {batch}": (
+            (f"--compile={compiled}", f"--batch_size={batch}", "--loss_chunk=off"),
+            dict(all=gigabytes * 1e9),
+        )
+        for batch, compiled, gigabytes in (
+            *((8, False, 11.39), (8, True, 6.21), (16, False, 20.01), (16, True, 9.53)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("flags, sizes", MEMORY.values(), ids=MEMORY)
+def test_a_part_of_the_memory_is_the_one_computed_by_hand(flags, sizes):
+    p = plan("gpt124m_4070", "--gpu=4070", *flags)
+    parts = {name: size * GIB for name, size in p["vram_parts_gib"].items()}
+    assert sum(parts.values()) == pytest.approx(p["vram_gib"] * GIB)
+    for name, size in sizes.items():
+        if name == "all":  # the formulas above are rounded
+            assert sum(parts.values()) == pytest.approx(size, rel=0.005)
+        else:
+            assert parts[name] == pytest.approx(size, rel=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "gpu, sequences, batch_size, fitting",
+    [
+        ("4070", 512, 32, 16),  # 10.8 GiB of 12; 16 need 9.5 GB, 32 some 16 GB
+        ("3070", 512, 8, 8),  # 7.7 GB: 12 sequences, which do not divide 512
+        ("3070", 480, 8, 12),
+        ("rtx 3050 6gb", 512, 8, 4),
+    ],
+)
+def test_the_largest_micro_batch_that_fits_divides_the_sequences(
+    gpu, sequences, batch_size, fitting
+):
+    flags = [f"--batch_size={batch_size}", f"--tokens_per_iter={1024 * sequences}"]
+    p = plan("gpt124m_4070", f"--gpu={gpu}", *flags)
+    assert p["fits"] is (batch_size <= fitting) and p["batch_size_that_fits"] == fitting
+    accumulation = sequences // fitting
+    assert f"--batch_size={fitting} --gradient_accumulation_steps={accumulation}\n" in p["out"]
+
+
+def test_a_model_of_which_not_even_one_sequence_fits_is_told_what_helps():
+    p = plan("gpt124m_4070", "--gpu=rtx 3050 6gb", "--n_embd=1536")
+    assert p["batch_size_that_fits"] is None and "--recompute=True" in p["out"]
+
+
+# -----------------------------------------------------------------------------
+# The pace, and where it is from
+
+
+@pytest.mark.parametrize(
+    "gpu, mfu, source",
+    [
+        ("4070", 0.7575, "users' logs, GPU assumed from the run's name: 69% and 82% of its peak"),
+        ("5090", 0.80, "published: 80%"),
+        ("a100", 0.545, "published: 52-57%"),
+        ("3060", 0.65, "assumed: 65%"),
+        ("A30", 0.35, "assumed: 35%"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "assumed: 50%"),
+    ],
+)
+def test_a_plan_says_whether_its_mfu_is_published_or_assumed(gpu, mfu, source):
+    p = plan("gpt124m_4070", f"--gpu={gpu}")
+    assert p["mfu"] == pytest.approx(mfu)
+    assert p["pace"].startswith(source) and p["pace"] in p["out"]
+
+
+@pytest.mark.parametrize("gpu", ["T4", "2080", "V100-SXM2-16GB"])
+def test_a_gpu_without_bfloat16_is_planned_in_float16(gpu):
+    p = plan("gpt124m_4070", f"--gpu={gpu}", "--dtype=float16")
+    assert p["dtype"] == "float16" and p["mfu"] > 0
+
+
+@pytest.mark.parametrize(
+    "gpu, flags, exchange",
+    [
+        # seconds: n GPUs send and receive (n - 1) / n of the float32 gradients twice
+        ("a100", ["--gpus=8"], 7 / 8 * LINK / 230e9),
+        ("4070", ["--gpus=2"], 1 / 2 * LINK / 12e9),
+        ("a100", ["--gpus=16"], 15 / 16 * LINK / 10e9),
+        ("a100", ["--gpus=16", "--link_gbits=3200"], 15 / 16 * LINK / 320e9),
+    ],
+)
+def test_several_gpus_share_the_work_and_average_their_gradients(gpu, flags, exchange):
+    one, p = plan("gpt124m_4070", f"--gpu={gpu}"), plan("gpt124m_4070", f"--gpu={gpu}", *flags)
+    assert p["exchange_seconds"] == pytest.approx(exchange)
+    assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / p["gpus"] + exchange)
+    low, high = one["iter_seconds_range"]
+    expected = [low / p["gpus"] + exchange, high / p["gpus"] + exchange]
+    assert p["iter_seconds_range"] == pytest.approx(expected)
+    assert "averaging gradients" in p["out"] and "averaging gradients" not in one["out"]
+
+
+def test_the_power_and_the_rent_are_those_of_all_gpus():
+    """Eight GPUs of 300 W and of 1.50 an hour."""
+    p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", "--watts=300", "--price_hour=1.5")
+    assert p["kwh_total"] == pytest.approx(2.4 * p["hours_total"])
+    assert p["rent"] == pytest.approx(12 * p["hours_total"])
+
+
+def write_log(folder, **start):
+    """The log of a run of TINY in which an iteration of 128 tokens took 40, 50 and 90 ms."""
+    folder.mkdir()
+    known = dict(parameters=TINY_PARAMETERS, tokens_per_iter=128, world_size=1, device="cpu")
+    known |= dict(dtype="float32", peak_tflops=None, flops_per_token=None, config={})
+    lines = [dict(kind="start", **known | start)]
+    lines += [
+        dict(kind="step", iter=i, step_ms=ms, tokens_per_sec=128_000 / ms)
+        for i, ms in enumerate((40.0, 50.0, 90.0))
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+NANOGPT = """\
+tokens per iteration will be: 128
+number of parameters: 0.03M
+step 0: train loss 5.5, val loss 5.5
+iter 0: loss 5.5, time 9000.00ms, mfu -100.00%
+iter 10: loss 5.0, time 40.00ms, mfu 1.00%
+iter 20: loss 4.5, time 50.00ms, mfu 1.00%
+iter 30: loss 4.5, time 90.00ms, mfu 1.00%
+"""
+
+
+def test_a_pace_may_be_that_of_a_run(tmp_path):
+    """By its out_dir, its metrics.jsonl, or what nanoGPT printed: 50 ms for 128 tokens."""
+    run_folder, log = write_log(tmp_path / "run"), tmp_path / "nanogpt.log"
+    log.write_text(NANOGPT)
+    for source in (run_folder, run_folder / "metrics.jsonl", log):
+        p = plan(*TINY, "--batch_size=16", f"--from_run={source}")
+        assert p["iter_seconds"] == pytest.approx(0.100)  # 256 tokens per iteration
+        assert p["hours_range"] == [p["hours"]] * 2 and str(source) in p["pace"]
+
+
+@pytest.mark.parametrize("gpus, share", [(2, 1), (1, 2 * 0.75), (4, 0.75 / 2 + 1.5 / 4)])
+def test_the_exchange_of_a_run_on_several_gpus_counts_once(gpus, share, tmp_path):
+    """
+    An exchange of two GPUs sends all gradients once, here in a quarter of the 50 ms; one of four
+    sends them 1.5 times.
+    """
+    run_folder = write_log(tmp_path / "run", world_size=2)
+    link = 10 * 4 * TINY_PARAMETERS / (0.050 / 4) / 1e9  # Gbit/s, ten bits a byte
+    flags = ["--batch_size=2", "--gradient_accumulation_steps=4", f"--from_run={run_folder}"]
+    p = plan(*TINY, *flags, f"--link_gbits={link:.9f}", f"--gpus={gpus}")
+    assert p["iter_seconds"] == pytest.approx(0.050 * share, rel=1e-5)
+
+
+def test_without_a_named_gpu_this_machine_is_measured(monkeypatch, tmp_path, capsys):
+    """bench.py hands plan the function that measures; two GPUs would take half of its time."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def measure(config: Config) -> dict:
+        asked.append(config)
+        return dict(step_ms=3000.0, tokens_per_sec=1.0)
+
+    names = "gpu from_run iter_seconds link_gbits dataset_tokens watts price_kwh price_hour".split()
+    options = Namespace(gpus=2, **dict.fromkeys(names))
+    config = Config(device="cpu", n_layer=1, n_embd=32, n_head=1, block_size=16, batch_size=1)
+    p = plan_with(config, options, measure)
+    assert asked == [config] and p["pace"] == "measured here"
+    assert p["iter_seconds"] == pytest.approx(1.5 + p["exchange_seconds"])
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_gpu_is_really_measured():
+    p = plan(*TINY, "--device=cpu")
+    assert p["pace"] == "measured here" and 0 < p["iter_seconds"] < 10
+
+
+# -----------------------------------------------------------------------------
+# The clock, tables, and what is said
+
+
+def test_a_plan_says_when_a_run_that_starts_now_ends():
+    """Asked at 23:00 on 4 March 2026."""
+    p = plan("quickstart", "--gpu=4070", "--iter_seconds=7.2", "--eval_tokens=64")
+    assert p["hours"] == pytest.approx(3) and p["ends"] == "2026-03-05 02:00"
+    assert p["ends"] in p["out"]
+
+
+def test_until_leaves_the_hours_to_that_time_of_the_clock():
+    p = plan("gpt124m_4070", "--gpu=4070", "--until=07:00")
+    assert p["hours_total"] == pytest.approx(8, rel=2e-3)
+    assert p["ends"].startswith("2026-03-05 06:5") or p["ends"] == "2026-03-05 07:00"
+
+
+def test_hours_without_intervals_have_those_of_train(tmp_path, monkeypatch):
+    """An evaluation at each twentieth and at the start, and a checkpoint every ten minutes."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--gpu=4070", "--hours=10", "--iter_seconds=10", "--eval_tokens=1000"]
+    assert run("bench.py", "plan", *flags, "--json=plan.json").code == 0
+    p = json.loads((tmp_path / "plan.json").read_text())
+    assert p["evaluations"] == 21 and 60 <= p["checkpoints"] <= 80
+
+
+def test_hours_of_a_range_of_speeds_hold_a_range_of_tokens():
+    """What is read at the fastest speed must be prepared, and have room on the disk."""
+    p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
+    low, high = p["tokens_range"]
+    assert low < p["total_tokens"] < high
+    # evaluations take the same share of the time, checkpoints a larger one at a higher speed
+    assert high / low == pytest.approx(0.823 / 0.692, rel=0.02)
+    assert p["shards_gb"] == pytest.approx(2 * high / 1e9)
+
+
+def test_a_tiny_models_time_is_not_zero():
+    p = plan(*TINY, "--gpu=4070")
+    assert 0 < p["iter_seconds"] < 1e-3
+    times = re.findall(r"([\d.e-]+) m?s\b", p["out"])
+    assert len(times) >= 3 and all(float(seconds) > 0 for seconds in times)
+
+
+def test_all_gpus_are_one_table_the_fastest_first():
+    plans = plan("gpt124m_4070", "--gpu=all")
+    rows = plans["out"].splitlines()
+    assert len(plans["plans"]) == len(rows) - 2 > 90
+    by_name = {p["gpu"]: p for p in plans["plans"]}
+    assert by_name["Tesla T4"]["dtype"] == "float16"  # it only emulates the config's bfloat16
+    fastest = min(plans["plans"], key=lambda p: p["hours"])
+    assert rows[1].startswith(fastest["gpu"])
+    # one GPU's row is the plan of that GPU
+    assert by_name["GeForce RTX 4090"]["hours"] == plan("gpt124m_4090", "--gpu=4090")["hours"]
+
+
+@pytest.mark.parametrize("n, evals, saves", [(7, 3, 2), (8, 4, 0), (1, 5, 3), (12, 4, 6)])
+def test_evaluations_and_checkpoints_are_those_that_train_makes(n, evals, saves, tmp_path):
+    """Their number, and the size of a checkpoint, which has some bytes of names more."""
+    data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
+    keys = [*TINY[1:], f"--dataset={data}", f"--max_iters={n}", f"--eval_interval={evals}"]
+    keys += [
+        f"--checkpoint_interval={saves}",
+        "--n_embd=64",
+        "--batch_size=2",
+        "--eval_tokens=64",
+        "--sample_tokens=0",
+    ]
+    keys += ["--device=cpu", "--dtype=float32"]
+    out = tmp_path / "run"
+    config = ROOT / "config/quickstart.py"
+    assert run("train.py", config, *keys, f"--out_dir={out}", "--keep_checkpoints=20").code == 0
+    p = plan(TINY[0], *keys, "--iter_seconds=0.001")
+    assert p["evaluations"] == len(records(out, "eval"))
+    assert p["checkpoints"] == len(records(out, "checkpoint"))
+    size = (out / f"ckpt-{n:08}.pt").stat().st_size
+    assert size / 1e9 == pytest.approx(p["checkpoint_gb"], rel=0.05)
+
+
+def test_a_datasets_tokens_vocabulary_and_validation_split_are_those_planned_with(tmp_path):
+    data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
+    p = plan(*TINY, f"--dataset={data}", "--iter_seconds=1", "--eval_tokens=99999")
+    assert (p["vocab_size"], p["dataset_tokens"]) == (128, 1200)
+    assert p["epochs"] == pytest.approx(p["total_tokens"] / 1200)
+    # both splits are evaluated on as many tokens as the smaller has, in a third of the time
+    assert p["eval_seconds"] == pytest.approx(2 * 250 / p["tokens_per_sec"] / 3)
+
+
+def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
+    """As many tokens as the run reads; with hours as many as at the fastest speed, rounded up."""
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "config/fast124m_4070.py"
+    command = "prepare_fineweb.py --tokens="
+    for more, tokens in (([], "1.3B"), (["--hours=8"], "2B"), (["--hours=1"], "200M")):
+        told = run("bench.py", "plan", config, "--gpu=4070", *more)
+        assert f"{command}{tokens} " in told.err, told
+    told = run("bench.py", "plan", config, "--gpu=4070", "--dataset_tokens=10B")
+    assert command not in told.err
+
+
+def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
+    """20 * 524,288 tokens of 300,000 are 35 epochs; 2 iterations are 3.5."""
+    monkeypatch.chdir(tmp_path)
+    command = ["bench.py", "plan", ROOT / "config/gpt124m_4070.py", "--gpu=4070"]
+    command.append("--dataset_tokens=300k")
+    for n, more, warns in ((20, [], True), (2, [], False), (20, ["--dropout=0.1"], False)):
+        assert ("35.0 epochs" in run(*command, f"--max_iters={n}", *more).err) is warns
+
+
+def test_help_lists_plans_own_flags_and_not_the_keys():
+    out = run("bench.py", "plan", "--help").out
+    assert "--watts" in out and "--from_run" in out and "--n_layer" not in out

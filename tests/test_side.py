@@ -1,0 +1,336 @@
+"""
+What stands beside a run: trackers, the picture that is drawn meanwhile, a console that fails, and
+what docs/unattended.md puts around it. None of them costs the run more than a warning.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from moments import Clock, after_saves, watched
+from program import (
+    ROOT,
+    Night,
+    checkpoint,
+    checkpoints,
+    column,
+    finish,
+    flags,
+    records,
+    start,
+    train,
+    write_tokens,
+)
+
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=1,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=160,
+    log_interval=1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("side") / "tokens", [700, 500], [250])
+
+
+@pytest.fixture
+def tiny(tokens, tmp_path) -> dict:
+    return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
+
+
+def warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("warning: ")]
+
+
+# -----------------------------------------------------------------------------
+# Trackers
+
+# under which nanoGPT's dashboards find them; its mfu is in percent
+NANOGPTS = {
+    "step/lr": "lr",
+    "step/mfu": "mfu",
+    "eval/train_loss": "train/loss",
+    "eval/val_loss": "val/loss",
+}
+
+
+def expected_numbers(out_dir: Path) -> dict[tuple[str, int], float]:
+    """The numbers of metrics.jsonl by a tracker's name for them, and the iteration."""
+    found = {}
+    for record in records(out_dir, "step") + records(out_dir, "eval"):
+        for field, value in record.items():
+            if field in ("kind", "iter", "time") or value is None:
+                continue
+            name = f"{record['kind']}/{field}"
+            percent = 100 if field == "mfu" else 1
+            found[NANOGPTS.get(name, name), record["iter"]] = percent * value
+    assert len(found) > 50
+    return found
+
+
+def test_tensorboard_has_the_numbers_of_metrics_jsonl_resumed_or_not(tiny, tmp_path):
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = pytest.importorskip(module)
+    keys = tiny | dict(tracker="tensorboard", peak_tflops=0.01)
+    train(**keys)
+    # as if killed before: iterations 4 to 7 are made again
+    (tmp_path / "run" / "ckpt-00000008.pt").unlink()
+    train(**keys, init_from="resume")
+    events = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    found = {
+        (tag, event.step): event.value
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+    }
+    # it keeps float32
+    assert found == pytest.approx(expected_numbers(tmp_path / "run"), rel=1e-6)
+    assert [event.step for event in events.Scalars("val/loss")] == [0, 4, 8]
+
+
+class Wandb(types.ModuleType):
+    """wandb and its run in one, which fails in the method of this name."""
+
+    def __init__(self, failing: str = "") -> None:
+        super().__init__("wandb")
+        self.failing = failing
+        self.logged: dict[tuple[str, int], float] = {}
+
+    def fail(self, method: str) -> None:
+        if method == self.failing:
+            raise ConnectionError("no\nnetwork.")
+
+    def init(self, **_):
+        self.fail("init")
+        return self
+
+    def log(self, numbers: dict, step: int) -> None:
+        self.fail("log")
+        assert numbers.pop("iter") == step
+        self.logged |= {(name, step): value for name, value in numbers.items()}
+
+    def finish(self) -> None:
+        self.fail("finish")
+
+
+def test_wandb_has_the_numbers_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    train(**tiny, tracker="wandb", peak_tflops=0.01)
+    expected = expected_numbers(tmp_path / "run")
+    # the file keeps nine digits
+    assert sys.modules["wandb"].logged == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(tiny, tmp_path):
+    pytest.importorskip("wandb")
+    keys = dict(wandb_log=True, wandb_project="project", wandb_run_name="named")
+    command = ("train.py", *flags(**tiny | keys, learning_rate=0.0123))
+    result = finish(start(*command, WANDB_MODE="offline", HOME=str(tmp_path)))
+    assert result.code == 0, result.err
+    assert not warnings(result.err)
+    (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()  # records of protobuf, their values as JSON texts
+    for (name, _), value in expected_numbers(tmp_path / "run").items():
+        assert name.encode() in content
+        assert json.dumps(value).encode() in content
+    for text in ("project", "named", "learning_rate", "0.0123"):
+        assert text.encode() in content
+
+
+@pytest.mark.parametrize("failing", ["init", "log", "finish"])
+def test_a_tracker_that_fails_costs_one_warning(failing, tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
+    result = train(**tiny, tracker="wandb")
+    (line,) = warnings(result.err)
+    assert "no network" in line
+    assert line in (tmp_path / "run" / "log.txt").read_text()
+    assert checkpoints(tmp_path / "run")[-1] == 8
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_a_tracker_that_is_missing_costs_one_warning(tracker, tiny, tmp_path, monkeypatch):
+    for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = train(**tiny, tracker=tracker)
+    (line,) = warnings(result.err)
+    assert f"pip install {tracker}" in line
+    assert checkpoints(tmp_path / "run")[-1] == 8
+
+
+# -----------------------------------------------------------------------------
+# The picture
+
+
+@contextlib.contextmanager
+def long_run():
+    """A run of less than 20 seconds is not drawn: after its last evaluation it seems longer."""
+    clock = Clock()
+
+    def turn(n: int) -> None:
+        clock.ahead += 100 * (n == 2)
+
+    with after_saves(turn), mock.patch("time.perf_counter", clock.read("perf_counter")):
+        yield
+
+
+def test_the_last_picture_is_of_the_whole_run(tiny, tmp_path):
+    from matplotlib.image import imread
+
+    with long_run():
+        train(**tiny)
+    picture = tmp_path / "run" / "loss.png"
+    pixels = imread(picture)
+    assert min(pixels.shape[:2]) > 200
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20  # not a blank page
+    # begun after the last record
+    assert picture.stat().st_mtime_ns > (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/no/python"])
+def test_a_picture_that_cannot_be_drawn_costs_one_warning(python, tiny, tmp_path, monkeypatch):
+    """As without matplotlib, and as on a machine that starts no process."""
+    monkeypatch.setattr(sys, "executable", python)
+    with long_run():
+        result = train(**tiny)
+    (line,) = warnings(result.err)
+    assert "loss.png" in line
+    assert checkpoints(tmp_path / "run")[-1] == 8
+
+
+# -----------------------------------------------------------------------------
+# Consoles
+
+
+def test_control_characters_of_a_sample_reach_no_console(tiny, tmp_path):
+    """A model of bytes may draw ESC, which a terminal would obey."""
+    keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
+    train(**keys)
+    state = checkpoint(tmp_path / "run", 0)
+    weights = state["model"]
+    weights["transformer.ln_f.weight"].zero_()
+    weights["transformer.ln_f.bias"][0] = 1
+    weights["lm_head.weight"].zero_()
+    weights["lm_head.weight"][27, 0] = 100
+    torch.save(state, tmp_path / "escapes.pt")
+    changes = dict(init_from=tmp_path / "escapes.pt", out_dir=tmp_path / "sampling")
+    changes |= dict(max_iters=1, learning_rate=0, min_lr=0, sample_tokens=3)
+    result = train(**keys | changes)
+    assert column(tmp_path / "sampling", "sample", "text") == ["\x1b\x1b\x1b"]
+    for text in (result.out, (tmp_path / "sampling" / "log.txt").read_text()):
+        assert r"\x1b\x1b\x1b" in text
+        assert "\x1b" not in text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_console_on_a_full_disk_costs_its_lines_and_not_the_run(tiny, tmp_path):
+    full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    result = finish(start(*watched(before=full), *flags(**tiny)))
+    assert (result.code, result.err) == (0, "")
+    assert checkpoints(tmp_path / "run")[-1] == 8
+    assert "iter 7:" in (tmp_path / "run" / "log.txt").read_text()
+
+
+# -----------------------------------------------------------------------------
+# Exit codes, and what decides by them
+
+CODES = (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
+# code -> what it comes after
+ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", CODES, re.M)}
+UNATTENDED = (ROOT / "docs" / "unattended.md").read_text(encoding="utf-8")
+# those after which a run is saved
+SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}
+
+
+def block(language: str) -> str:
+    return re.search(rf"^```{language}\n(.*?)^```$", UNATTENDED, re.M | re.S)[1]
+
+
+def test_the_page_names_every_exit_code():
+    killed, on_windows = 137, 149
+    assert set(ROWS) == {0, 1, 2, killed, on_windows, *SIGNALS}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+@pytest.mark.parametrize("code", SIGNALS)
+def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, tiny, tmp_path):
+    assert ROWS[code].startswith(SIGNALS[code])
+    night = Night()
+    night.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
+    assert night.launch(**tiny).code == code
+    assert checkpoints(tmp_path / "run")[-1] == 3
+
+
+def test_the_units_success_and_no_restart_are_the_codes_of_the_page():
+    unit = dict(re.findall(r"^(\w+)=(.*)$", block("ini").partition("tell@.service\n")[0], re.M))
+    assert [int(code) for code in unit["SuccessExitStatus"].split()] == [*SIGNALS]
+    assert unit["RestartPreventExitStatus"] == "2"
+    assert unit["Restart"] == "on-failure"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_knows_every_line_of_the_units(tmp_path):
+    text = block("ini").replace("User=me", "User=root")
+    text = re.sub(r"=/(home/me/nightshift/\.venv|usr)/bin/\S+", "=/bin/sh", text)
+    names = re.findall(r"^# /etc/systemd/system/(\S+)$", text, re.M)
+    assert len(names) == 2
+    for name, unit in zip(names, re.split(r"^# /etc/.*$", text, flags=re.M)[1:], strict=True):
+        (tmp_path / name).write_text(unit)
+    said = subprocess.run(
+        ["systemd-analyze", "verify", *(tmp_path / name for name in names)],
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+        capture_output=True,
+        text=True,
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+STUBS = {
+    ".venv/bin/python": """echo "$@" >> starts
+        set -- $(cat codes)
+        code=$1; shift; echo $* > codes; exit $code""",
+    "sleep": "",
+    "curl": 'echo "$2" > told',
+}
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize(
+    "codes, starts", [((1, 137, 0), 3), ((143,), 1), ((130,), 1), ((2,), 1), ((1,) * 9, 5)]
+)
+def test_the_script_starts_again_after_a_failure_only_and_tells_the_last_code(
+    codes, starts, tmp_path
+):
+    for name, code in STUBS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "codes").write_text(" ".join(map(str, codes)))
+    (tmp_path / "night.sh").write_text(block("bash"))
+    command = ["bash", "night.sh", "--device=cpu"]
+    subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    started = (tmp_path / "starts").read_text().splitlines()
+    assert len(started) == starts
+    assert all(line.endswith(" --device=cpu") for line in started)
+    assert (tmp_path / "told").read_text().endswith(f" exit code {codes[starts - 1]}\n")

@@ -1,0 +1,171 @@
+"""
+What an iteration costs, and who computes it: the host waits for the device at log lines alone, and
+a compiler is used only if it computes what eager code does.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from program import assert_same_run, column, flags, records, run, train, write_tokens
+
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=3,
+    learning_rate=1e-2,
+    warmup_iters=2,
+    max_iters=6,
+    lr_decay_iters=6,
+    eval_interval=3,
+    eval_tokens=64,
+    log_interval=1,
+    keep_checkpoints=9,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
+
+
+@pytest.mark.upstream
+def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):
+    """
+    aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at
+    each log line. With an optimizer that is not fused there is one in each iteration.
+    """
+
+    def waits(max_iters: int, log_interval: int) -> int:
+        keys = TINY | dict(max_iters=max_iters, log_interval=log_interval, eval_interval=100)
+        out_dir = tmp_path / f"{max_iters} iterations, a line each {log_interval}"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(**keys, dataset=tokens, out_dir=out_dir)
+        return sum(
+            event.name == "aten::_local_scalar_dense" and not in_fused_update(event)
+            for event in profile.events()
+        )
+
+    def in_fused_update(event) -> bool:
+        """
+        The CPU's fused AdamW reads its step counts, which lie in CPU memory; on CUDA they are read
+        on the device.
+        """
+        return event is not None and (
+            event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
+        )
+
+    # counts what is counted once: FLOPs, and what the optimizer keeps
+    train(**TINY | dict(max_iters=0), dataset=tokens, out_dir=tmp_path / "first")
+    few = waits(3, 100)
+    assert waits(6, 100) == few  # two log lines each: three more iterations, not one more wait
+    # four more lines: no more than one wait for each number of a record
+    numbers = len(records(tmp_path / "6 iterations, a line each 100", "step")[-1])
+    assert few < waits(6, 1) <= few + 4 * numbers
+
+
+# -----------------------------------------------------------------------------
+# Compilers, by what torch.compile makes of a call of the model
+
+
+def times(factor: float) -> Callable:
+    return lambda call: lambda *batch: factor * call(*batch)
+
+
+def broken(call: Callable) -> Callable:
+    def compiled(*batch):
+        raise RuntimeError("no C compiler\nlong details")
+
+    return compiled
+
+
+def broken_in_evaluation(call: Callable) -> Callable:
+    def compiled(*batch):
+        assert call.__self__.training, "no C compiler"
+        return call(*batch)
+
+    return compiled
+
+
+def drawing(call: Callable) -> Callable:
+    """It computes the same, and draws more random numbers in between than eager code."""
+
+    def compiled(*batch):
+        torch.rand(7)
+        return call(*batch)
+
+    return compiled
+
+
+COMPILERS = {
+    "right": (times(1), ""),
+    "1% more": (times(1.01), "ArithmeticError"),
+    "1% less": (times(0.99), "ArithmeticError"),
+    "NaN": (times(math.nan), "ArithmeticError"),
+    "none": (broken, "no C compiler"),  # nanoGPT PR#242, #226, #477
+    "none for the evaluation": (broken_in_evaluation, "no C compiler"),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_compiler_that_fails_or_computes_something_else_costs_a_warning(
+    compiler, dropout, tokens, tmp_path
+):
+    """Either way it is the run without one: no random number, gradient or setting is left over."""
+    compile, reason = COMPILERS[compiler]
+    keys = TINY | dict(dropout=dropout, dataset=tokens)
+    train(**keys, out_dir=tmp_path / "eager")
+    with mock.patch("torch.compile", compile):
+        result = train(**keys | dict(compile=True), out_dir=tmp_path / "compiled")
+    warnings = [line for line in result.err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == bool(reason)
+    assert all("torch.compile" in line and reason in line for line in warnings)
+    assert "long details" not in result.err
+    assert_same_run(tmp_path / "eager", tmp_path / "compiled", 6)
+
+
+def test_compiled_dropout_may_draw_other_numbers(tokens, tmp_path):
+    """Its loss in training is another one then; that of the evaluation is compared."""
+    with mock.patch("torch.compile", drawing):
+        result = train(
+            **TINY | dict(compile=True, dropout=0.5, max_iters=1), dataset=tokens, out_dir=tmp_path
+        )
+    assert "warning" not in result.err
+
+
+def test_an_error_of_the_model_is_shown_whole(tokens, tmp_path):
+    """A mistake in a new term of the loss, which the compiler meets first."""
+    wrong = mock.patch(
+        "torch.nn.functional.cross_entropy", side_effect=TypeError("a mistake in the model")
+    )
+    # a width of its own: that its FLOPs cannot be counted is remembered in this process
+    keys = TINY | dict(n_embd=40, compile=True, dataset=tokens, out_dir=tmp_path)
+    with wrong, mock.patch("torch.compile", times(1)):
+        result = run("train.py", *flags(**keys))
+    assert result.code == 1
+    assert "Traceback" in result.err and "loss_sum" in result.err
+    assert result.err.endswith("TypeError: a mistake in the model\n")
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_bit_for_bit_and_books_compilation(tokens, tmp_path):
+    keys = TINY | dict(compile=True, dropout=0.1, dataset=tokens)
+    torch.compiler.reset()  # an earlier test may have compiled the same model
+    train(**keys, out_dir=tmp_path / "straight")
+    train(**keys | dict(max_iters=3), out_dir=tmp_path / "broken")
+    train(**keys, out_dir=tmp_path / "broken", init_from="resume")
+    assert_same_run(tmp_path / "straight", tmp_path / "broken", 6)
+    # ten iterations take 0.05 s; compiling takes seconds, or 0.5 s where the compiled code lies in
+    # torch's cache on the disk
+    assert column(tmp_path / "straight", "end", "ledger")[0]["compile"] > 0.2
+    assert not records(tmp_path / "straight", "event")  # nothing was compiled again later
