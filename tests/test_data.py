@@ -240,9 +240,9 @@ def test_a_folder_is_read_as_it_is(name, tmp_path):
 # beside a good val_000000.bin; more of them in test_bad_starts.py
 BAD_FILES = {
     "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520, 7"),
-    "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "not 11"),
-    "count too small": ("train_1.bin", shard(range(10), 20240520, 1, 9), "not 9"),
-    "header cut short": ("train_1.bin", shard(range(10))[:500], "not 10"),
+    "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "11 tokens take"),
+    "count too small": ("train_1.bin", shard(range(10), 20240520, 1, 9), "9 tokens take"),
+    "header cut short": ("train_1.bin", shard(range(10))[:500], "10 tokens take"),
     "empty shard": ("train_1.bin", b"", "begins with 0, 0"),
     "no tokens at all": ("train_1.bin", shard([]), "no tokens"),
     "empty raw file": ("train.bin", b"", "no tokens"),
