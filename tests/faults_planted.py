@@ -1499,6 +1499,7 @@ FAULTS = [
         "code = 1",
         "test_bad_starts.py::test_a_bad_start_is_one_line_a_problem_and_writes_nothing[sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt]",
     ),
+    # -----------------------------------------------------------------------------
     # Preparation and streams, built again
     Fault(
         "prepare_forgets_the_last_document_of_a_shard",
