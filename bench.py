@@ -425,7 +425,8 @@ def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) ->
         lines.append(f"#   batch_size {row['batch_size']}: {speed}")
     lines.append("# The other keys are those of the measured configuration, but for out_dir.")
     for name, value in values.items():
-        if name in ALWAYS_WRITTEN or value not in (FIELDS[name].default, NEVER):
+        is_default = value in (FIELDS[name].default, NEVER)
+        if name in ALWAYS_WRITTEN or name in config.given or not is_default:
             lines.append(f"{name} = {value!r}")
     path.write_text("\n".join(lines) + "\n", "utf-8")
     say(f"wrote {path}")
@@ -488,7 +489,7 @@ def ladder_rows(config: Config) -> list[Row]:
         ("TF32", dict(tf32=True), [HOST_SYNC, READ_LATE]),
         ("no host sync", {}, [READ_LATE]),
         ("mixed precision", dict(dtype=amp), [READ_LATE]),
-        ("compile", dict(compile=True), [READ_LATE]),
+        ("compile", dict(compile=True, loss_chunk=config.loss_chunk), [READ_LATE]),
         ("flash attention", dict(flash=True), [READ_LATE]),
         ("padded vocabulary", dict(pad_vocab_multiple=128), [READ_LATE]),
         ("tied weights", dict(tie_weights=True), [READ_LATE]),
@@ -509,15 +510,21 @@ def ladder_rows(config: Config) -> list[Row]:
 
 
 def refilled(config: Config, flags: list[str]) -> Config:
-    """The configuration with its micro-batch doubled as often as it fits into memory."""
-    while config.gradient_accumulation_steps % 2 == 0:
-        larger = replace(config, **batch_keys(config, 2 * config.batch_size))
+    """The configuration with the largest micro-batch that fits into memory, by powers of two."""
+
+    def fits(size: int) -> bool:
         try:
-            measure(larger, 0.0, [CHILD, *flags])
+            measure(replace(config, **batch_keys(config, size)), 0.0, [CHILD, *flags])
         except OutOfMemory:
-            break
-        config = larger
-    return config
+            return False
+        return True
+
+    size = config.batch_size
+    while not fits(size) and size % 2 == 0:
+        size //= 2
+    while config.iter_sequences % (2 * size) == 0 and fits(2 * size):
+        size *= 2
+    return replace(config, **batch_keys(config, size))
 
 
 # -----------------------------------------------------------------------------

@@ -433,6 +433,7 @@ def main(argv: list[str]) -> None:
         values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
         verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
         table = dict(runs=values, verdicts=verdicts, warnings=warnings)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if args.png:
         save_picture(runs, args.png)

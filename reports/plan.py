@@ -226,12 +226,12 @@ def card_and_pace(
     if options.from_run:
         run = open_run(Path(options.from_run))
         device = run.start.get("device")
-        if card and device and card.name not in device:
+        if card and device and card.name != device.removeprefix("NVIDIA "):
             raise UserError(
                 f"gpu: {options.from_run} ran on {device}, not on {card.name}; leave out one of "
                 "the two flags"
             )
-        if not card and device:
+        if not card and "peak_tflops" in run.start:  # a log of nanoGPT does not know it
             dtype, peak = run.start["dtype"], run.start["peak_tflops"]
             card = Card(device, dtype, peak, link_gbs=link_of(device))
         card = card or card_here(config)

@@ -16,6 +16,7 @@ from common.console import UserError
 
 GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
+MEMORY = re.compile(r"\d+gb")  # a word of a name
 PEAK_COLUMNS = dict(bfloat16="bf16_tflops", float16="fp16_tflops", float32="fp32_tflops")
 
 
@@ -73,16 +74,18 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     for word in split_words(typed.lower().replace("mobile", "laptop")) - {"nvidia"}:
         known = {word, f"{word}gb"} & known_words  # a100 80 means 80gb
         asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 means RTX 4070
-    candidates = [row for row in rows if asked and asked <= row_words(row)]
+    named = {word for word in asked if not MEMORY.fullmatch(word)}
+    candidates = [row for row in rows if named and named <= row_words(row)]
     if not candidates:
         raise UserError(
             f"gpu: {typed!r} is not in {GPU_TABLE.name}; python bench.py plan --gpu=all lists its "
             "cards; for another one give plan the pace instead: --iter_seconds=S or --from_run=RUN"
         )
     fewest_words = min(len(row_words(row)) for row in candidates)
-    found = [row for row in candidates if len(row_words(row)) == fewest_words]
-    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
-        options = [f"'{short_name(row)}, {row['memory_gib']}GB'" for row in found]
+    candidates = [row for row in candidates if len(row_words(row)) == fewest_words]
+    found = [row for row in candidates if asked <= row_words(row)]  # of the typed memory
+    if not found or len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
+        options = [f"'{short_name(row)}, {row['memory_gib']}GB'" for row in found or candidates]
         raise UserError(f"gpu: {typed!r} could be {' or '.join(options)}")
     return found[0]
 
