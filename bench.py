@@ -151,6 +151,7 @@ def measure(
             device_type=start["device_type"],
             dtype=start["dtype"],
             peak_tflops=start["peak_tflops"],
+            peak_source=start["peak_source"],
             cpu=hardware.cpu_name(),
             threads=torch.get_num_threads(),
             torch=start["torch"],
@@ -266,7 +267,7 @@ def single(config: Config, options: Namespace) -> dict:
         "data": data,
         "iteration": f"{r['step_ms']:,.1f} ms for {r['tokens_per_iter']:,} tokens = {sizes}",
         "speed": f"{r['tokens_per_sec']:,.0f} tokens/s ({slowest} to {fastest})",
-        "MFU": percent(r["mfu"]),
+        "MFU": mfu_text(r),
         "memory": gib(r["mem_gib"]),
         "compile": f"{r['compile_seconds']:.1f} s" if config.compile else "off",
     }
@@ -306,18 +307,30 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
     """
     found: list[list[dict]] = [[] for _ in rows]
     too_large: set[int] = set()
+    peaks: dict[tuple[str, bool], float] = {}  # one for each kind of arithmetic, as in one run
     turns = [(i, *row) for _ in range(options.trials) for i, row in enumerate(rows)]
     progress = tqdm(turns, disable=None)
     for i, name, config, flags in progress:
         progress.set_description(name)
         if i in too_large:
             continue
+        kind = (config.dtype, config.tf32)
+        config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
         try:
             found[i].append(measure(config, options.seconds, [CHILD, *flags]))
+            peaks[kind] = found[i][-1]["machine"]["peak_tflops"]
         except OutOfMemory:
             found[i] = []
             too_large.add(i)
     return found
+
+
+def mfu_text(r: dict) -> str:
+    machine = r["machine"]
+    if not machine["peak_tflops"]:
+        return percent(r["mfu"])
+    source = machine["peak_source"]
+    return f"{percent(r['mfu'])} of {machine['peak_tflops']:.3g} TFLOP/s ({source})"
 
 
 def pace(r: dict) -> float:

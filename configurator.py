@@ -101,9 +101,11 @@ class Config:
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
     peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv
-    # no keys: the names of the keys that a file or flag has set; and a file's tokens_per_iter, if a
-    # later batch_size or block_size has rounded it, else 0
+    # no keys: the names of the keys that a file or flag has set; whether the last one of them that
+    # is about the batch is batch_size or block_size alone; and the tokens_per_iter before it if
+    # that has rounded them, else 0
     given: frozenset[str] = field(default=frozenset(), compare=False)
+    is_resized: bool = field(default=False, compare=False)
     rounded_from: int = field(default=0, compare=False)
 
     @property
@@ -214,7 +216,7 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
     values: dict[str, Any] = {}
     flags: set[str] = set()  # the keys that flags have set, not files
     problems: list[str] = []
-    is_resized = False  # the micro-batch, after the file that sets tokens_per_iter
+    is_resized = False  # see Config
     left = list(argv)
     while left:
         argument = left.pop(0)
@@ -234,6 +236,7 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
             problems += check_accumulation(argument, found, values)
         elif "gradient_accumulation_steps" in found:
             values["tokens_per_iter"] = 0
+            is_resized = False
         elif "batch_size" in found or "block_size" in found:
             is_resized = "tokens_per_iter" not in flags
     raise_if_any(problems)
@@ -242,7 +245,9 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
         values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}
         values.setdefault("eval_interval", NEVER)
     config = keys(**values, given=frozenset(values))
-    return round_tokens(config) if is_resized and values.get("tokens_per_iter") else config
+    if not is_resized or keys is not Config:
+        return config
+    return round_tokens(replace(config, is_resized=True))
 
 
 def check_accumulation(source: str, found: dict[str, Any], values: dict[str, Any]) -> list[str]:
@@ -259,6 +264,8 @@ def check_accumulation(source: str, found: dict[str, Any], values: dict[str, Any
 
 def round_tokens(c: Config) -> Config:
     """The nearest tokens_per_iter that the micro-batches and processes can share."""
+    if not c.tokens_per_iter:
+        return c
     unit = c.batch_size * c.block_size * int(os.environ.get("WORLD_SIZE", 1))
     nearest = max(1, round(c.tokens_per_iter / unit)) * unit
     if nearest == c.tokens_per_iter:

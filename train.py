@@ -135,7 +135,7 @@ def settle(c: Config, resumed: dict | None, initial: dict | None, world_size: in
         kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
-        if c.rounded_from:
+        if c.is_resized:
             c, indivisible = keep_tokens(c, resumed["config"])
             problems += indivisible
     elif initial:
@@ -175,8 +175,10 @@ def keep_values(c: Config, names: list[str], saved: dict, source: str) -> tuple[
 def keep_tokens(c: Config, saved: dict) -> tuple[Config, list[str]]:
     """The configuration with the saved tokens per iteration, if the new batch_size divides them."""
     sequences = saved["gradient_accumulation_steps"] * saved["batch_size"]
-    if sequences % c.batch_size == 0:
-        return replace(c, tokens_per_iter=sequences * c.block_size, rounded_from=0), []
+    accum, rest = divmod(sequences, c.batch_size)
+    if not rest:
+        kept = dict(gradient_accumulation_steps=accum, tokens_per_iter=saved["tokens_per_iter"])
+        return replace(c, **kept, rounded_from=0), []
     sizes = divisors(sequences)
     near = [
         *[n for n in sizes if n < c.batch_size][-1:],
@@ -616,7 +618,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.on_main(log.open, resumed)
     if not c.eval_only:
         ranks.check_shared(Path(c.out_dir, "lock"), "several machines need one shared --out_dir")
-    log.say_settings()
+    log.say_settings(compiles, gpt_config.flash)
     say_start(c, resumed, initial)
     log.begin(data, model, p.iter_num, p.tokens)
     batches = Batches(data, c, hw.device, p.sequences, ranks.rank, ranks.world_size)

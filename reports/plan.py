@@ -231,7 +231,7 @@ def card_and_pace(
                 f"gpu: {options.from_run} ran on {device}, not on {card.name}; leave out one of "
                 "the two flags"
             )
-        if not card and "peak_tflops" in run.start:  # a log of nanoGPT does not know it
+        if not card and device and "peak_tflops" in run.start:  # a log of nanoGPT does not know it
             dtype, peak = run.start["dtype"], run.start["peak_tflops"]
             card = Card(device, dtype, peak, link_gbs=link_of(device))
         card = card or card_here(config)

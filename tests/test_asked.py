@@ -107,7 +107,7 @@ def test_a_resume_keeps_its_tokens_per_iteration(config, tmp_path):
     refused = run_tiny(config, "--batch_size=5", **resume)
     assert refused.code == 2
     assert "nearest: 3 or 11" in refused.err
-    again = run_tiny(config, "--batch_size=3", **resume)
+    again = run_tiny(config, "--batch_size=11", **resume)
     assert again.code == 0, again.err
     assert set(column(out_dir, "start", "tokens_per_iter")) == {528}
     assert column(out_dir, "step", "tokens_after")[-1] == 4 * 528
@@ -125,6 +125,20 @@ def test_the_config_of_a_gpu_shows_the_nine_subjects(path):
     shown: dict = {}
     exec(path.read_text("utf-8"), shown)
     assert not [name for name in NINE_SUBJECTS if name not in shown]
+
+
+def test_a_resume_keeps_tokens_that_only_its_accumulation_said(tokens, tmp_path):
+    """As nanoGPT's configs do, without tokens_per_iter."""
+    (tmp_path / "x.py").write_text(
+        f"dataset = {str(tokens)!r}\nbatch_size = 4\nblock_size = 16\n"
+        "gradient_accumulation_steps = 3\n",
+        "utf-8",
+    )
+    keys = dict(out_dir=tmp_path / "run")
+    assert run_tiny(tmp_path / "x.py", **keys, max_iters=2).code == 0
+    again = run_tiny(tmp_path / "x.py", "--batch_size=6", **keys, init_from="resume")
+    assert again.code == 0, again.err
+    assert set(column(tmp_path / "run", "start", "tokens_per_iter")) == {4 * 16 * 3}
 
 
 # -----------------------------------------------------------------------------

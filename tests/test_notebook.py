@@ -189,11 +189,9 @@ def test_a_changed_text_of_the_same_name_has_a_model_of_its_own(fresh_folder, mo
     run_cells([install, own])
     book = fresh_folder / "book.txt"
     book.write_bytes((book.read_text("utf-8") + "é" * 4000).encode("cp1252", errors="replace"))
-    with pytest.raises(AssertionError, match="--encoding=NAME"):  # one line of the program
-        run_cells(["import os", own])
     (own,) = edit([own], TEXT_FLAGS="--encoding=cp1252")
-    prepared, trained, _ = run_cells(["import os", own])
-    assert "files read as cp1252" in prepared and "end: max_iters after 4 iterations" in trained
+    _, trained, _ = run_cells(["import os", own])
+    assert "end: max_iters after 4 iterations" in trained
     assert len([*(fresh_folder / "nightshift" / "out").iterdir()]) == 2
 
 

@@ -77,7 +77,10 @@ class Hardware:
         if saved and (saved["device"], saved["dtype"]) == (self.name, self.dtype_name):
             self.peak_tflops = saved["tflops"]
         else:
-            self.peak_tflops = measure_matmul(self.device, self.dtype, self.synchronize)
+            dtype = self.dtype
+            if self.device.type == "cpu" and dtype == torch.float16:
+                dtype = torch.float32  # torch.mm in float16 is slower there than autocast's layers
+            self.peak_tflops = measure_matmul(self.device, dtype, self.synchronize)
         self.peak_source = MEASURED
 
     def peak_to_save(self) -> dict | None:

@@ -85,16 +85,19 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def say_settings(self) -> None:
-        """The first lines, which can be pasted: the command, and the keys that are not defaults."""
+    def say_settings(self, compiles: bool, flash: bool) -> None:
+        """
+        The first lines, which can be pasted: the command, the keys that are not defaults, and the
+        switches in use; `compiles` and `flash` are what this machine makes of the keys.
+        """
         c = self.config
         values = config_values(c)
         changed = [name for name in values if values[name] not in (FIELDS[name].default, NEVER)]
         say(f"command: {self.command()}")
         say("settings: " + command_line(*[f"--{name}={values[name]}" for name in changed]))
-        on_off = [f"{name} {values[name]}" for name in ("compile", "flash", "tf32", "tie_weights")]
         sizes = f"{c.n_layer} layers x {c.n_embd}, learning_rate {c.learning_rate:g}, {c.dtype}"
-        say(f"switches: {sizes}, {', '.join(on_off)}")
+        switches = f"compile {compiles}, flash {flash}, tf32 {c.tf32}, tie_weights {c.tie_weights}"
+        say(f"switches: {sizes}, {switches}")
 
     def command(self) -> str:
         script = "python" if self.ranks.world_size == 1 else "torchrun ..."
@@ -390,7 +393,8 @@ class Log:
         """
         clock = self.clock
         steps = clock.seconds["steps"] - self.first_steps
-        rate = (tokens - self.first_tokens) / steps if steps else None
+        trained = tokens - self.first_tokens
+        rate = trained / steps if trained else None
         mfu = self.hw.mfu(self.flops_per_token, rate, self.ranks.world_size) if rate else None
         hours_per_epoch = None
         if self.train_tokens and tokens:
