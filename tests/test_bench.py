@@ -157,7 +157,10 @@ def test_a_row_without_memory_is_a_row(end, children, monkeypatch):
     assert len(children) == 3  # the row is not tried again
 
 
-@pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param({}, id="gpt2"), pytest.param(FAST, id="fast", marks=pytest.mark.slow)],
+)
 def test_ladder_has_every_row_and_total_gains_are_products(recipe, children):
     found, out = bench("ladder", "--trials=1", **TINY | dict(dtype="bfloat16"), **recipe)
     rows = found["rows"]
