@@ -6,10 +6,10 @@ out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
 
-# 32 micro-batches of 16 * 1024 tokens
 batch_size = 16  # estimated: 4.4 GiB
 block_size = 1024
-tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
+tokens_per_iter = 524288  # as for gpt124m; decides, if --batch_size changes
+gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
 
 n_layer = 12
 n_head = 6  # heads of 64
@@ -29,5 +29,9 @@ checkpoint_interval = 250  # every 15 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 
-dtype = "bfloat16"
-compile = True
+dtype = "bfloat16"  # autocast, without loss scaling
+compile = True  # takes about a minute at the start
+tf32 = True  # on the tensor cores, for what bfloat16 leaves in float32
+flash = True  # fused attention: keeps no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 tokens -> 50,304, whole tiles of the tensor cores
+tie_weights = True  # one matrix for embedding and head: 19.3M parameters fewer
