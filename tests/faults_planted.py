@@ -1479,13 +1479,6 @@ FAULTS = [
         "test_numbers.py::test_a_gradient_that_is_not_finite_changes_nothing[]",
     ),
     Fault(
-        "ctrl_c_ends_the_picture_and_the_preparation_too",
-        "common/child.py",
-        "start_new_session=True,",
-        "start_new_session=False,",
-        "test_streaming.py::test_a_run_that_waits_for_data_saves_when_it_is_asked_to_stop",
-    ),
-    Fault(
         "a_thousand_is_1000",
         "common/console.py",
         "        if number >= size:\n            return",
