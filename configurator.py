@@ -100,7 +100,7 @@ class Config:
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
-    peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv
+    peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv, else measured
     # no keys: the names of the keys that a file or flag has set; whether the last one of them that
     # is about the batch is batch_size or block_size alone; and the tokens_per_iter before it if
     # that has rounded them, else 0

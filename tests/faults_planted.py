@@ -163,7 +163,7 @@ FAULTS = [
     Fault(
         "log_not_cut_on_resume",
         "training/log.py",
-        '            drop_records(self.out_dir / "metrics.jsonl", progress)\n',
+        '            drop_records(metrics, resumed["progress"])\n',
         "",
         "test_nights.py::test_after_kill_9_the_log_holds_each_record_once",
     ),

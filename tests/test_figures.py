@@ -287,6 +287,12 @@ def test_an_estimated_figure_is_what_plan_computes(page, start, values):
     check(after(f"docs/{page}.md", start), values())
 
 
+def test_the_front_pages_night_is_what_plan_computes():
+    p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
+    billions = [tokens / 1e9 for tokens in (p["total_tokens"], *p["tokens_range"])]
+    check(after("README.md", "Eight hours are about"), [*billions, p["vram_gib"]])
+
+
 def test_the_published_mfus_are_those_of_the_table():
     text = after("docs/plan.md", "Published, in %:")
     with open(ROOT / "training" / "gpus.csv", newline="") as file:

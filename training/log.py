@@ -74,10 +74,11 @@ class Log:
             return
         progress = resumed["progress"] if resumed else None
         self.lock = claim_folder(self.out_dir, progress)
-        if resumed and progress:
-            drop_records(self.out_dir / "metrics.jsonl", progress)
-            self.unwritten = missing_lines(self.out_dir / "metrics.jsonl", resumed["unwritten"])
-        self.file = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
+        metrics = self.out_dir / "metrics.jsonl"
+        if resumed:
+            drop_records(metrics, resumed["progress"])
+            self.unwritten = missing_lines(metrics, resumed["unwritten"])
+        self.file = open(metrics, "ab", buffering=0)
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; later records are written again
         self.tracker = Tracker(self.config, purge_from=progress["iter_num"] + 1 if progress else 0)
