@@ -472,7 +472,8 @@ def ladder(config: Config, options: Namespace) -> dict:
             raise UserError("refill: it fills the memory of a CUDA GPU; leave it out here")
         rows = [(name, refilled(row, flags), flags) for name, row, flags in rows]
     found = measure_in_turn(rows, options)
-    table, more = [], []
+    table: list[dict] = []
+    more: list[list[str]] = []
     before: list[list[dict]] = []  # the rows so far that fit
     for row, runs in zip(rows, found, strict=True):
         figures = row_of(row, runs)

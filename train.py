@@ -585,7 +585,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     c = ranks.on_main(settle, asked, resumed, initial, ranks.world_size)
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
-    hw.find_peak(resumed["peak"] if resumed else None)
     data = open_data(c, resumed, initial, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         it = resumed["progress"]["iter_num"]
@@ -593,6 +592,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         done = f"all {it:,} iterations are done"
         say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
         return 0
+    hw.find_peak(resumed["peak"] if resumed else None)
     compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer; on resume, in their saved state

@@ -30,7 +30,8 @@ from data.writer import Document, Plan, made_from, prepare, say_what_it_holds
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    hub, out = "HuggingFaceFW/fineweb-edu", Path("data", "fineweb_edu")
+    hub = "HuggingFaceFW/fineweb-edu"
+    out = Path("data", "fineweb_edu")
     add("--dataset", default=hub, help="dataset on the hub (default: %(default)s)")
     add("--name", default="sample-10BT", help="its configuration (default: %(default)s)")
     add("--source", help="local .parquet or .jsonl: a file, a folder, or a pattern in quotes")
