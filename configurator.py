@@ -96,7 +96,7 @@ class Config:
     # system
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
     dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: the fastest here
-    compile: bool = True  # use torch.compile; if that fails, warn and train without it
+    compile: bool | str = True  # torch.compile; if it fails: warn | required: end the run
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
@@ -184,7 +184,14 @@ OTHER_NAMES = dict(
 )
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
-KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+REQUIRED = "required"  # what `compile` may be besides True and False
+KIND_NAMES = {
+    bool | str: "true, false or required",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+}
 
 # -----------------------------------------------------------------------------
 # Files and flags
@@ -306,7 +313,7 @@ def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[s
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(OTHER_NAMES.get(name, name), known)}")
     kind: Any = known[name].type
-    if not equals and (text or kind is not bool):
+    if not equals and (text or kind not in (bool, bool | str)):
         example = text or repr(known[name].default)
         raise UserError(f"--{name}: needs = and a value: --{name}={example}")
     value: Any = parse_value(text, kind) if equals else True
@@ -359,7 +366,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 def parse_value(text: str, kind: Any) -> Any:
     """A flag's text as a Python value. Text that is not a Python value stays text."""
-    if kind is bool and text.lower() in TRUE + FALSE:
+    if kind in (bool, bool | str) and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as nanoGPT does: --start='"\n"'
@@ -373,13 +380,16 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     The value in the key's type. A whole float may stand for an int, an int for a float, 0 and 1 for
     booleans. Raises UserError if the value does not fit the key.
     """
-    kind: Any = f.type
+    of_key: Any = f.type
+    if of_key == bool | str and value == REQUIRED:
+        return value
+    kind: Any = bool if of_key == bool | str else of_key
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
+        raise UserError(f"{where}: needs {KIND_NAMES[of_key]}, got {value!r:.60}")
     if f.name in CHOICES and value not in CHOICES[f.name]:
         choices = CHOICES[f.name]
         raise UserError(

@@ -49,7 +49,7 @@ from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
 from training.clock import Clock
-from training.compiled import compile_or_warn
+from training.compiled import compile_and_check
 from training.hardware import Hardware
 from training.log import Log
 from training.pretrained import load_pretrained, load_weights
@@ -593,7 +593,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
         return 0
     hw.find_peak(resumed["peak"] if resumed else None)
-    compiles = c.compile and hw.can_compile and not c.eval_only
+    compiles = bool(c.compile) and hw.can_compile and not c.eval_only
 
     # Model and optimizer; on resume, in their saved state
     hardware.set_seed(c.seed)  # the same weights on every rank
@@ -627,16 +627,18 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     if c.compile and not hw.can_compile:
         say("compile: off; torch's compiler for MPS is an early prototype")
+    problem = ""  # why the run is not compiled, if it should be
     if compiles:
         say("compiling: this takes about a minute")
-        if not compile_or_warn(model, c.batch_size, data.vocab, hw):
+        problem = compile_and_check(model, c, data.vocab, hw, ranks)
+        if problem:
             model.loss_chunk = loss_chunk(c, compiled=False)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free what compiling left behind
     gc.freeze()  # or each collection would search a million objects of torch
     seconds = clock.lap("compile")
     if compiles:
-        say(f"compile: {seconds:.1f}s")
+        log.report_compile(p.iter_num, seconds, problem)
     accum = c.gradient_accumulation_steps // ranks.world_size  # a rank's micro-batches
     autocast = hw.autocast()
     in_a_row = torch.zeros((), device=hw.device)  # updates skipped, up to the last one

@@ -542,7 +542,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
-    model = model_config(config, vocab, flash=config.flash, compiled=config.compile)
+    model = model_config(config, vocab, flash=config.flash, compiled=bool(config.compile))
     if options.gpu == "all":
         return plan_all(config, model, options)
     card, pace = card_and_pace(config, model, options, measure)

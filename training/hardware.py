@@ -158,6 +158,8 @@ def check_device(config: Config) -> list[str]:
         return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
+    if config.compile == "required" and choose_device(config, local_rank=0).type == "mps":
+        return ["compile: required, but torch's compiler for MPS is a prototype; --compile=False"]
     return []
 
 
@@ -319,11 +321,13 @@ def preserving_state(model, device: torch.device) -> Iterator[None]:
     """What is computed inside leaves random states, gradients and buffers as they were."""
     random_states = get_rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    model.zero_grad()
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
-    set_rng_state(random_states, device)
+    try:
+        yield
+    finally:
+        model.zero_grad()
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
+        set_rng_state(random_states, device)
 
 
 # -----------------------------------------------------------------------------

@@ -34,6 +34,7 @@ CPU_TOKENS = 100_000  # per iteration; more is rarely meant for a CPU
 LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; of a smaller corpus many epochs are meant
 FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
 SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
+UNCOMPILED_LINES = 10  # every so many lines say that the run is not compiled
 PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
 # nanoGPT's names in wandb, so that its dashboards work; all others are KIND/NAME, as step/loss
 NANOGPT_NAMES = {
@@ -64,6 +65,8 @@ class Log:
         self.has_saved = False  # in this launch
         self.total_gib = hw.memory_gib()
         self.mem_gib = 0.0  # at the last line
+        self.uncompiled = ""  # why the run is not compiled, if it should be
+        self.lines = 0  # of iterations, so far
 
     def open(self, resumed: dict | None) -> None:
         """
@@ -198,6 +201,13 @@ class Log:
         stops = f"stops by about {clock_time(self.clock.left())}"
         return f"hours {self.clock.hours_text()}{bound}; {stops}"
 
+    def report_compile(self, it: int, seconds: float, problem: str) -> None:
+        """After compiling; with why the run goes on uncompiled, if it does."""
+        say(f"compile: {seconds:.1f}s")
+        self.uncompiled = problem
+        if problem:
+            self.warn(it, f"torch.compile does not work here ({problem}); continuing without it")
+
     # -------------------------------------------------------------------------
     # While it runs
 
@@ -236,11 +246,13 @@ class Log:
         of_all = f" of {self.total_gib:.1f}" if self.total_gib else ""
         mem_text = f"{mem:.1f}{of_all}GiB" if mem else "n/a"
         hours = f"hours {clock.hours_text()}, " if c.by_clock else ""
+        end = ", not compiled" if self.uncompiled and self.lines % UNCOMPILED_LINES == 0 else ""
+        self.lines += 1
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
             f"tok/s {tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
             f"tokens {count(tokens)}, epoch {epoch}, mem {mem_text}, "
-            f"{hours}eta {duration(self.eta(it))}"
+            f"{hours}eta {duration(self.eta(it))}{end}"
         )
         self.record(
             "step",
@@ -370,6 +382,9 @@ class Log:
         spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
         say(f"time: {duration(total)} wall (this launch {launch}) = {spent}")
         say(f"waited for data: {waited:.1f}s of the steps of this launch")
+        if self.uncompiled:
+            hint = "--compile=required ends such a run at its start"
+            say(f"not compiled: {self.uncompiled}; {hint}")
         say(*self.results(tokens, val_loss))
         said = "the schedule is complete" if reason in ("hours", "until") else reason
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")

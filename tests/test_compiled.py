@@ -1,0 +1,203 @@
+"""
+The check of compiled code: it finds what a compiler may get wrong in either model, in every dtype,
+calls nothing wrong that is right, and leaves no trace.
+"""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import model
+import model_fast
+from configurator import Config
+from model import GPTConfig
+from model_fast import FastConfig, build_model
+from training import hardware
+from training.compiled import compare_with_eager, compile_model
+
+SIZES = dict(n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=512)
+MODELS = {
+    "gpt2": GPTConfig(**SIZES),
+    "fast": FastConfig(**SIZES, bias=False, value_tables=1, bigram_rows=2048),
+    "gpt2 in chunks": GPTConfig(**SIZES, loss_chunk=64),
+    "fast in chunks": FastConfig(**SIZES, bias=False, value_tables=1, loss_chunk=64),
+}
+DTYPES = ("float32", "bfloat16", "float16")
+BATCH = 4
+
+gpt_attend = model.attend
+fast_attend = model_fast.attend
+norm = model_fast.norm
+
+
+def without_gradient(name: str):
+    """A compiler that loses the gradient of a weight."""
+
+    def compiler(call):
+        def compiled(*batch):
+            gpt = call.__self__
+            weights = {name: gpt.get_parameter(name).detach()}
+            return torch.func.functional_call(Uncompiled(gpt), weights, batch)
+
+        return compiled
+
+    return compiler
+
+
+class Uncompiled(torch.nn.Module):
+    """A model whose calls are not compiled, with the same names of weights."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.__dict__ |= {"_modules": gpt._modules, "gpt": gpt}
+
+    def forward(self, *batch) -> Tensor:
+        return self.gpt.forward(*batch)
+
+
+def patched(target: str, function):
+    """A compiler that computes another function in place of this one."""
+
+    def compiler(call):
+        def compiled(*batch):
+            with mock.patch(target, function):
+                return call.__self__.forward(*batch)
+
+        return compiled
+
+    return compiler
+
+
+def of_loss(change):
+    """A compiler whose loss is changed, or the gradient that flows out of it."""
+    return lambda call: lambda *batch: change(call.__self__.forward(*batch))
+
+
+def gradients_times(factor: float):
+    return of_loss(lambda loss: factor * loss + (1 - factor) * loss.detach())
+
+
+def looking_ahead(attend):
+    """Each token also sees the one behind it."""
+
+    def wrong(q, k, v, flash, scale, dropout=0.0):
+        scores = q * scale @ k.mT
+        mask = torch.full_like(scores[0, 0], -torch.inf).triu(2)
+        return (scores + mask).softmax(dim=-1) @ v
+
+    return wrong
+
+
+def scaled(attend):
+    def wrong(q, k, v, flash, scale, dropout=0.0):
+        return attend(q, k, v, flash, 1.1 * scale, dropout)
+
+    return wrong
+
+
+def cast(function):
+    return lambda x, *rest, **more: function(x.bfloat16().type_as(x), *rest, **more)
+
+
+def transposed_gate(call):
+    """The gates' weights are read by columns, where they lie by rows."""
+
+    def compiled(*batch):
+        gpt = call.__self__
+        gates = {n: p for n, p in gpt.named_parameters() if "value_gate" in n}
+        turned = {n: p.flatten().view(p.size(1), p.size(0)).mT for n, p in gates.items()}
+        return torch.func.functional_call(Uncompiled(gpt), turned, batch)
+
+    return compiled
+
+
+# name: (what the model must have, the wrong compiler)
+FAULTS = {
+    "a loss 1% off": ("gpt2 fast", of_loss(lambda loss: loss + 0.01 * loss.detach())),
+    "a loss that is not a number": ("gpt2 fast", of_loss(lambda loss: loss * torch.nan)),
+    "gradients halved": ("gpt2 fast", gradients_times(0.5)),
+    "gradients 5% off": ("gpt2 fast", gradients_times(0.95)),
+    "an embedding without gradient": ("gpt2 fast", without_gradient("transformer.wte.weight")),
+    "positions without gradient": ("gpt2", without_gradient("transformer.wpe.weight")),
+    "a table without gradient": ("fast", without_gradient("transformer.value_tables.0.weight")),
+    "bigrams without gradient": ("fast", without_gradient("transformer.bigrams.weight")),
+    "a bias without gradient": ("gpt2", without_gradient("transformer.h.1.mlp.c_fc.bias")),
+    "a wrong mask in gpt2": ("gpt2", patched("model.attend", looking_ahead(gpt_attend))),
+    "a wrong mask in fast": ("fast", patched("model_fast.attend", looking_ahead(fast_attend))),
+    "a dropped key offset": ("fast", patched("model_fast.offset_keys", lambda k: k)),
+    "a transposed gate": ("fast", transposed_gate),
+    "a wrong scale in gpt2": ("gpt2", patched("model.attend", scaled(gpt_attend))),
+    "a wrong scale in fast": ("fast", patched("model_fast.attend", scaled(fast_attend))),
+    "a cast too early in gpt2": ("gpt2", patched("model.mean_loss", cast(model.mean_loss))),
+    "a cast too early in fast": ("fast", patched("model_fast.norm", cast(norm))),
+}
+
+
+def hardware_in(dtype: str) -> hardware.Hardware:
+    return hardware.set_up(Config(device="cpu", dtype=dtype), keep_memory=False)
+
+
+def compiled_by(compiler, name: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    gpt = build_model(MODELS[name])
+    with mock.patch("torch.compile", compiler):
+        compile_model(gpt)
+    return gpt
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    # half precision casts there anyway
+    [(f, d) for f in FAULTS for d in DTYPES if d == "float32" or "cast" not in f],
+)
+def test_a_fault_of_the_compiler_is_found_in_a_fresh_model(fault, dtype):
+    """Whose head and projections are zero, in the fast model, and whose biases are, in GPT-2."""
+    names, compiler = FAULTS[fault]
+    for name in names.split():
+        gpt = compiled_by(compiler, name)
+        with pytest.raises(ArithmeticError):
+            compare_with_eager(gpt, BATCH, 500, hardware_in(dtype))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_computes_the_same_passes_and_leaves_no_trace(name):
+    """Weights, gradients, buffers and random states are the same bits afterwards."""
+    gpt = compiled_by(lambda call: lambda *batch: call.__self__.forward(*batch), name)
+    hw = hardware_in("bfloat16")
+    weights = {n: p.clone() for n, p in gpt.state_dict().items()}
+    states = hardware.get_rng_state(hw.device)
+    compare_with_eager(gpt, BATCH, 500, hw)
+    for n, p in gpt.state_dict().items():
+        assert torch.equal(p, weights[n]), n
+    for n, state in hardware.get_rng_state(hw.device).items():
+        assert torch.equal(torch.as_tensor(state), torch.as_tensor(states[n])), n
+    assert all(p.grad is None for p in gpt.parameters())
+    assert gpt.training
+
+
+def test_with_dropout_the_evaluation_is_compared():
+    config = replace(MODELS["gpt2"], dropout=0.3)
+    with mock.patch.dict(MODELS, gpt2=config):
+        right = compiled_by(lambda call: lambda *batch: call.__self__.forward(*batch), "gpt2")
+        compare_with_eager(right, BATCH, 500, hardware_in("float32"))
+        wrong = compiled_by(of_loss(lambda loss: 1.01 * loss), "gpt2")
+        with pytest.raises(ArithmeticError, match="evaluation"):
+            compare_with_eager(wrong, BATCH, 500, hardware_in("float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_torchs_compiler_is_called_wrong_on_no_weights_and_no_batch(name, dtype):
+    """Twenty seeds of both, on one compile."""
+    torch.manual_seed(1)
+    gpt = build_model(MODELS[name])
+    compile_model(gpt)
+    hw = hardware_in(dtype)
+    compare_with_eager(gpt, BATCH, 500, hw)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in range(1, 20):
+            compare_with_eager(gpt, BATCH, 500, hw, seed)
