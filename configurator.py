@@ -96,7 +96,7 @@ class Config:
     # system
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
     dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: the fastest here
-    compile: bool | str = True  # torch.compile; if it fails: warn | required: end the run
+    compile: bool | str = True  # True | False | required: end the run if torch.compile fails
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
@@ -493,7 +493,7 @@ def print_help(keys: type = Config) -> None:
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (applied left to right)")
     for line in inspect.getsource(keys).splitlines():
-        if re.match(r"    (# |\w+: \w+ = )", line):
+        if re.match(r"    (# |\w+: [\w| ]+ = )", line):
             print(line.strip())
 
 

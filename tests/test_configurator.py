@@ -1,5 +1,6 @@
 """Configuration: files, flags, and every way to get them wrong."""
 
+import inspect
 import re
 import sys
 
@@ -288,7 +289,8 @@ def test_every_key_has_a_meaning_and_help_lists_it():
     result = run("train.py", "--help")
     assert result.code == 0
     for name, f in FIELDS.items():
-        assert re.search(rf"^{name}: {f.type.__name__} = .+  # \w", result.out, re.MULTILINE), name
+        kind = re.escape(inspect.formatannotation(f.type))
+        assert re.search(rf"^{name}: {kind} = .+  # \w", result.out, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)

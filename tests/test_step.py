@@ -134,6 +134,34 @@ def test_a_compiler_that_fails_or_computes_something_else_costs_a_warning(
     assert_same_run(tmp_path / "eager", tmp_path / "compiled", 6)
 
 
+def test_a_run_that_is_not_compiled_says_so_at_the_start_every_tenth_line_and_at_the_end(
+    tokens, tmp_path
+):
+    keys = TINY | dict(compile=True, max_iters=21, dataset=tokens, out_dir=tmp_path)
+    with mock.patch("torch.compile", broken):
+        result = train(**keys)
+    lines = [line for line in result.out.splitlines() if line.startswith("iter ")]
+    assert [i for i, line in enumerate(lines) if line.endswith(", not compiled")] == [0, 10, 20]
+    assert "torch.compile does not work here (RuntimeError: no C compiler)" in result.err
+    (end,) = [line for line in result.out.splitlines() if line.startswith("not compiled: ")]
+    assert "no C compiler" in end
+    (event,) = records(tmp_path, "event")
+    assert event["iter"] == 0 and "no C compiler" in event["message"]
+
+
+def test_a_compiler_that_is_required_and_fails_ends_the_run_before_it_trains(tokens, tmp_path):
+    keys = TINY | dict(compile="required", dataset=tokens, out_dir=tmp_path)
+    with mock.patch("torch.compile", times(0.99)):
+        result = run("train.py", *flags(**keys))
+    assert result.code == 2
+    (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert "compile: required" in line and "--compile=True" in line
+    assert not records(tmp_path, "step")
+    with mock.patch("torch.compile", times(1)):
+        again = train(**keys)  # the folder is free
+    assert "not compiled" not in again.out
+
+
 def test_compiled_dropout_may_draw_other_numbers(tokens, tmp_path):
     """Its loss in training is another one then; that of the evaluation is compared."""
     with mock.patch("torch.compile", drawing):
