@@ -18,12 +18,14 @@ from model_fast import FastConfig, build_model
 from training import hardware
 from training.compiled import compare_with_eager, compile_model
 
-SIZES = dict(n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=512)
+SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
     "fast": FastConfig(**SIZES, bias=False, value_tables=1, bigram_rows=2048),
     "gpt2 in chunks": GPTConfig(**SIZES, loss_chunk=64),
-    "fast in chunks": FastConfig(**SIZES, bias=False, value_tables=1, loss_chunk=64),
+    "fast in chunks": FastConfig(
+        **SIZES, bias=False, value_tables=1, bigram_rows=2048, loss_chunk=64
+    ),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 BATCH = 4
@@ -190,7 +192,7 @@ def test_with_dropout_the_evaluation_is_compared():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "fast in chunks"])
 def test_torchs_compiler_is_called_wrong_on_no_weights_and_no_batch(name, dtype):
     """Twenty seeds of both, on one compile."""
     torch.manual_seed(1)
