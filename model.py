@@ -194,7 +194,10 @@ def loss_sum(logits: Tensor, targets: Tensor, cap: float | None = None) -> Tenso
     What training minimises and evaluation reports: the loss of logits (n, V) against targets (n,),
     summed over those that are not -1, in nats. This is its only place: change the loss here.
     """
-    return F.cross_entropy(cap_logits(logits, cap), targets, ignore_index=-1, reduction="sum")
+    # A term of your own uses these float32 logits too. With logits of its own, each gradient would
+    # be rounded to bfloat16 before the two are added, and a small term would change nothing.
+    logits = cap_logits(logits, cap)
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
