@@ -4,6 +4,7 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
     python compare.py out/gpt124m                  one run: its figures; draws out/gpt124m/loss.png
     python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
     python compare.py old.log new.log --gpu=4070   nanoGPT's console output, MFU of this card
+    python compare.py out/idea-* --against out/base-*   seeds of a change and of its base: a verdict
 
 Time includes iterations, evaluations and checkpoints, but not startup and compilation.
 
@@ -22,12 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
 from configurator import FIELDS, NEVER, Config
+from reports import seeds
 from reports.picture import count4, millions, save_picture
 from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
 from training.gpus import resolve_gpu, row_peak
@@ -271,6 +274,59 @@ def print_table(rows: list[Row], names: list[str]) -> None:
 
 
 # -----------------------------------------------------------------------------
+# Seeds of a change against seeds of its base
+
+
+def compare_seeds(change: list[Run], base: list[Run]) -> dict:
+    """
+    Print the figures of both sides and the verdict, one `name: value` a line. Returns what the JSON
+    holds. Raises UserError if the runs do not compare.
+    """
+    runs, sides = [*change, *base], (change, base)
+    seeds.check(change)
+    seeds.check(base)
+    figure = "val_loss"
+    if problem := why_losses_do_not_compare(runs):
+        figure = "bits_per_byte"
+        if bits := why_bits_do_not_compare(runs):
+            raise UserError(f"losses are not comparable: {problem}; bits per byte: {bits}")
+    lasts = [[seeds.last_value(run, figure) for run in side] for side in sides]
+    found, noise = seeds.difference(*lasts)
+    told = seeds.verdict(found, noise)
+
+    cells = [["", *map(seeds.name_of, sides)]]
+    for row in setting_rows(runs):
+        if row.key != "config/seed" and len(set(row.values)) > 1:
+            settings = row.values[: len(change)], row.values[len(change) :]
+            cells.append([row.label, *(" ".join(dict.fromkeys(map(str, s))) for s in settings)])
+    label = figure.replace("_", " ")
+    speeds = [[percentile(run.step["tokens_per_sec"], 50) or 0 for run in side] for side in sides]
+    cells += [
+        ["seeds", *(str(len(side)) for side in sides)],
+        ["tokens", *(count4(mean(run.tokens or 0 for run in side)) for side in sides)],
+        ["tok/s", *(whole(mean(values)) for values in speeds)],
+        [f"{label}, lowest", *(decimals(min(values)) for values in lasts)],
+        [f"{label}, highest", *(decimals(max(values)) for values in lasts)],
+        [f"{label}, mean", *(decimals(mean(values)) for values in lasts)],
+    ]
+    print(*table_lines(cells), sep="\n")
+    print(f"difference: {found:+.4f}", f"noise: {noise:.4f}", f"verdict: {told}", sep="\n")
+
+    warnings = [warning for run in runs for warning in run.warnings]
+    warnings += [reason for side in sides if (reason := seeds.why_uneven(side))]
+    if math.isinf(noise):
+        warnings.append("one seed decides nothing; train two or more of each side")
+    for warning in warnings:
+        warn(warning)
+    values = [
+        {run.name: value for run, value in zip(side, last, strict=True)}
+        for side, last in zip(sides, lasts, strict=True)
+    ]
+    verdicts = dict(difference=found, noise=noise if math.isfinite(noise) else None, verdict=told)
+    return dict(figure=figure, change=values[0], base=values[1], **verdicts, warnings=warnings)
+
+
+# -----------------------------------------------------------------------------
 # What compares
 
 
@@ -408,31 +464,47 @@ def why_not_reached(run: Run, target: float) -> str:
     return ""
 
 
+def find_paths(given: list[Path]) -> list[Path]:
+    """The runs that are named, each once. Shells of Windows do not expand patterns."""
+    named = [path for run in given for path in sorted(glob(str(run))) or [str(run)]]
+    return [Path(path) for path in dict.fromkeys(named)]
+
+
+def compare_runs(runs: list[Run], target: float | None) -> dict:
+    """Print the table of runs, and warnings; what the JSON holds."""
+    names = [run.name for run in runs]
+    rows = build_table(runs, target)
+    warnings = collect_warnings(runs, target)
+    print_table(rows, names)
+    for warning in warnings:
+        warn(warning)
+    values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
+    verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
+    return dict(runs=values, verdicts=verdicts, warnings=warnings)
+
+
 def main(argv: list[str]) -> None:
     parser = Parser(description="The figures and picture of a run, or of several side by side.")
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="out_dir, or file of nanoGPT's output")
+    seeds_help = "runs of the base: are the others better, over several seeds of each?"
+    add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)
     add("--loss", type=float, help="tokens and time to this val loss; default: one that all reach")
     add("--gpu", help="card of the runs that do not know their MFU, such as 4070")
     add("--png", type=Path, help="write the picture here; default for one run: its loss.png")
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
 
-    # shells of Windows do not expand patterns
-    named = [path for run in args.runs for path in sorted(glob(str(run))) or [run]]
-    paths = [Path(path) for path in dict.fromkeys(named)]
-    runs = open_runs(paths, args.gpu)
-    names = [run.name for run in runs]
-    rows = build_table(runs, args.loss)
-    warnings = collect_warnings(runs, args.loss)
-    print_table(rows, names)
-    for warning in warnings:
-        warn(warning)
-
+    paths = find_paths(args.runs)
+    base = find_paths(args.against)
+    if both := [path for path in base if path in paths]:
+        raise UserError(f"against: {both[0]} is on both sides")
+    runs = open_runs([*paths, *base], args.gpu)
+    if args.against:
+        table = compare_seeds(runs[: len(paths)], runs[len(paths) :])
+    else:
+        table = compare_runs(runs, args.loss)
     if args.json:
-        values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
-        verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
-        table = dict(runs=values, verdicts=verdicts, warnings=warnings)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if args.png:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from program import Result, column, records, run, train, write_tokens
+
+from reports import seeds
 
 TINY = dict(
     n_layer=1,
@@ -443,6 +446,106 @@ def test_a_run_resumed_with_other_keys_says_which(tmp_path):
     table = Table(a, b)
     assert "resumed with other max_iters" in table.warnings[0]
     assert table.keys("config/") == ["config/init_from"]  # as the run began
+
+
+# -----------------------------------------------------------------------------
+# Seeds of a change against seeds of its base
+
+
+def write_side(folder: Path, name: str, losses: list[float], **config) -> list[Path]:
+    """A run per seed, which ends at this loss."""
+    return [
+        write_run(folder / f"{name}-{n}", {0: 8.0, 10: loss}, seed=n, **config)
+        for n, loss in enumerate(losses, start=1)
+    ]
+
+
+def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result, dict, dict]:
+    """What is printed, its `name: value` lines, and the JSON."""
+    result = run("compare.py", *change, "--against", *base, f"--json={folder / 'seeds.json'}")
+    assert result.code == 0, result.err
+    lines = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
+    return result, lines, json.loads((folder / "seeds.json").read_text())
+
+
+# Three and three losses whose variances are 0.01: the error of a difference is sqrt(0.02 / 3), and
+# Student's t with 4 degrees of freedom 2.776 (any table).
+@pytest.mark.parametrize(
+    "first, verdict",
+    [(1.7, "better"), (1.9, "inconclusive"), (2.1, "inconclusive"), (2.4, "worse")],
+)
+def test_a_change_is_better_if_the_means_differ_by_more_than_their_noise(first, verdict, tmp_path):
+    base = write_side(tmp_path, "base", [2.0, 2.1, 2.2])
+    change = write_side(tmp_path, "idea", [first, first + 0.1, first + 0.2])
+    result, lines, table = against(tmp_path, change, base)
+    assert lines["verdict"] == table["verdict"] == verdict
+    assert table["difference"] == pytest.approx(first - 2.0)
+    assert table["noise"] == pytest.approx(2.776 * math.sqrt(0.02 / 3), rel=2e-3)
+    assert float(lines["difference"]) == pytest.approx(table["difference"], abs=1e-4)
+    assert float(lines["noise"]) == pytest.approx(table["noise"], abs=1e-4)
+    assert result.out.splitlines()[0].split() == ["idea", "base"]
+    assert table["change"] == {f"idea-{n + 1}": pytest.approx(first + 0.1 * n) for n in range(3)}
+
+
+def test_unequal_spreads_have_welchs_degrees_of_freedom():
+    """Variances of 1 and 0.01 of three each: 2.04 degrees, so 4.303 from a table."""
+    _, noise = seeds.difference([1.0, 2.0, 3.0], [2.0, 2.1, 2.2])
+    assert noise == pytest.approx(4.303 * math.sqrt(1.01 / 3), rel=2e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_of_twenty_changes_that_do_nothing_about_one_seems_to(count):
+    draws = np.random.RandomState(0).normal(3, 0.02, (4000, 2, count))
+    told = [seeds.verdict(*seeds.difference(a.tolist(), b.tolist())) for a, b in draws]
+    wrong = sum(verdict != "inconclusive" for verdict in told)
+    assert wrong < 0.06 * len(told)
+    moved = [seeds.verdict(*seeds.difference((a - 0.2).tolist(), b.tolist())) for a, b in draws]
+    assert "worse" not in moved
+    assert moved.count("better") > (0.95 if count > 2 else 0.3) * len(moved)
+
+
+@pytest.mark.parametrize("seeds_of_each", [(1, 1), (1, 3), (3, 1)])
+def test_one_seed_decides_nothing(seeds_of_each, tmp_path):
+    change, base = seeds_of_each
+    change = write_side(tmp_path, "idea", [1.0 + 0.001 * n for n in range(change)])
+    base = write_side(tmp_path, "base", [3.0 + 0.001 * n for n in range(base)])
+    result, lines, table = against(tmp_path, change, base)
+    assert lines["verdict"] == "inconclusive" and table["noise"] is None
+    assert "one seed decides nothing" in result.err
+
+
+def test_seeds_that_do_not_decide_anything_are_refused(tmp_path):
+    base = write_side(tmp_path, "base", [2.0, 2.1])
+    stopped = write_run(tmp_path / "stopped", {0: 8.0, 10: 2.0}, seed=1)
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"reason": "max_iters"', '"reason": "SIGTERM"'))
+    killed = write_run(tmp_path / "killed", {0: 8.0, 10: 2.0}, seed=1)
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:-1]))
+    twice = write_run(tmp_path / "twice", {0: 8.0, 10: 2.0}, seed=2)
+    other = write_run(tmp_path / "other", {0: 8.0, 10: 2.0}, start=dict(val_fingerprint="else"))
+    for change, said in (
+        ([stopped], "stopped: not trained to its end"),
+        ([killed], "killed: not trained to its end"),
+        ([twice, write_run(tmp_path / "x", {0: 8.0, 10: 2.0}, seed=2)], "has seed 2 too"),
+        ([other], "losses are not comparable"),
+        ([base[0]], "is on both sides"),
+        ([write_run(tmp_path / "nan", {0: 8.0, 10: math.nan})], "has no val loss"),
+    ):
+        result = run("compare.py", *change, "--against", *base)
+        assert result.code == 2 and said in result.err, (said, result)
+
+
+def test_equal_hours_on_a_busy_machine_are_warned_of(tmp_path):
+    base = write_side(tmp_path, "base", [2.0, 2.1], hours=0.1)
+    losses = {0: 8.0, 10: 2.0}
+    change = [
+        write_run(tmp_path / f"idea-{n}", losses, step_ms=100 * n, seed=n, hours=0.1)
+        for n in (1, 2)
+    ]
+    result, _, table = against(tmp_path, change, base)
+    assert "seeds of idea differ 2.0x in speed" in result.err
+    assert [warning[:13] for warning in table["warnings"]] == ["seeds of idea"]
 
 
 # -----------------------------------------------------------------------------
