@@ -42,16 +42,20 @@ def weights(state: Weights) -> Weights:
 def loss_of(w: Weights, config: dict, rows: np.ndarray) -> Tensor:
     """GPT-2's mean loss in nats on windows (B, T + 1). Padding of the vocabulary has its share."""
     block = torch.from_numpy(rows)
-    idx = block[:, :-1]
     targets = block[:, 1:]
+    logits = logits_of(w, config, block[:, :-1])
+    return -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
+
+
+def logits_of(w: Weights, config: dict, idx: Tensor) -> Tensor:
+    """(B, T) -> (B, T, V)"""
     x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
     for i in range(config["n_layer"]):
         name = f"transformer.h.{i}"
         x = x + attention(w, f"{name}.attn", norm(w, f"{name}.ln_1", x), config["n_head"])
         x = x + mlp(w, f"{name}.mlp", norm(w, f"{name}.ln_2", x))
     head = w.get("lm_head.weight", w["transformer.wte.weight"])
-    logits = norm(w, "transformer.ln_f", x) @ head.T
-    return -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
+    return norm(w, "transformer.ln_f", x) @ head.T
 
 
 def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
@@ -59,9 +63,13 @@ def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
     qkv = linear(w, f"{name}.c_attn", x).chunk(3, dim=-1)
     q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)  # (B, nh, T, hs)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
-    later = torch.ones_like(scores[0, 0]).triu(1).bool()
-    attended = scores.masked_fill(later, -math.inf).softmax(-1) @ v
+    attended = scores.masked_fill(~seen(x.size(1)), -math.inf).softmax(-1) @ v
     return linear(w, f"{name}.c_proj", attended.transpose(1, 2).flatten(2))
+
+
+def seen(T: int) -> Tensor:
+    """Which tokens each token attends to, (T, T): itself and those before it."""
+    return torch.ones(T, T).tril().bool()
 
 
 def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
