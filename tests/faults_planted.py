@@ -1634,4 +1634,55 @@ FAULTS = [
         "            owed = 0.0\n",
         "test_own_text.py::test_validation_is_from_all_over_the_text",
     ),
+    # -----------------------------------------------------------------------------
+    # Changing the program, and whether a change helps
+    Fault(
+        "a_small_term_of_the_loss_is_rounded_away",
+        "docs/hacking.md",
+        "+    loss = F.cross_entropy(logits, targets,",
+        "+    loss = F.cross_entropy(logits.bfloat16().float(), targets,",
+        "test_hacking.py::test_a_small_term_is_not_rounded_away_in_bfloat16",
+    ),
+    Fault(
+        "the_page_names_a_function_that_is_gone",
+        "data/loader.py",
+        "    def take(self, count: int)",
+        "    def pop(self, count: int)",
+        "test_hacking.py::test_the_functions_that_the_page_names_are_there",
+    ),
+    Fault(
+        "one_seed_decides",
+        "reports/seeds.py",
+        "        return found, math.inf\n",
+        "        return found, 0.0\n",
+        "test_compare.py::test_one_seed_decides_nothing",
+    ),
+    Fault(
+        "the_noise_of_one_standard_error",
+        "reports/seeds.py",
+        "return found, t * math.sqrt(a + b)",
+        "return found, math.sqrt(a + b)",
+        "test_compare.py::test_of_twenty_changes_that_do_nothing_about_one_seems_to",
+    ),
+    Fault(
+        "a_higher_loss_is_better",
+        "reports/seeds.py",
+        "if found < 0 else",
+        "if found > 0 else",
+        "test_compare.py::test_a_change_is_better_if_the_means_differ_by_more_than_their_noise",
+    ),
+    Fault(
+        "a_stopped_run_counts_as_a_seed",
+        "reports/seeds.py",
+        '.startswith("SIG")',
+        '.startswith("SIX")',
+        "test_compare.py::test_seeds_that_do_not_decide_anything_are_refused",
+    ),
+    Fault(
+        "the_peak_is_that_of_the_last_line",
+        "training/log.py",
+        "        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib() or 0.0)\n",
+        "        mem_gib = 1.0\n",
+        "test_asked.py::test_the_figures_of_a_resumed_run_are_the_whole_runs_or_this_launchs",
+    ),
 ]

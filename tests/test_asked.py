@@ -210,6 +210,33 @@ def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
     assert float(found["mem_gib"]) > 0
 
 
+def test_the_figures_of_a_resumed_run_are_the_whole_runs_or_this_launchs(
+    tokens, tmp_path, monkeypatch
+):
+    """Tokens and seconds of both launches; speed, MFU and peak memory of the second one."""
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", batch_size=4, block_size=16)
+    keys |= dict(max_iters=4, eval_interval=2, peak_tflops=0.001)
+    train(**keys)
+    (before,) = records(tmp_path / "run", "end")
+    # a last evaluation that needs more memory than the iterations
+    peaks = iter([1.0] * 4 + [3.0] * 9)
+    monkeypatch.setattr("training.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
+    result = train(**keys | dict(max_iters=8, init_from="resume"))
+    found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
+    assert (tmp_path / "run" / "log.txt").read_text().count("\nval_loss: ") == 2
+    (end,) = records(tmp_path / "run", "end")
+    assert int(found["tokens"]) == end["tokens"] == 2 * before["tokens"]
+    seconds = sum(end["ledger"].values())
+    assert seconds > sum(before["ledger"].values())
+    assert float(found["seconds"]) == pytest.approx(seconds, abs=0.06)
+    steps = end["ledger"]["steps"] - before["ledger"]["steps"]
+    speed = (end["tokens"] - before["tokens"]) / steps
+    assert float(found["tokens_per_sec"]) == pytest.approx(speed, rel=0.02)
+    (flops, *_) = {record["flops_per_token"] for record in records(tmp_path / "run", "start")}
+    assert float(found["mfu"]) == pytest.approx(flops * speed / 1e9, rel=0.02, abs=1e-4)
+    assert found["mem_gib"] == "3.00"
+
+
 # -----------------------------------------------------------------------------
 # One command
 

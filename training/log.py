@@ -64,7 +64,6 @@ class Log:
         self.picture_failed = False
         self.has_saved = False  # in this launch
         self.total_gib = hw.memory_gib()
-        self.mem_gib = 0.0  # at the last line
         self.uncompiled = ""  # why the run is not compiled, if it should be
         self.lines = 0  # of iterations, so far
 
@@ -242,7 +241,6 @@ class Log:
 
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         epoch = f"{tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
-        self.mem_gib = mem
         of_all = f" of {self.total_gib:.1f}" if self.total_gib else ""
         mem_text = f"{mem:.1f}{of_all}GiB" if mem else "n/a"
         hours = f"hours {clock.hours_text()}, " if c.by_clock else ""
@@ -404,10 +402,12 @@ class Log:
 
     def results(self, tokens: int, val_loss: float) -> list[str]:
         """
-        What a script reads at the end of a run, one `name: value` a line. mfu and tokens_per_sec
-        are means over the iterations of this launch, the others of the whole run.
+        What a script reads at the end of a run, one `name: value` a line. mfu, tokens_per_sec and
+        the peak memory are of this launch, the others of the whole run. All ranks take part.
         """
         clock = self.clock
+        # the last evaluation and save may have needed more than the iterations
+        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib() or 0.0)
         steps = clock.seconds["steps"] - self.first_steps
         trained = tokens - self.first_tokens
         rate = trained / steps if trained else None
@@ -424,7 +424,7 @@ class Log:
             seconds=(sum(clock.seconds.values()), ".1f"),
             tokens_per_sec=(rate, ".0f"),
             mfu=(mfu, ".4f"),
-            mem_gib=(self.mem_gib or None, ".2f"),
+            mem_gib=(mem_gib or None, ".2f"),
         )
         return [
             f"{name}: {'n/a' if value is None else format(value, form)}"
