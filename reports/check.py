@@ -139,7 +139,8 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
             try:
                 found = train_here(c, way, model)
             except Exception as error:  # drivers, compilers and kernels fail in ways of their own
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                lines = f"{type(error).__name__}: {error}".splitlines()
+                reason = " ".join(lines[:2]).strip()  # of a compiler's the second says why
                 say(f"  {name}: {reason}")
                 if way.compiles:
                     slow.append(f"torch.compile does not work here ({reason})")

@@ -88,7 +88,7 @@ def test_do_not_train_where_a_kernel_is_wrong(fault, word, monkeypatch):
 
 def test_do_not_train_where_a_kernel_fails(monkeypatch):
     def fault(y, v):
-        raise RuntimeError("CUDA error: no kernel image is available for execution\nmore lines")
+        raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")
 
     plant(monkeypatch, fault)
     line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
