@@ -2,6 +2,7 @@
 Measure and plan training. What is measured is train.py itself: it runs for some seconds, on random
 tokens if the dataset is missing, and the lines of its log are read.
 
+    python bench.py check            does this machine train right, and as fast as it should?
     python bench.py                  GPT-2 124M on this machine: speed, MFU, memory
     python bench.py CONFIG           the same of a configuration
     python bench.py sweep CONFIG     the fastest micro-batch at the same tokens per iteration
@@ -67,6 +68,7 @@ from configurator import (
 from data.shards import vocab_where_missing
 from reports import plan
 from reports.bench_child import CPU_SECONDS, PROFILE_HEADING
+from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware
 
@@ -545,6 +547,7 @@ def refilled(config: Config, flags: list[str]) -> Config:
 # The command line
 
 MODES = {
+    "check": check,
     "": single,
     "sweep": sweep,
     "ladder": ladder,
@@ -563,7 +566,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     add("--json", metavar="PATH", help="write all figures as JSON")
     if mode == "plan":
         plan.add_flags(parser)
-    else:
+    elif mode != "check":
         help_text = "measure a process for so long, after its first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
@@ -586,10 +589,13 @@ def main(argv: list[str]) -> int:
         mode, *rest = argv
         if mode not in MODES:
             hint = did_you_mean(mode, MODES)
-            raise UserError(f"{mode}: no such mode; sweep, ladder, plan or a config file{hint}")
+            raise UserError(
+                f"{mode}: no such mode; check, sweep, ladder, plan or a config file{hint}"
+            )
     options, keys = parse_arguments(mode, rest)
     options.is_bare = not keys
-    if mode != "plan" and all(key.startswith("-") for key in keys):  # no config file
+    needs_sizes = mode not in ("plan", "check")
+    if needs_sizes and all(key.startswith("-") for key in keys):  # no config file
         device = hardware.choose_device(read_config(keys), local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     # a plan may be for another machine: it needs no device
@@ -603,7 +609,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         result = dict(command=command_line("python", "bench.py", *argv)) | result
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    return 0
+    return 1 if result.get("wrong") else 0
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from training.compiled import compile_and_check
 from training.hardware import Hardware
 from training.log import Log
 from training.pretrained import load_pretrained, load_weights
-from training.ranks import Ranks, StopSignals, check_shares, lost_rank
+from training.ranks import Ranks, StopSignals, check_shares, end_process, lost_rank
 
 # What decides the weights' shapes and names. vocab_size is no key: it follows from the dataset.
 NOT_A_SHAPE = FREE_ON_RESUME | {"vocab_size"}
@@ -761,4 +761,4 @@ def explain(error: Exception, argv: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), explain)
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), explain, end_process)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 # -----------------------------------------------------------------------------
 # Lines
@@ -177,11 +177,13 @@ def did_you_mean(name: str, known) -> str:
 def run_main(
     main: Callable[[list[str]], int | None],
     explain: Callable[[Exception, list[str]], str] = lambda error, argv: "",
+    end_process: Callable[[int], NoReturn] = sys.exit,
 ) -> None:
     """
     Run a script's main(argv) and exit. A UserError becomes one `error:` line per problem and its
     exit code, without a traceback; so does a file that the system refuses, and any other error that
-    explain(error, argv) has a line for.
+    explain(error, argv) has a line for. `end_process` gets the exit code, on every way out but a
+    closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # a sample may have letters it cannot show
@@ -190,6 +192,8 @@ def run_main(
     restore_signals = remember_signals()
     try:
         code = main(sys.argv[1:]) or 0
+    except SystemExit as error:  # --help
+        code = int(error.code or 0)
     except UserError as error:
         for problem in error.problems:  # none if rank 0 reports for all
             print_err(f"error: {problem}")
@@ -225,15 +229,3 @@ def remember_signals() -> Callable[[], None]:
                 signal.signal(number, handler)
 
     return restore
-
-
-def end_process(code: int) -> None:
-    """
-    Exit. One of several processes exits at once: the destructor of torch's gloo group can wait
-    forever for Python's lock.
-    """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

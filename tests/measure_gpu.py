@@ -1,5 +1,6 @@
 """
-Measure a GPU: ten minutes, and one file to send (docs/status.md says where).
+Measure a GPU: ten minutes, and one file to send (docs/status.md says where). The rows up to `plan`
+are the commands of docs/first_hour.md.
 
     python tests/measure_gpu.py                an RTX 4070, or any card of 8 GB and more
     python tests/measure_gpu.py 4090           the configs of another card: 3060, a100, h200, t4
@@ -41,12 +42,13 @@ LOG_LINES = 200  # of each row, the last ones
 
 def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tuple[int, list]]:
     """name: the most seconds and the command of each row, the most valuable ones first."""
-    tokens, eval_tokens, sizes, tables, only = 65536, 65536, [], [], []
+    tokens, eval_tokens, machine, sizes, tables, only = 65536, 65536, [], [], [], []
     if options.dry_run:
         tokens, eval_tokens, sizes, only = 64, 256, TINY, ["--collect-only"]
+        machine = ["--device=cpu", "--compile=False"]
         tables = ["--value_tables=1", "--bigram_rows=64"]
     elif device == "mps":
-        sizes = ["--dtype=float32", "--compile=False"]
+        machine = sizes = ["--dtype=float32", "--compile=False"]
     classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
     fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes, *tables]
 
@@ -68,11 +70,13 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
+        "check": (150, [PYTHON, f"{ROOT / 'bench.py'}", "check", *machine]),
         "step": (180, bench(*classic)),
         "train": (180, [*train, "--max_iters=40"]),
         "resume": (120, [*train, "--max_iters=50"]),
-        "sweep": (180, bench("sweep", *classic, "--compile=False", "--trials=1")),
+        "plan": (120, bench("plan", *classic)),
         "gpu_tests": (420, [*pytest, "-m", "gpu", "-k", f"not ({REAL_SHAPES})"]),
+        "sweep": (180, bench("sweep", *classic, "--compile=False", "--trials=1")),
         # here ten minutes are over
         "fast_step": (180, bench(*fast)),
         "real_shapes": (420, [*pytest, "-m", "gpu", "-k", REAL_SHAPES]),

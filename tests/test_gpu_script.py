@@ -96,9 +96,10 @@ def test_a_dry_run_brings_back_every_row_and_keeps_no_checkpoint(tmp_path, monke
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     failed = {name: row for name, row in rows.items() if row["exit"] != 0 and name != "driver"}
     assert not failed
-    assert list(rows) == ["machine", "driver", "step", "train", "resume", "sweep", "gpu_tests"] + [
-        *("fast_step", "real_shapes", "compiled_sweep")
-    ]
+    first_hour = ["check", "step", "train", "resume", "plan", "gpu_tests"]
+    others = ["sweep", "fast_step", "real_shapes", "compiled_sweep"]
+    assert list(rows) == ["machine", "driver", *first_hour, *others]
+    assert rows["check"]["figures"]["verdict"].startswith("this machine trains right")
     for name in ("step", "fast_step"):
         assert rows[name]["figures"]["tokens_per_sec"] > 0
     steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]

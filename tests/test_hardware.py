@@ -17,6 +17,7 @@ import pytest
 import torch
 from program import column, finish, flags, run, start, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.torch_version import TorchVersion
 
 from configurator import Config
 from model import GPTConfig
@@ -301,6 +302,53 @@ def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hin
     assert hint in problem
 
 
+@pytest.fixture
+def driver(monkeypatch):
+    """driver(version): an NVIDIA driver for this CUDA, such as 12080; None: there is none."""
+
+    def make(version: int | None) -> None:
+        def tell(number) -> None:
+            number._obj.value = version
+
+        def load(name):
+            if name not in ("libcuda.so.1", "nvcuda.dll"):
+                return real(name)
+            if version is None:
+                raise OSError(f"{name}: cannot open shared object file")
+            return SimpleNamespace(cuDriverGetVersion=tell)
+
+        real = hardware.ctypes.CDLL
+        monkeypatch.setattr(hardware.ctypes, "CDLL", load)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    return make
+
+
+DRIVERS = {  # the version that it tells, and what a person reads
+    "too old": (12080, "for CUDA 12.8, this torch for CUDA 13; update the driver to 580 or newer"),
+    "new enough": (13000, "check the driver with nvidia-smi"),
+    "newer": (14010, "check the driver with nvidia-smi"),
+    "a stand-in": (0, "check the driver with nvidia-smi"),
+    "none": (None, "check the driver with nvidia-smi"),
+}
+
+
+@pytest.mark.parametrize("version, words", DRIVERS.values(), ids=DRIVERS)
+def test_a_driver_that_is_too_old_is_told_with_what_to_do(version, words, driver):
+    driver(version)
+    (problem,) = hardware.check_device(Config(device="cuda"))
+    assert words in problem
+
+
+def test_even_a_tiny_run_does_not_pass_over_an_old_driver(driver, tokens, tmp_path):
+    """It would train on the CPU, of which a tiny one says nothing."""
+    driver(12080)
+    result = train(**TINY | dict(device="auto", max_iters=0), dataset=tokens, out_dir=tmp_path)
+    (warning,) = (line for line in result.err.splitlines() if "CUDA" in line)
+    assert "trains on the CPU" in warning and "580" in warning
+
+
 @pytest.mark.parametrize("micro_batches, warned", [(3, False), (1600, True)])
 def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
     micro_batches, warned, tokens, tmp_path, cpu, monkeypatch
@@ -482,6 +530,29 @@ def test_the_users_own_allocator_setting_stays(name, fresh_linux):
     set_environment()
     found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
     assert found == {name: "max_split_size_mb:64"}
+
+
+SWITCH = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
+
+
+@pytest.mark.parametrize(
+    "version, switch",
+    [("2.9.1", None), ("2.10.0+cu128", "0"), ("2.14.1+cu130", "0"), ("2.15.0", None)],
+)
+def test_a_compiler_that_loses_gradients_is_kept_from_it(version, switch, fresh_linux, monkeypatch):
+    """pytorch #193061: releases were read one by one; 2.15.0 is the first with the fix."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    set_environment()
+    assert os.environ.get(SWITCH) == switch
+    os.environ[SWITCH] = "1"
+    set_environment()
+    assert os.environ[SWITCH] == "1"  # the user's
+
+
+def test_the_compiler_reads_the_switch_that_is_set():
+    code = "import train, torch._inductor.config as inductor; print(inductor.triton.{})"
+    switched = start("-c", code.format("mix_order_reduction"), only_torch=True)
+    assert finish(switched).out == f"{torch.__version__ >= '2.15'}\n"
 
 
 @pytest.mark.parametrize("home", ["home", "none"])

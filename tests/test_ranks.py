@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from unittest import mock
@@ -273,6 +274,89 @@ def test_nccl_is_used_only_where_it_is_built(gpu, built, backend, monkeypatch):
         patches.enter_context(mock.patch("torch.distributed.init_process_group", group))
         run("train.py")
     assert group.call_args.args == (backend,)
+
+
+# says on stderr that a rank has left the others
+LEAVING = """
+    import torch.distributed
+    leave = torch.distributed.destroy_process_group
+
+    def leaves():
+        leave()
+        print("has left", torch.distributed.is_initialized(), file=sys.stderr)
+
+    torch.distributed.destroy_process_group = leaves
+"""
+# what a rank does after its fifth update, its keys, and the exit code; torchrun passes 1 on
+WAYS_OUT = {
+    "the end": ("", dict(), 0),
+    "the end, once more": ("", dict(init_from="auto"), 0),
+    "--help": ("", dict(help=""), 0),
+    "a bad key": ("", dict(gradient_accumulation_steps=3), 2),
+    "an error of ours": ("", dict(learning_rate=1e30, max_iters=40), 1),
+    "a traceback": ("if n == 5:\n    raise ZeroDivisionError", dict(), 1),
+    "a signal": ("if n == 5:\n    signal.raise_signal(signal.SIGTERM)", dict(), 143),
+}
+
+
+def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
+    """The script, its arguments and its exit code."""
+    action, changes, code = WAYS_OUT[way]
+    if "once more" in way:
+        train(**tiny)
+    arguments = flags(**tiny | changes)
+    if "help" in changes:
+        arguments = ["--help"]
+    return watched(action, LEAVING), arguments, code
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_a_rank_leaves_the_others_on_every_way_out(way, tiny):
+    """NCCL warns of a rank that does not."""
+    script, arguments, code = way_out(way, tiny)
+    results = finish_ranks(start_ranks(2, *arguments, script=script))
+    assert [result.code for result in results] == [code, code], results
+    assert [result.err.count("has left False") for result in results] == [1, 1], results
+
+
+def test_a_rank_that_cannot_leave_after_an_error_ends_all_the_same(tiny):
+    """As one whose peers are in a collective that has no end."""
+    stuck = LEAVING.replace("        leave()", "        time.sleep(600)")
+    hurried = "import training.ranks\ntraining.ranks.LEAVE_SECONDS = 0.5"
+    script, arguments, _ = way_out("an error of ours", tiny)
+    script = watched("", textwrap.dedent(stuck) + hurried)
+    results = finish_ranks(start_ranks(2, *arguments, script=script), timeout=60)
+    assert [result.code for result in results] == [1, 1], results
+
+
+# prints the order of the weights in the buckets, each time their gradients are averaged
+ORDERED = """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    def exchange(group, bucket):
+        shapes = [tuple(p.shape) for p in bucket.parameters()]
+        print("bucket", bucket.index(), shapes, file=sys.stderr)
+        return allreduce_hook(group, bucket)
+
+    def ordered(self, *arguments, **named):
+        init(self, *arguments, **named)
+        self.register_comm_hook(None, exchange)
+
+    init = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = ordered
+"""
+
+
+def test_buckets_are_arranged_before_the_first_iteration(tiny):
+    """Else an uninterrupted run and a resumed one would sum three ranks in another order."""
+    arguments = flags(**tiny | dict(max_iters=3))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=ORDERED)))
+    for code, _, err in results:
+        assert code == 0, err
+        before, *iterations = re.findall("^bucket .*$", err, re.MULTILINE)
+        assert iterations == [iterations[0]] * 3
+        assert before != iterations[0]  # else torch arranges nothing any more, and nor need we
 
 
 # -----------------------------------------------------------------------------
@@ -552,6 +636,21 @@ def test_torchrun_trains_as_one_and_sigterm_saves_once_and_leaves_no_process(tin
     text = log.read_text()
     assert text.count("\niter 9:") == text.count(f"checkpoint {end['iters']}: ") == 1  # one voice
     assert_same_numbers(alone, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_no_way_out_of_torchrun_warns_of_a_group_that_was_not_left(way, tiny, tmp_path):
+    script, arguments, code = way_out(way, tiny)
+    program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script[1]}"
+    (tmp_path / "watched.py").write_text(program)
+    log = tmp_path / "log"
+    process = start_torchrun(2, log, "--standalone", str(tmp_path / "watched.py"), *arguments)
+    assert process.wait(timeout=120) == (code and 1)
+    text = log.read_text()
+    assert "destroy_process_group" not in text
+    # after an error torchrun may end the second rank before it has left
+    assert text.count("has left False") in ((1, 2) if code else (2,)), text
 
 
 SOURCES = {"shards": dict(), "stream": dict(stream=True, tokenizer="byte")}

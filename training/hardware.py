@@ -37,6 +37,9 @@ CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytor
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
+# Which NVIDIA driver each CUDA needs (docs.nvidia.com/deploy/cuda-compatibility)
+LEAST_DRIVER = {12: "525 or newer", 13: "580 or newer"}
+
 MEASURED = "measured"  # the peak_source of a peak that no data sheet gives
 MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
@@ -48,6 +51,9 @@ if sys.platform == "win32":
     os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
     # or Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
     os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
+# From torch 2.10 until 2.15 the compiler may lose gradients of norms on a GPU (pytorch #193061)
+if "2.10" <= torch.__version__ < "2.15":
+    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
 # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash on
 # it (pytorch #192330). The user may have set it by its earlier name.
 if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -165,8 +171,28 @@ def check_device(config: Config) -> list[str]:
 
 def cuda_hint() -> str:
     """The hint if torch sees no GPU. On Windows PyPI's torch cannot see one."""
-    has_cuda = torch.version.cuda or torch.version.hip or sys.platform == "darwin"
-    return "check the driver with nvidia-smi" if has_cuda else f"it has no CUDA: {CUDA_BUILD}"
+    if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
+        return f"it has no CUDA: {CUDA_BUILD}"
+    return old_driver() or "check the driver with nvidia-smi"
+
+
+def old_driver() -> str:
+    """What to do about NVIDIA's driver, if it is too old for this torch, which then sees no GPU."""
+    if not torch.version.cuda:
+        return ""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:  # there is none
+        return ""
+    version = ctypes.c_int()  # of CUDA: 12080 is 12.8
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    needed = int(torch.version.cuda.partition(".")[0])
+    if version.value == 0 or version.value // 1000 >= needed:  # 0: no driver, but a stand-in for it
+        return ""
+    least = LEAST_DRIVER.get(needed, "the newest")
+    problem = f"the NVIDIA driver here is for CUDA {found}, this torch for CUDA {needed}"
+    return f"{problem}; update the driver to {least}"
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:

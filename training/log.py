@@ -26,7 +26,7 @@ from configurator import FIELDS, NEVER, Config, config_values
 from data.shards import Dataset
 from training.checkpoint import claim_folder
 from training.clock import Clock, clock_time
-from training.hardware import MEASURED, Hardware, count_flops, cuda_hint
+from training.hardware import MEASURED, Hardware, count_flops, cuda_hint, old_driver
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -138,7 +138,8 @@ class Log:
         if self.ranks.world_size > 1:
             say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
         self.warn_of_space(parameters)
-        if hw.device.type == "cpu" and c.device == "auto" and c.iter_tokens > CPU_TOKENS:
+        is_meant = c.iter_tokens <= CPU_TOKENS and not old_driver()
+        if hw.device.type == "cpu" and c.device == "auto" and not is_meant:
             warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
         if c.until and self.clock.left_of_run() > FAR_AWAY and self.ranks.is_main:
             hours = self.clock.left_of_run() / 3600

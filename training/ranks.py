@@ -8,6 +8,7 @@ DistributedDataParallel on the devices. With one process nothing is sent, and th
 its own values.
 """
 
+import faulthandler
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from configurator import Config
 
 # For one collective; longer than any evaluation or save that a rank waits for
 TIMEOUT = timedelta(minutes=10)
+LEAVE_SECONDS = 10.0  # for leaving the others after an error; then this process ends with code 1
 SHARE_PATIENCE = 30.0  # seconds until a network share must show a file to all machines
 
 
@@ -71,10 +73,7 @@ class Ranks:
         if self.world_size == 1:
             return model
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # DDP rearranges its buckets after the first backward pass, and three or more ranks then sum
-        # in another order. So do that pass here, with zeros; a resumed run does it too.
-        ddp_model.reducer.prepare_for_backward([])
-        torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
+        arrange_buckets(ddp_model)
         return ddp_model
 
     # -------------------------------------------------------------------------
@@ -151,6 +150,32 @@ class Ranks:
             changed = self.gather(file.stat().st_mtime_ns if file.exists() else None)
             time.sleep(0.1)
         self.check_same(f"{file} was changed at", changed[self.rank], hint)
+
+
+def arrange_buckets(ddp_model: DistributedDataParallel) -> None:
+    """
+    DDP rearranges its buckets after the first backward pass, and three or more ranks then sum in
+    another order. So do that pass here, with zeros; a resumed run does it too. Only here the
+    program uses what torch does not document: DDP's reducer.
+    """
+    ddp_model.reducer.prepare_for_backward([])  # else DDP would not look at this backward pass
+    torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
+
+
+def end_process(code: int) -> NoReturn:
+    """
+    Exit; one of several ranks leaves the others first. It then exits at once, with its group still
+    referenced: the destructor of torch's gloo group can wait forever for Python's lock.
+    """
+    if not dist.is_initialized():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # the others may be in a collective for which NCCL would wait
+        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=open(os.devnull, "w"))
+    group = dist.group.WORLD  # noqa: F841  kept
+    dist.destroy_process_group()
+    os._exit(code)
 
 
 def check_shares(config: Config, n: int) -> list[str]:

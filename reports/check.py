@@ -1,0 +1,352 @@
+"""
+bench.py's mode check: does this machine train right, and as fast as it should?
+
+Two small models train for some iterations on the device, by train.py's own step, and once more in
+float64 on the CPU. Losses and gradients must agree as far as the dtype's rounding allows. Then a
+matmul and a copy are timed against the GPU's data sheet. The last line is one of three: it trains
+right; it trains right but slowly because ...; do not train here because ...
+"""
+
+import subprocess
+import time
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.console import say
+from configurator import Config, load_config
+from data.loader import Batch, to_batch
+from model_fast import build_model
+from train import build_optimizer, model_config, train_step
+from training import hardware
+from training.compiled import compile_model
+from training.gpus import find_row
+from training.hardware import Hardware
+
+# Large enough for a GPU's kernels of a real run, and small enough for float64 on a slow CPU
+SIZES = dict(n_layer=2, n_embd=768, n_head=12, block_size=1024, batch_size=1)
+SIZES_ON_A_CPU = dict(n_layer=2, n_embd=64, n_head=4, block_size=64, batch_size=4)
+RECIPES = {
+    "gpt2": dict(),
+    "fast": dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=5000),
+}
+VOCAB = 1000
+ITERATIONS = 3
+SEED = 1
+LOSS_SCALE = 1024.0  # float16's gradients underflow without it; a power of two rounds nothing
+
+# The largest relative error of a loss, and of a weight's gradient as a vector. On a CPU they are at
+# most a third of these (measured).
+LARGEST_ERRORS = {
+    torch.float32: (1e-4, 1e-4),
+    torch.float16: (2e-3, 0.01),
+    torch.bfloat16: (5e-3, 0.04),
+}
+TF32_ERRORS = LARGEST_ERRORS[torch.float16]  # it keeps as many bits
+
+# Of the data sheet's peak and bandwidth; a GPU that reaches less is slow. By their users' figures
+# healthy GPUs reach 60% to 95%.
+LEAST_SHARE = 0.5
+MATMUL_SECONDS = 2.0  # a GPU that lacks cooling or power lowers its clock meanwhile
+COPIED_BYTES = 2**28
+MOST_LOAD = 20  # percent of a GPU's time that other programs may take
+
+
+def check(config: Config, options: Namespace) -> dict:
+    """Print what is found, and last the verdict. Of the keys only the machine's count."""
+    load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")  # of others
+    hw = hardware.set_up(config)
+    name = hardware.cpu_name() if hw.device.type == "cpu" else hw.name
+    say(f"checking {name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
+    say("largest relative errors, against float64 on the CPU:")
+    rows, wrong, slow = check_training(config, hw)
+    if not wrong:
+        slow += what_slows(config, hw)
+        slow += check_speed(hw)
+        if load and load[0] > MOST_LOAD:
+            slow.append(f"other programs use it ({load[0]:.0f}% of its time before this check)")
+    line = verdict("this machine" if hw.device.type == "cpu" else "this GPU", wrong, slow)
+    say(line)
+    return dict(verdict=line, wrong=wrong, slow=slow, rows=rows)
+
+
+def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
+    if wrong:
+        return f"do not train here because {'; '.join(wrong)}"
+    if slow:
+        return f"{name} trains right but slowly because {'; '.join(slow)}"
+    return f"{name} trains right"
+
+
+# -----------------------------------------------------------------------------
+# Does it train right?
+
+
+@dataclass
+class Outcome:
+    """What training computes."""
+
+    evaluation: float  # the loss without gradients
+    gradients: dict[str, Tensor]  # of one batch, in float64 on the CPU
+    losses: list[float]  # of the iterations
+
+
+@dataclass
+class Way:
+    """A way to train on the device."""
+
+    hw: Hardware
+    tf32: bool
+    compiles: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.hw.dtype_name}{', compiled' if self.compiles else ''}"
+
+    @property
+    def largest_errors(self) -> tuple[float, float]:
+        """Of a loss and of a gradient."""
+        if self.tf32 and self.hw.dtype == torch.float32:
+            return TF32_ERRORS
+        return LARGEST_ERRORS[self.hw.dtype]
+
+
+def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
+    # float32 without TF32 shows what is wrong but for rounding
+    plain = Way(replace(hw, dtype=torch.float32), tf32=False, compiles=False)
+    asked = Way(hw, config.tf32 and hw.device.type == "cuda", compiles=False)
+    ways = [plain, asked] if asked != plain else [plain]
+    if config.compile and hw.can_compile:
+        ways.append(replace(asked, compiles=True))
+    return ways
+
+
+def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str], list[str]]:
+    """A row for each way to train that worked, what is wrong, and why training will be slow."""
+    rows: list[dict] = []
+    wrong: list[str] = []
+    slow: list[str] = []
+    for recipe in RECIPES:
+        c = config_of(recipe, config, hw)
+        model = model_off_zero(c, hw)
+        exact = train_exactly(c, model)
+        for way in ways_to_train(config, hw):
+            name = f"{recipe} {way.name}"
+            began = time.perf_counter()
+            try:
+                found = train_here(c, way, model)
+            except Exception as error:  # drivers, compilers and kernels fail in ways of their own
+                lines = f"{type(error).__name__}: {error}".splitlines()
+                reason = " ".join(lines[:2]).strip()  # of a compiler's the second says why
+                say(f"  {name}: {reason}")
+                if way.compiles:
+                    slow.append(f"torch.compile does not work here ({reason})")
+                else:
+                    wrong.append(f"{name} fails ({reason})")
+                continue
+            row = dict(name=name, **errors_of(found, exact))
+            rows.append(row)
+            wrong += [f"{name} has a wrong {what}" for what in what_is_wrong(row, way)]
+            losses = f"loss {row['loss']:.1e}, evaluation {row['evaluation']:.1e}"
+            gradient = f"gradient {row['gradient']:.1e} ({row['weight']})"
+            say(f"  {name}: {losses}, {gradient}; {time.perf_counter() - began:.1f} s")
+    return rows, wrong, list(dict.fromkeys(slow))
+
+
+def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
+    """The recipe's small configuration, with the keys of `config` that are about the machine."""
+    sizes = SIZES_ON_A_CPU if hw.device.type == "cpu" else SIZES
+    keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash, warmup_iters=0)
+    keys |= dict(dataset="random", gradient_accumulation_steps=1)
+    keys |= sizes | RECIPES[recipe]
+    return load_config([f"--{name}={value}" for name, value in keys.items()])
+
+
+def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
+    """On the CPU. Behind a fast model's matrices of zeros no weight would have a gradient."""
+    hardware.set_seed(SEED)
+    model = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=False))
+    for p in model.parameters():
+        if p.dim() == 2 and not p.any():
+            torch.nn.init.normal_(p, std=0.02)
+    return model
+
+
+def batch_of(c: Config) -> Batch:
+    """Random tokens; the same each time."""
+    generator = torch.Generator().manual_seed(SEED)
+    block = torch.randint(VOCAB, (c.batch_size, c.block_size + 1), generator=generator)
+    return to_batch(block, torch.device("cpu"))
+
+
+def train_exactly(c: Config, model: torch.nn.Module) -> Outcome:
+    """
+    On the CPU, eagerly, with plain attention: one batch in float64, the iterations in float32,
+    because Muon keeps its state in it.
+    """
+    cpu = Hardware(torch.device("cpu"), torch.float32, "", None, None)
+    config: Any = model.config
+    exact = build_model(replace(config, flash=False))
+    exact.load_state_dict(model.state_dict())
+    evaluation, gradients = pass_a_batch(exact.double(), c, cpu)
+    exact.load_state_dict(model.state_dict())
+    return Outcome(evaluation, gradients, iterate(exact.float(), c, cpu))
+
+
+def train_here(c: Config, way: Way, model: torch.nn.Module) -> Outcome:
+    hw = way.hw
+    torch.set_float32_matmul_precision("high" if way.tf32 else "highest")
+    ours = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=way.compiles))
+    ours.load_state_dict(model.state_dict())
+    ours.to(hw.device)
+    if way.compiles:
+        compile_model(ours)
+    return Outcome(*pass_a_batch(ours, c, hw), iterate(ours, c, hw))
+
+
+def pass_a_batch(
+    model: torch.nn.Module, c: Config, hw: Hardware
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss without gradients, and the gradients."""
+    x, y = (tokens.to(hw.device) for tokens in batch_of(c))
+    model.eval()
+    with torch.no_grad(), hw.autocast():
+        evaluation = model(x, y).item()
+    model.train()
+    with hw.autocast():
+        loss = model(x, y)
+    (loss * LOSS_SCALE).backward()
+    gradients = {
+        name: p.grad.cpu().double() / LOSS_SCALE
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    model.zero_grad()
+    return evaluation, gradients
+
+
+def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
+    """The losses of some of train.py's iterations, all on one batch, so that they fall."""
+    x, y = (tokens.to(hw.device) for tokens in batch_of(c))
+    optimizer = build_optimizer(model, c, hw.dtype)
+    is_scaled = hw.dtype == torch.float16
+    scaler = torch.amp.GradScaler(hw.device.type, init_scale=LOSS_SCALE, enabled=is_scaled)
+    losses = []
+    for _ in range(ITERATIONS):
+        loss, _ = train_step(model, optimizer, scaler, [(x, y)], c.grad_clip, hw.autocast())
+        losses.append(loss.item())
+    return losses
+
+
+def errors_of(found: Outcome, exact: Outcome) -> dict:
+    """The largest relative errors, and the weight whose gradient has it."""
+    gradients = {}
+    for name, gradient in exact.gradients.items():
+        ours = found.gradients.get(name, torch.zeros_like(gradient))
+        gradients[name] = float((ours - gradient).norm() / gradient.norm())
+    worst = max(gradients, key=lambda name: (gradients[name] != gradients[name], gradients[name]))
+    losses = [abs(a / b - 1) for a, b in zip(found.losses, exact.losses, strict=True)]
+    return dict(
+        loss=max(losses, key=lambda error: (error != error, error)),  # NaN is the largest
+        evaluation=abs(found.evaluation / exact.evaluation - 1),
+        gradient=gradients[worst],
+        weight=worst,
+    )
+
+
+def what_is_wrong(row: dict, way: Way) -> list[str]:
+    most_loss, most_gradient = way.largest_errors
+    wrong = []
+    if not row["gradient"] <= most_gradient:  # nor is NaN
+        wrong.append(f"gradient of {row['weight']}, off by {row['gradient']:.2%}")
+    for name in ("loss", "evaluation"):
+        if not row[name] <= most_loss:
+            wrong.append(f"{name}, off by {row[name]:.3%}")
+    return wrong
+
+
+# -----------------------------------------------------------------------------
+# As fast as it should?
+
+
+def what_slows(config: Config, hw: Hardware) -> list[str]:
+    """Known without measuring."""
+    reasons = []
+    if hw.device.type == "cpu" and config.device == "auto":
+        reasons.append(f"torch sees no GPU; {hardware.cuda_hint()}")
+    if not config.compile:
+        reasons.append("compile is off")
+    elif not hw.can_compile:
+        reasons.append("torch's compiler for MPS is an early prototype")
+    is_emulated = hardware.best_dtype(hw.device) != torch.bfloat16
+    if hw.device.type == "cuda" and hw.dtype == torch.bfloat16 and is_emulated:
+        reasons.append("this GPU only emulates bfloat16; --dtype=float16")
+    return reasons
+
+
+def check_speed(hw: Hardware) -> list[str]:
+    """A matmul and a copy against the data sheet, printed; why they are slow, if they are."""
+    peak = hw.peak_tflops
+    row = None
+    if hw.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(hw.device)
+        row = find_row(hw.name, properties.multi_processor_count)
+    if not peak:
+        hw.find_peak(None)
+        say(f"  matmul: {hw.peak_tflops:.3g} TFLOP/s; no data sheet to compare it with")
+        return []
+    began = time.perf_counter()
+    rates: list[float] = []
+    while not rates or time.perf_counter() - began < MATMUL_SECONDS:
+        rates.append(hardware.measure_matmul(hw.device, hw.dtype, hw.synchronize))
+    say(f"  matmul: {rates[-1]:.3g} of {peak:g} TFLOP/s ({hw.peak_source})")
+    slow = []
+    if rates[-1] < LEAST_SHARE * peak:
+        slow.append(f"a matmul reaches {rates[-1]:.3g} of {peak:g} TFLOP/s{state_of(hw.device)}")
+    if row and row["bandwidth_gbs"]:
+        bandwidth = float(row["bandwidth_gbs"])
+        copied = measure_copy(hw)
+        say(f"  copy: {copied:.0f} of {bandwidth:g} GB/s (gpus.csv)")
+        if copied < LEAST_SHARE * bandwidth:
+            slow.append(f"its memory reaches {copied:.0f} of {bandwidth:g} GB/s")
+    return slow
+
+
+def measure_copy(hw: Hardware) -> float:
+    """GB/s that a copy reads and writes: the best of a few."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=hw.device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(10):
+        hw.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        hw.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * COPIED_BYTES / min(seconds) / 1e9
+
+
+def state_of(device: torch.device) -> str:
+    """What may explain a slow GPU, read while it is still warm."""
+    fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit", "power.default_limit")
+    found = smi(device, *fields)
+    if not found:
+        return ""
+    clock, most, heat, limit, usual = found
+    return f" at {clock:.0f} of {most:.0f} MHz, {heat:.0f} C, {limit:.0f} of {usual:.0f} W allowed"
+
+
+def smi(device: torch.device, *fields: str) -> list[float]:
+    """These numbers of nvidia-smi for the device; nothing where it cannot tell one of them."""
+    if device.type != "cuda":
+        return []
+    gpu = f"--id=GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
+    query = ["nvidia-smi", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return [float(number) for number in done.stdout.split(",")]
+    except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: [N/A]
+        return []

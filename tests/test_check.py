@@ -1,0 +1,202 @@
+"""
+`python bench.py check`: which of its three things it says, of machines with planted faults. The
+reference uses plain attention in float64, so a fault of the fused kernel is one of the device.
+"""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from program import run
+from torch.nn import functional as F
+
+from reports import check
+from training import hardware
+from training.compiled import compile_model
+from training.hardware import Hardware
+
+RIGHT = "this machine trains right"
+SLOWLY = "this machine trains right but slowly because "
+NOT_HERE = "do not train here because "
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """What is compiled is only traced, which takes less time."""
+    monkeypatch.setattr(check, "compile_model", lambda model: compile_model(model, backend="eager"))
+
+
+def verdict_of(*keys: str, code: int = 0) -> str:
+    """The last line that it prints."""
+    result = run("bench.py", "check", *keys)
+    assert result.code == code, result.err
+    return result.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_machine_without_fault_trains_right(dtype, traced):
+    assert verdict_of("--device=cpu", f"--dtype={dtype}") == RIGHT
+
+
+# -----------------------------------------------------------------------------
+# Faults of a kernel: what attention gives instead of its own output
+
+
+class GradientOff(torch.autograd.Function):
+    """The same numbers, and a gradient that is 1% off."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.01 * dy
+
+
+KERNELS = {  # and the word that the verdict must have
+    "a gradient": (lambda y, v: GradientOff.apply(y), "gradient"),
+    "an output": (lambda y, v: 1.01 * y, "gradient"),
+    "the last token": (lambda y, v: torch.cat((y[:, :, :-1], v[:, :, -1:]), dim=2), "gradient"),
+    # as Metal's kernel, pytorch #195910
+    "without gradients alone": (
+        lambda y, v: y if y.requires_grad else v.mean(dim=2, keepdim=True).expand_as(y),
+        "evaluation",
+    ),
+    "not a number": (lambda y, v: y * float("nan"), "loss"),
+}
+
+
+def plant(monkeypatch, fault) -> None:
+    attention = F.scaled_dot_product_attention
+
+    def faulty(q, k, v, **options):
+        return fault(attention(q, k, v, **options), v)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", faulty)
+
+
+@pytest.mark.parametrize("fault, word", KERNELS.values(), ids=KERNELS)
+def test_do_not_train_where_a_kernel_is_wrong(fault, word, monkeypatch):
+    plant(monkeypatch, fault)
+    line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
+    assert line.startswith(NOT_HERE) and f"a wrong {word}" in line
+
+
+def test_do_not_train_where_a_kernel_fails(monkeypatch):
+    def fault(y, v):
+        raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")
+
+    plant(monkeypatch, fault)
+    line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
+    assert line.startswith(f"{NOT_HERE}gpt2 float32 fails (RuntimeError: CUDA error: no kernel")
+    assert "more lines" not in line
+
+
+def test_do_not_train_where_the_optimizer_is_wrong(monkeypatch):
+    """The reference's update is right, and that of the device goes twice as far."""
+
+    def build(model, c, dtype):
+        optimizer = check_build(model, c, dtype)
+        for group in optimizer.param_groups:
+            group["lr"] *= 2 if model.transformer.h[0].attn.flash else 1  # the reference's is plain
+        return optimizer
+
+    check_build = check.build_optimizer
+    monkeypatch.setattr(check, "build_optimizer", build)
+    line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
+    assert line.startswith(NOT_HERE) and "a wrong loss" in line
+
+
+# -----------------------------------------------------------------------------
+# The compiler
+
+
+def test_a_compiler_that_fails_makes_it_slow(monkeypatch):
+    def backend(graph, inputs):
+        raise FileNotFoundError("no g++ here")
+
+    monkeypatch.setattr(check, "compile_model", lambda m: compile_model(m, backend=backend))
+    line = verdict_of("--device=cpu", "--dtype=float32")
+    assert line.startswith(f"{SLOWLY}torch.compile does not work here (")
+    assert "no g++ here" in line and line.count("torch.compile") == 1
+
+
+def test_do_not_train_where_compiled_code_is_wrong(monkeypatch):
+    """Its loss is 1% off; that of eager code is right."""
+
+    def compile_wrongly(model) -> None:
+        model.register_forward_hook(lambda module, inputs, loss: 1.01 * loss)
+
+    monkeypatch.setattr(check, "compile_model", compile_wrongly)
+    line = verdict_of("--device=cpu", "--dtype=float32", code=1)
+    assert line.startswith(f"{NOT_HERE}gpt2 float32, compiled has a wrong ")
+    assert "gpt2 float32 has" not in line
+
+
+# -----------------------------------------------------------------------------
+# Slow machines
+
+
+def test_a_matmul_below_half_of_the_data_sheet_is_slow(traced, tmp_path):
+    json_file = tmp_path / "check.json"
+    line = verdict_of(
+        "--device=cpu", "--dtype=float32", "--peak_tflops=1000", f"--json={json_file}"
+    )
+    assert line.startswith(f"{SLOWLY}a matmul reaches ") and line.endswith(" of 1000 TFLOP/s")
+    assert json.loads(json_file.read_text())["verdict"] == line
+
+
+def test_a_machine_whose_gpu_torch_does_not_see_is_slow(traced, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert verdict_of() == f"{SLOWLY}torch sees no GPU; it has no CUDA: {hardware.CUDA_BUILD}"
+
+
+def test_a_slow_memory_is_slow(monkeypatch):
+    """An RTX 4070's data sheet says 58.3 TFLOP/s and 504 GB/s."""
+    properties = SimpleNamespace(multi_processor_count=46, uuid="1-2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 45.0)
+    monkeypatch.setattr(check, "MATMUL_SECONDS", 0.0)
+    name = "NVIDIA GeForce RTX 4070"
+    hw = Hardware(torch.device("cuda"), torch.bfloat16, name, 58.3, "gpus.csv")
+    for speed, reasons in ((450, []), (200, ["its memory reaches 200 of 504 GB/s"])):
+        monkeypatch.setattr(check, "measure_copy", lambda hw, speed=speed: speed)
+        assert check.check_speed(hw) == reasons
+    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 20.0)
+    monkeypatch.setattr(check, "state_of", lambda device: " at 88 C")
+    slow = ["a matmul reaches 20 of 58.3 TFLOP/s at 88 C", "its memory reaches 200 of 504 GB/s"]
+    assert check.check_speed(hw) == slow
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
+@pytest.mark.parametrize(
+    "answer, text",
+    [
+        (
+            "echo 1200, 2610, 88, 150.00, 200.00",
+            " at 1200 of 2610 MHz, 88 C, 150 of 200 W allowed",
+        ),
+        ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
+        ("exit 9", ""),
+    ],
+    ids=["all", "a laptop", "no driver"],
+)
+def test_a_slow_gpus_state_is_what_nvidia_smi_tells(answer, text, tmp_path, monkeypatch):
+    properties = SimpleNamespace(uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncase $1 in --id=GPU-12ab) {answer};; *) exit 1;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert check.state_of(torch.device("cuda")) == text
+
+
+@pytest.mark.slow
+def test_the_command_itself_compiles_and_finds_this_machine_right():
+    assert verdict_of("--device=cpu") == RIGHT
