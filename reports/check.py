@@ -22,7 +22,7 @@ from data.loader import Batch, to_batch
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
 from training import hardware
-from training.compiled import compile_model
+from training.compiled import LOSS_SCALE, compile_model
 from training.gpus import find_row
 from training.hardware import Hardware
 
@@ -36,7 +36,6 @@ RECIPES = {
 VOCAB = 1000
 ITERATIONS = 3
 SEED = 1
-LOSS_SCALE = 1024.0  # float16's gradients underflow without it; a power of two rounds nothing
 
 # The largest relative error of a loss, and of a weight's gradient as a vector. On a CPU they are at
 # most a third of these (measured).

@@ -1383,8 +1383,8 @@ FAULTS = [
     Fault(
         "proof_of_the_compiler_draws_from_the_training",
         "training/hardware.py",
-        "        buffer.data.copy_(before)\n    set_rng_state(random_states, device)\n",
-        "        buffer.data.copy_(before)\n",
+        "            buffer.data.copy_(before)\n        set_rng_state(random_states, device)\n",
+        "            buffer.data.copy_(before)\n",
         "test_step.py::test_a_compiler_that_fails_or_computes_something_else_costs_a_warning[right-0.1]",
     ),
     Fault(

@@ -88,6 +88,15 @@ def broken(call: Callable) -> Callable:
     return compiled
 
 
+def broken_backend(call: Callable) -> Callable:
+    """In the words of torch, whose first line is not the reason."""
+
+    def compiled(*batch):
+        raise RuntimeError("backend='inductor' raised:\nno C compiler\nlong details")
+
+    return compiled
+
+
 def broken_in_evaluation(call: Callable) -> Callable:
     def compiled(*batch):
         assert call.__self__.training, "no C compiler"
@@ -112,6 +121,7 @@ COMPILERS = {
     "1% less": (times(0.99), "ArithmeticError"),
     "NaN": (times(math.nan), "ArithmeticError"),
     "none": (broken, "no C compiler"),  # nanoGPT PR#242, #226, #477
+    "none, said in the second line": (broken_backend, "no C compiler"),
     "none for the evaluation": (broken_in_evaluation, "no C compiler"),
 }
 

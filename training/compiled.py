@@ -21,7 +21,7 @@ from training.ranks import Ranks
 # from the exact ones as eager code's are (measured).
 BOUND = 3
 LEAST_LOSS_ERROR = 1e-6  # relative: a float32 sum over the tokens is not rounded better
-LOSS_SCALE = 1024  # float16's gradients underflow without it; a power of two rounds nothing
+LOSS_SCALE = 1024.0  # float16's gradients underflow without it; a power of two rounds nothing
 
 
 def compile_model(model, **options) -> None:
@@ -47,7 +47,10 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     except Exception as error:  # no compiler: every backend fails in its own way
         if is_out_of_memory(error):
             raise
-        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        problem = lines[0]
+        if problem.endswith("raised:"):  # torch's wrapper of a backend's error, which follows
+            problem = " ".join(lines[:2])
         if sys.platform == "win32" and "riton" in problem:  # not part of torch there
             problem += '; pip install "triton-windows<3.8"'
     problem = next(filter(None, ranks.gather(problem)), "")
