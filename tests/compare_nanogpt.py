@@ -58,6 +58,7 @@ class NanoGPT(torch.nn.Module):
 def load_nanogpt(folder: str) -> ModuleType:
     loader = SourceFileLoader("nanogpt_model", str(Path(folder, "model.py")))
     module = ModuleType(loader.name)
+    sys.modules[loader.name] = module  # the compiler looks its globals up there
     loader.exec_module(module)
     return module
 
@@ -74,8 +75,21 @@ def nanogpts(folder: str, build_ours):
     return build
 
 
-def run_side(side: str, nanogpt: str) -> None:
+def step_if_compiled(train_step):
+    """train_step() of train.py, which would go on in eager code if a side does not compile."""
+
+    def step(model, *args):
+        if model._compiled_call_impl is None:
+            raise UserError("compile: a side does not compile; --compile=False compares eager code")
+        return train_step(model, *args)
+
+    return step
+
+
+def run_side(side: str, compiles: str, nanogpt: str) -> None:
     """What reports/bench_child.py does; with nanoGPT's model on nanoGPT's sides."""
+    if compiles == "compiled":
+        train.train_step = step_if_compiled(train.train_step)
     if side != OURS:
         train.build_model = nanogpts(nanogpt, train.build_model)
     if side == AS_SHIPPED:
@@ -97,7 +111,8 @@ def take_turns(config: Config, nanogpt: str, trials: int) -> dict[str, list[dict
     for trial in tqdm(range(trials), disable=None):
         # the sides take turns in going first
         for side in reversed(sides) if trial % 2 else sides:
-            command = (Path(__file__), f"--side={side}", nanogpt)
+            compiles = "compiled" if config.compile else "eager"
+            command = (Path(__file__), f"--side={side}", compiles, nanogpt)
             rows[side].append(bench.measure(config, command=command))
         losses = [rows[side][-1]["first_loss"] for side in sides]
         if max(losses) - min(losses) > SAME_LOSS:
@@ -167,6 +182,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].startswith("--side="):
-        run_side(sys.argv.pop(1).removeprefix("--side="), sys.argv.pop(1))
+        run_side(sys.argv.pop(1).removeprefix("--side="), sys.argv.pop(1), sys.argv.pop(1))
     else:
         run_main(main)

@@ -3,11 +3,9 @@ Figures on the pages: those that were measured are the ones in the json files of
 that are estimated are what `bench.py plan` computes.
 """
 
-import csv
 import math
 import re
 import shlex
-import statistics
 
 import pytest
 from pages import GUIDES, after, check, code_blocks, numbers, page_name, plan, read, result
@@ -18,14 +16,16 @@ from configurator import load_config
 # -----------------------------------------------------------------------------
 # Measured: (page, beginning of a row, the values behind it)
 
-PEERS = {  # files about nanoGPT's speed, of which some were measured again: row of results/README.md
+PEERS = {  # rows of results/README.md -> files; a set-up may have been measured again
     "| 4 x 256, compiled, EPYC |": ("peer_124m", "peer_124m_again"),
     "| 32 x 256, compiled, EPYC |": ("peer_124m_B32", "peer_124m_B32_again"),
     "| 2 x 1024, eager, EPYC |": ("peer_124m_T1024", "peer_124m_T1024_again", "compare_124m_T1024"),
     "| 4 x 256, eager, EPYC |": ("compare_124m",),
     "| 8 x 1024, 4 layers of 256, eager, EPYC |": ("peer_T1024",),
 }
-BOTH = "| 4 x 256, eager, Xeon |"  # nanoGPT as shipped, and with our malloc setting, in one run
+BOTH = {  # the same of nanoGPT as shipped and with our malloc setting, in one run
+    "| 4 x 256, eager, Xeon |": "compare_124m",
+}
 STUDIES = {  # texts of the recipe study -> files
     "prose": "transfer",
     "prose, repeated": "transfer_again",
@@ -53,14 +53,15 @@ def peer_figures():
                 same.append(p["speed_ratio"])
             elif name.startswith("peer_124m"):
                 shipped.append(p["speed_ratio"])
-    both = result("cpu_amx/compare_124m")
-    sides = [
-        [both["speed_ratio"][side], *both["speed_ratio_range"][side], both["memory_ratio"][side]]
-        for side in ("nanoGPT as shipped", "nanoGPT")
-    ]
-    yield index, BOTH, [*sides[0], *sides[1]]
-    shipped.append(sides[0][0])
-    same.append(sides[1][0])
+    for row, name in BOTH.items():
+        p = result(f"cpu_amx/{name}")
+        sides = [
+            [p["speed_ratio"][side], *p["speed_ratio_range"][side], p["memory_ratio"][side]]
+            for side in ("nanoGPT as shipped", "nanoGPT")
+        ]
+        yield index, row, [*sides[0], *sides[1]]
+        shipped.append(sides[0][0])
+        same.append(sides[1][0])
     for page, start in (
         ("README.md", "On CPUs it trains"),
         ("docs/from_nanogpt.md", "| tokens per second, 12 layers of width 768 | 1 |"),
@@ -197,8 +198,7 @@ def test_a_cell_about_a_config_is_what_plan_computes(page, words, column, cell):
 
 
 def test_such_cells_are_found():
-    pages = {page for page, *_ in PLANNED}
-    assert pages >= {"README.md", "docs/plan.md", "docs/fast_recipe.md", "docs/recovery.md"}
+    assert "README.md" in {page for page, *_ in PLANNED}
 
 
 def examples_of_plan():
@@ -299,13 +299,6 @@ def test_the_front_pages_night_is_what_plan_computes():
     p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
     billions = [tokens / 1e9 for tokens in (p["total_tokens"], *p["tokens_range"])]
     check(after("README.md", "Eight hours are about"), [*billions, p["vram_gib"]])
-
-
-def test_the_published_mfus_are_those_of_the_table():
-    text = after("docs/plan.md", "Published, in %:")
-    with open(ROOT / "training" / "gpus.csv", newline="") as file:
-        published = [row["mfu_percent"] for row in csv.DictReader(file) if row["mfu_percent"]]
-    assert published and all(f" {percent}" in text for percent in published)
 
 
 GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
