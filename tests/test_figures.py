@@ -25,6 +25,7 @@ PEERS = {  # rows of results/README.md -> files; a set-up may have been measured
 }
 BOTH = {  # the same of nanoGPT as shipped and with our malloc setting, in one run
     "| 4 x 256, eager, Xeon |": "compare_124m",
+    "| 4 x 256, compiled, Xeon |": "compare_124m_compiled",
 }
 STUDIES = {  # texts of the recipe study -> files
     "prose": "transfer",
