@@ -172,7 +172,7 @@ CONFIG = re.compile(r"((?:gpt|fast)\d+m_(?!cpu)(\w+))(?:\.py)?((?: --\w+=\w+)*)"
 
 
 def cells_of(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip("|").split(" | ")]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 
 
 def planned_cells():
