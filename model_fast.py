@@ -69,7 +69,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by the angles of their position, so that
     q k^T depends on distance.
     """
-    # compiled for a GPU, joining two halves takes far more instructions (results/speed.md)
+    # compiled for a GPU, joining two halves takes far more instructions (results/README.md)
     partners = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return x * cos + partners * sin
 

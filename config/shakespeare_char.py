@@ -1,7 +1,6 @@
 # nanoGPT's Shakespeare, one character per token, in the CPU time of its demo for a CPU: two minutes
-# on one core.
+# on one core, evaluations included. Val loss 1.53, the demo's 1.90 (measured: docs/own_text.md).
 # python train.py config/shakespeare_char.py
-# results/own_text.md compares both.
 out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop
 dataset = "shakespeare_char"  # nanoGPT's folder, or --dataset=../nanoGPT/data/shakespeare_char
@@ -33,7 +32,7 @@ decay_fraction = 0.7
 min_lr = 0.0
 
 eval_interval = 500
-eval_tokens = 16384  # an easy part; on the whole split, 111540, the loss is 0.1 higher
+eval_tokens = 111540  # the whole validation split; its last 51 characters fill no window
 log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1

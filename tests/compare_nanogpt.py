@@ -1,12 +1,13 @@
 """
-This model and nanoGPT's in the same training step, in turn: tokens/s and memory.
+This model and nanoGPT's in the same training step, in turn: tokens/s and memory. On a CPU twice:
+with our allocator settings for both, and with the system's for nanoGPT, which sets none.
 
     python tests/compare_nanogpt.py CONFIG --nanogpt=../nanoGPT [--trials=5] [--json=PATH]
 
-CONFIG stands for config files and --key=value flags, as for train.py. Both sides are train.py, each
-time in a new process, with the same weights, batches, dtype, compile setting, optimizer and
-allocator settings; nanoGPT's side has nanoGPT's model.py in place of ours. The speed is compared as
-bench.py compares rows: on a CPU by CPU time.
+CONFIG stands for config files and --key=value flags, as for train.py. All sides are train.py, each
+time in a new process, with the same weights, batches, dtype, compile setting and optimizer;
+nanoGPT's sides have nanoGPT's model.py in place of ours. The speed is compared as bench.py compares
+rows: on a CPU by CPU time.
 """
 
 import json
@@ -29,9 +30,10 @@ import train
 from common.console import Parser, UserError, command_line, parse_count, run_main, say
 from configurator import Config, load_config
 from reports import bench_child
+from training import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-SIDES = ("ours", "nanoGPT")
+OURS, THEIRS, AS_SHIPPED = "ours", "nanoGPT", "nanoGPT as shipped"
 # nats: bfloat16 rounding, and nanoGPT's exact GELU in place of GPT-2's tanh formula
 SAME_LOSS = 0.02
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
@@ -56,6 +58,7 @@ class NanoGPT(torch.nn.Module):
 def load_nanogpt(folder: str) -> ModuleType:
     loader = SourceFileLoader("nanogpt_model", str(Path(folder, "model.py")))
     module = ModuleType(loader.name)
+    sys.modules[loader.name] = module  # the compiler looks its globals up there
     loader.exec_module(module)
     return module
 
@@ -72,10 +75,25 @@ def nanogpts(folder: str, build_ours):
     return build
 
 
-def run_side(nanogpt: str) -> None:
-    """What reports/bench_child.py does; with nanoGPT's model, if a folder is given."""
-    if nanogpt:
+def step_if_compiled(train_step):
+    """train_step() of train.py, which would go on in eager code if a side does not compile."""
+
+    def step(model, *args):
+        if model._compiled_call_impl is None:
+            raise UserError("compile: a side does not compile; --compile=False compares eager code")
+        return train_step(model, *args)
+
+    return step
+
+
+def run_side(side: str, compiles: str, nanogpt: str) -> None:
+    """What reports/bench_child.py does; with nanoGPT's model on nanoGPT's sides."""
+    if compiles == "compiled":
+        train.train_step = step_if_compiled(train.train_step)
+    if side != OURS:
         train.build_model = nanogpts(nanogpt, train.build_model)
+    if side == AS_SHIPPED:
+        hardware.keep_freed_memory = lambda: None
     bench_child.main()
 
 
@@ -88,15 +106,17 @@ def take_turns(config: Config, nanogpt: str, trials: int) -> dict[str, list[dict
     What bench.measure() returns, for each side and trial. Raises UserError if the sides do not do
     the same work.
     """
-    rows: dict[str, list[dict]] = {side: [] for side in SIDES}
+    sides = [OURS, THEIRS] + ([] if torch.cuda.is_available() else [AS_SHIPPED])
+    rows: dict[str, list[dict]] = {side: [] for side in sides}
     for trial in tqdm(range(trials), disable=None):
         # the sides take turns in going first
-        for side in reversed(SIDES) if trial % 2 else SIDES:
-            command = (Path(__file__), f"--side={nanogpt if side == 'nanoGPT' else ''}")
+        for side in reversed(sides) if trial % 2 else sides:
+            compiles = "compiled" if config.compile else "eager"
+            command = (Path(__file__), f"--side={side}", compiles, nanogpt)
             rows[side].append(bench.measure(config, command=command))
-        ours, theirs = (rows[side][-1]["first_loss"] for side in SIDES)
-        if abs(ours - theirs) > SAME_LOSS:
-            raise UserError(f"nanogpt: other work: first loss {ours:.4f} here, {theirs:.4f} there")
+        losses = [rows[side][-1]["first_loss"] for side in sides]
+        if max(losses) - min(losses) > SAME_LOSS:
+            raise UserError(f"nanogpt: other work: first losses {losses} of {sides}")
     return rows
 
 
@@ -124,41 +144,44 @@ def main(argv: list[str]) -> None:
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
         raise UserError("tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2 and AdamW")
     rows = take_turns(config, nanogpt, options.trials)
-    pairs = zip(rows["ours"], rows["nanoGPT"], strict=True)
-    ratios = [bench.pace(ours) / bench.pace(theirs) for ours, theirs in pairs]
-    speed, span = statistics.median(ratios), [min(ratios), max(ratios)]
     imports = memory_of_imports()
-    memory = {side: max(r["mem_gib"] for r in rows[side]) - imports for side in SIDES}
-    machine = rows["ours"][0]["machine"]
+    memory = {side: max(r["mem_gib"] for r in found) - imports for side, found in rows.items()}
+    machine = rows[OURS][0]["machine"]
     say(bench.machine_text(machine))
-    for side in SIDES:
-        rate = statistics.median(bench.pace(r) for r in rows[side])
-        loss = rows[side][0]["first_loss"]
-        say(f"{side:<8} {rate:>9,.0f} tok/s, first loss {loss:.4f}, memory {memory[side]:.2f} GiB")
-    say(
-        f"ours / nanoGPT: {speed:.3f} x the tokens/s ({span[0]:.3f} to {span[1]:.3f} in "
-        f"{options.trials} pairs), {memory['ours'] / memory['nanoGPT']:.3f} x the memory"
-    )
+    for side, found in rows.items():
+        rate = statistics.median(bench.pace(r) for r in found)
+        loss = found[0]["first_loss"]
+        say(f"{side:<18} {rate:>9,.0f} tok/s, first loss {loss:.4f}, memory {memory[side]:.2f} GiB")
+    speeds = {}
+    for side in [*rows][1:]:
+        pairs = zip(rows[OURS], rows[side], strict=True)
+        ratios = [bench.pace(ours) / bench.pace(theirs) for ours, theirs in pairs]
+        speeds[side] = [statistics.median(ratios), min(ratios), max(ratios)]
+        median, low, high = speeds[side]
+        say(
+            f"ours / {side}: {median:.3f} x the tokens/s ({low:.3f} to {high:.3f} in "
+            f"{options.trials} pairs), {memory[OURS] / memory[side]:.3f} x the memory"
+        )
     if machine["device_type"] == "cpu":
         say("tokens per second of CPU time, because other programs change the wall time")
     if options.json:
         result = dict(
             command=command_line("python", "tests/compare_nanogpt.py", *argv),
-            speed_ratio=speed,
-            speed_ratio_range=span,
-            seconds_per_iter={side: [r["step_ms"] / 1000 for r in rows[side]] for side in SIDES},
-            cpu_seconds_per_iter={side: [r["cpu_ms"] / 1000 for r in rows[side]] for side in SIDES},
-            memory_ratio=memory["ours"] / memory["nanoGPT"],
+            speed_ratio={side: speed[0] for side, speed in speeds.items()},
+            speed_ratio_range={side: speed[1:] for side, speed in speeds.items()},
+            seconds_per_iter={s: [r["step_ms"] / 1000 for r in rows[s]] for s in rows},
+            cpu_seconds_per_iter={s: [r["cpu_ms"] / 1000 for r in rows[s]] for s in rows},
+            memory_ratio={side: memory[OURS] / memory[side] for side in speeds},
             memory_gib=memory,
             machine=machine,
             tokens_per_iter=config.iter_tokens,
-            first_loss={side: rows[side][0]["first_loss"] for side in SIDES},
+            first_loss={side: found[0]["first_loss"] for side, found in rows.items()},
         )
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].startswith("--side="):
-        run_side(sys.argv.pop(1).removeprefix("--side="))
+        run_side(sys.argv.pop(1).removeprefix("--side="), sys.argv.pop(1), sys.argv.pop(1))
     else:
         run_main(main)

@@ -3,11 +3,9 @@ Figures on the pages: those that were measured are the ones in the json files of
 that are estimated are what `bench.py plan` computes.
 """
 
-import csv
 import math
 import re
 import shlex
-import statistics
 
 import pytest
 from pages import GUIDES, after, check, code_blocks, numbers, page_name, plan, read, result
@@ -18,50 +16,58 @@ from configurator import load_config
 # -----------------------------------------------------------------------------
 # Measured: (page, beginning of a row, the values behind it)
 
-PEERS = {  # rows of results/speed.md -> files
-    "| 12 x 768, 4 x 256 | compiled |": "peer_124m",
-    "| 12 x 768, 4 x 256, again | compiled |": "peer_124m_again",
-    "| 12 x 768, 32 x 256 | compiled |": "peer_124m_B32",
-    "| 12 x 768, 32 x 256, again | compiled |": "peer_124m_B32_again",
-    "| 12 x 768, 2 x 1024 | eager |": "peer_124m_T1024",
-    "| 12 x 768, 2 x 1024, again | eager |": "peer_124m_T1024_again",
-    "| 4 x 256, 8 x 1024 | eager |": "peer_T1024",
-    "| 12 x 768, 4 x 256, memory kept by both | eager |": "compare_124m",
-    "| 12 x 768, 2 x 1024, memory kept by both | eager |": "compare_124m_T1024",
+PEERS = {  # rows of results/README.md -> files; a set-up may have been measured again
+    "| 4 x 256, compiled, EPYC |": ("peer_124m", "peer_124m_again"),
+    "| 32 x 256, compiled, EPYC |": ("peer_124m_B32", "peer_124m_B32_again"),
+    "| 2 x 1024, eager, EPYC |": ("peer_124m_T1024", "peer_124m_T1024_again", "compare_124m_T1024"),
+    "| 4 x 256, eager, EPYC |": ("compare_124m",),
+    "| 8 x 1024, 4 layers of 256, eager, EPYC |": ("peer_T1024",),
+}
+BOTH = {  # the same of nanoGPT as shipped and with our malloc setting, in one run
+    "| 4 x 256, eager, Xeon |": "compare_124m",
+    "| 4 x 256, compiled, Xeon |": "compare_124m_compiled",
 }
 STUDIES = {  # texts of the recipe study -> files
     "prose": "transfer",
     "prose, repeated": "transfer_again",
     "Python code": "transfer_sources",
 }
-GROUPS = {  # rows of the study and of results/recipe.md -> recipes: without a group, and with it
-    ("lookup tables and key offset", "both tables and the key"): ("no_tables", "fast"),
-    ("value embeddings alone", "value embeddings alone"): ("no_values", "fast"),
-    ("bigram embedding and", "bigram embedding and"): ("no_pairs", "fast"),
-    ("the other components", "all else, against Muon"): ("muon", "no_tables"),
+GROUPS = {  # rows of the study -> recipes: without a group, and with it
+    "lookup tables and key offset": ("no_tables", "fast"),
+    "value embeddings alone": ("no_values", "fast"),
+    "bigram embedding and": ("no_pairs", "fast"),
+    "the other components": ("muon", "no_tables"),
 }
 STUDY = "docs/internals/recipe_study.md"
 
 
 def peer_figures():
-    """tok/s of both, the ratio with its range, GiB of both, their ratio; and the short tables."""
-    for start, name in PEERS.items():
-        p = result(f"cpu/{name}")
-        lines = p.get("cpu_seconds_per_iter") or p["seconds_per_iter"]
-        seconds = {side: statistics.median(t) for side, t in lines.items()}
-        speeds = [p["tokens_per_iter"] / seconds[side] for side in ("nanoGPT", "ours")]
-        gib = [p["memory_gib"]["nanoGPT"], p["memory_gib"]["ours"]]
-        ratio = [p["speed_ratio"], *p["speed_ratio_range"]]
-        yield "results/speed.md", start, [*speeds, *ratio, *gib, p["memory_ratio"]]
-    for start, files, key in (
-        ("| tokens per second, 12", "peer_124m", "speed_ratio"),
-        ("| memory that", "peer_124m", "memory_ratio"),
-        ("| tokens per second in eager", "compare_124m", "speed_ratio"),
+    """The ratio of the tokens/s with its range, and that of the memory, of each file."""
+    index = "results/README.md"
+    shipped, same = [], []
+    for row, names in PEERS.items():
+        found = [result(f"cpu/{name}") for name in names]
+        ratios = [[p["speed_ratio"], *p["speed_ratio_range"], p["memory_ratio"]] for p in found]
+        yield index, row, [value for ratio in ratios for value in ratio]
+        for name, p in zip(names, found, strict=True):
+            if name.startswith("compare"):
+                same.append(p["speed_ratio"])
+            elif name.startswith("peer_124m"):
+                shipped.append(p["speed_ratio"])
+    for row, name in BOTH.items():
+        p = result(f"cpu_amx/{name}")
+        sides = [
+            [p["speed_ratio"][side], *p["speed_ratio_range"][side], p["memory_ratio"][side]]
+            for side in ("nanoGPT as shipped", "nanoGPT")
+        ]
+        yield index, row, [*sides[0], *sides[1]]
+        shipped.append(sides[0][0])
+        same.append(sides[1][0])
+    for page, start in (
+        ("README.md", "On CPUs it trains"),
+        ("docs/from_nanogpt.md", "| tokens per second, 12 layers of width 768 | 1 |"),
     ):
-        found = [result(f"cpu/{name}")[key] for name in PEERS.values() if name.startswith(files)]
-        yield "docs/from_nanogpt.md", f"{start}...| 1 |", [min(found), max(found)]
-        if key == "speed_ratio" and files == "peer_124m":
-            yield "README.md", "On CPUs it trains", [min(found), max(found)]
+        yield page, start, [min(shipped), max(shipped), min(same), max(same)]
 
 
 def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:
@@ -72,21 +78,16 @@ def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], d
 
 def study_figures():
     """The share of the tokens that the fast recipe needs, with lookup tables and without."""
-    by_size: dict[tuple[str, str], list[float]] = {}
     for text, study in STUDIES.items():
         both = [shares("classic", by, study) for by in ("fast", "no_tables")]
         for key, row in (both[0] | both[1]).items():
             percent = [100 * found[key]["share"] for found in both if key in found]
             tokens = row["matrices"] * row["length"] / 1e6
             yield STUDY, f"| {text} | {' | '.join(key)} |", [tokens, row["loss"], *percent]
-            by_size.setdefault(key, []).extend(percent)
-    for (size, length), percent in by_size.items():
-        yield "results/recipe.md", f"| {size} | {length}", percent
-    for (in_study, in_results), recipes in GROUPS.items():
+    for group, recipes in GROUPS.items():
         found = shares(*recipes)
         percent = [100 * found[key]["share"] for key in sorted(found) if key[1] in "12"]
-        yield STUDY, f"| {in_study}...|", percent
-        yield "results/recipe.md", f"| {in_results}...|", [100 - needed for needed in percent]
+        yield STUDY, f"| {group}...|", percent
 
 
 def ranges():
@@ -102,7 +103,16 @@ def ranges():
             sizes = sorted({row["matrices"] / 1e6 for row in rows})
         yield "docs/fast_recipe.md", start, [*dict.fromkeys((sizes[0], sizes[-1])), *percent]
         if "transfer_again" in studies:
-            yield "README.md", "models of at most", [sizes[-1], *percent[:2]]
+            of, to = percent[:2], percent[2:]
+            yield "README.md", "reached the GPT-2 recipe's loss with", [*of, *stored(), *to]
+
+
+def stored() -> list[float]:
+    """How many times the GPT-2 recipe's parameters the fast recipe has: least and most."""
+    runs = result("transfer")["runs"]
+    sizes = {(run["name"], run["matrices"]): run["parameters"] for run in runs}
+    times = [n / sizes["classic", of] for (name, of), n in sizes.items() if name == "fast"]
+    return [min(times), max(times)]
 
 
 MEASURED = [*peer_figures(), *study_figures(), *ranges()]
@@ -110,7 +120,7 @@ MEASURED = [*peer_figures(), *study_figures(), *ranges()]
 
 @pytest.mark.parametrize("page, start, values", MEASURED)
 def test_a_measured_figure_is_that_of_its_file(page, start, values):
-    check(re.sub(r"below \d+%", "", after(page, start)), values)
+    check(re.sub(r"\d{4}-\d\d-\d\d", "", after(page, start)), values)
 
 
 def test_a_figure_that_is_another_one_is_found():
@@ -162,7 +172,7 @@ CONFIG = re.compile(r"((?:gpt|fast)\d+m_(?!cpu)(\w+))(?:\.py)?((?: --\w+=\w+)*)"
 
 
 def cells_of(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip("|").split(" | ")]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 
 
 def planned_cells():
@@ -189,8 +199,7 @@ def test_a_cell_about_a_config_is_what_plan_computes(page, words, column, cell):
 
 
 def test_such_cells_are_found():
-    pages = {page for page, *_ in PLANNED}
-    assert pages >= {"README.md", "docs/plan.md", "docs/fast_recipe.md", "docs/recovery.md"}
+    assert "README.md" in {page for page, *_ in PLANNED}
 
 
 def examples_of_plan():
@@ -291,13 +300,6 @@ def test_the_front_pages_night_is_what_plan_computes():
     p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
     billions = [tokens / 1e9 for tokens in (p["total_tokens"], *p["tokens_range"])]
     check(after("README.md", "Eight hours are about"), [*billions, p["vram_gib"]])
-
-
-def test_the_published_mfus_are_those_of_the_table():
-    text = after("docs/plan.md", "Published, in %:")
-    with open(ROOT / "training" / "gpus.csv", newline="") as file:
-        published = [row["mfu_percent"] for row in csv.DictReader(file) if row["mfu_percent"]]
-    assert published and all(f" {percent}" in text for percent in published)
 
 
 GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]

@@ -211,7 +211,7 @@ def cpu(monkeypatch):
 def test_a_cpu_uses_bfloat16_where_its_products_are_faster(
     amx, avx512_bf16, name, dtype, system, cpu, monkeypatch
 ):
-    """results/speed.md: 0.4 of float32's time on an EPYC, 1.4 on a Xeon without AMX."""
+    """results/rows.json: 0.4 of float32's time on an EPYC, 1.4 on a Xeon without AMX."""
     cpu(amx, avx512_bf16, name)
     monkeypatch.setattr(sys, "platform", system)
     assert hardware.best_dtype(torch.device("cpu")) == dtype

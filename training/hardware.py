@@ -214,7 +214,7 @@ def cpu_name() -> str:
 def best_dtype(device: torch.device) -> torch.dtype:
     """
     What --dtype=auto means here: half precision if matmuls are faster in it, else float32. On a CPU
-    this follows from its features, by measurements (results/speed.md).
+    this follows from its features, by measurements (results/README.md).
     """
     if device.type == "cuda":
         # is_bf16_supported() counts a T4's emulation (nanoGPT #525)
