@@ -1,87 +1,143 @@
 """
-Turn FineWeb-Edu, or any other parquet or jsonl files, on the hub or local, into token shards.
+Turn FineWeb, FineWeb-Edu, or any other parquet or jsonl files, on the hub or local, into token
+shards.
 
-    python data/prepare_fineweb.py --tokens=1B                sample-10BT -> data/fineweb_edu, 2 GB
-    python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/fineweb_10B
+    python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
+    python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
+    python data/prepare_fineweb.py --dataset=fineweb --order=records        the shards of llm.c
+    python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/mine
 
 However it is stopped, the same command continues after the last finished shard and writes the same
-files. A larger --tokens continues a finished folder. sources.py reads the rows; writer.py holds out
-the first ones for validation.
+files. A larger --tokens continues a finished folder. order.py chooses the order and the validation
+text, sources.py reads the rows, writer.py writes the shards.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterator
 from itertools import islice, starmap
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, parse_count, run_main
+from common.console import Parser, parse_count, run_main, say
+from data.order import ORDERS, Shuffled, choose_held_out, list_groups
 from data.shards import read_manifest
 from data.sources import FIELD, FIRST_ROWS, ROW_FILES, Place, Source, hub_files, local_files
 from data.stream import Allowance
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds
 
+NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
+SAMPLES = ("10B", "100B", "350B")  # of FineWeb and FineWeb-Edu: tokens, in the order of 10B's
+BYTES_PER_TOKEN = 5  # of text, assumed; of web pages in GPT-2's tokens 4.7 (measured)
+
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    hub = "HuggingFaceFW/fineweb-edu"
-    out = Path("data", "fineweb_edu")
-    add("--dataset", default=hub, help="dataset on the hub (default: %(default)s)")
-    add("--name", default="sample-10BT", help="its configuration (default: %(default)s)")
+    hub = "fineweb, fineweb_edu, or ORG/NAME on the hub"
+    add("--dataset", default="fineweb_edu", help=f"{hub} (default: %(default)s)")
+    add("--sample", choices=SAMPLES, help="of fineweb and fineweb_edu: its tokens (default: 10B)")
+    add("--name", help="of ORG/NAME: its configuration (default: its own)")
     add("--source", help="local .parquet or .jsonl: a file, a folder, or a pattern in quotes")
+    add("--order", choices=ORDERS, help="of the documents (default: shuffled)")
+    add("--seed", type=int, default=0, help="of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="tokens for training (default: 1B)")
-    add("--val_tokens", type=parse_count, default="10M", help="for validation (default: 10M)")
+    add("--val_tokens", type=parse_count, help="for validation (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field with the text (default: %(default)s)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
-    add("--out", type=Path, default=out, help="the folder to fill (default: %(default)s)")
+    add("--out", type=Path, help="the folder to fill (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     add("--run_id", help=argparse.SUPPRESS)  # of the run that streams: stream.py
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.source and not arguments.out:
+        parser.error("--source: needs a folder to fill; add --out=data/NAME")
+    if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
+        parser.error(f"--dataset={arguments.dataset}: not {hub}")
+    if arguments.order == "records" and arguments.val_tokens:
+        parser.error("--val_tokens: the records validate on the first shard; leave it out")
+    if arguments.name and (arguments.dataset in NAMED and not arguments.source):
+        parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
+    if arguments.sample and (arguments.dataset not in NAMED or arguments.source):
+        parser.error("--sample: only of fineweb and fineweb_edu; leave it out")
+    return arguments
+
+
+def default_folder(arguments: argparse.Namespace) -> Path:
+    name = arguments.dataset.rpartition("/")[2]
+    if arguments.sample not in (None, "10B"):
+        name += f"_{arguments.sample}"
+    return Path("data", name + "_records" * (arguments.order == "records"))
+
+
+def order_of(asked: str | None, out: Path, started: dict) -> str:
+    """The order that was asked for, or else the one in which the folder was begun."""
+    if asked or not started:
+        return asked or "shuffled"
+    begun = started.get("order", "prefix")
+    if begun != "shuffled":
+        say(f"{out}: was begun in the order {begun}, and goes on in it")
+    return begun
 
 
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     allowance = Allowance() if arguments.run_id else None
-    out, field = arguments.out, arguments.text_field
+    out, field = arguments.out or default_folder(arguments), arguments.text_field
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
+    started = read_manifest(out) if (out / "manifest.json").exists() else {}
+    order = order_of(arguments.order, out, started)
+    is_records = order == "records"
+    val_tokens = arguments.val_tokens or (arguments.shard_tokens if is_records else 10_000_000)
     revision = None
     if arguments.source:
         title, files = arguments.source, local_files([arguments.source], ROW_FILES)
     else:
-        title = f"{arguments.dataset} {arguments.name}"
-        started = read_manifest(out) if (out / "manifest.json").exists() else {}
+        dataset = NAMED.get(arguments.dataset, arguments.dataset)
+        is_named = arguments.dataset in NAMED
+        name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
+        title = f"{dataset} {name}" if name else dataset
         if started.get("source") == title:
             revision = started["revision"]  # the dataset may have changed on the hub since
-        files, revision = hub_files(arguments.dataset, arguments.name, revision)
-    source = Source(files, field)
+        files, revision = hub_files(dataset, name, revision)
+    source = Source(files, field, keeps_blank=is_records)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # raises before anything is written
         pass
+    settings: dict[str, Any] = dict(revision=revision, text_field=field, val_tokens=val_tokens)
+    settings |= dict(shard_tokens=arguments.shard_tokens, order=order)
+    documents: Callable[[Place], Iterator[Document]]
+    documents = lambda place: starmap(Document, source.rows(place))  # noqa: E731
+    # of prefix, what a tokenizer's training skips: at most 6 bytes per token
+    begin, skipped = Place(), 6 * val_tokens
+    if order == "shuffled":
+        # a folder that was begun has noted both, so that nothing is read twice
+        counts = started.get("row_groups") or source.row_groups()
+        groups = list_groups(counts)
+        per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
+        held_out = started.get("held_out") if started.get("val_tokens") == val_tokens else None
+        held_out = held_out or choose_held_out(source, groups, val_tokens, per_token)
+        shuffled = Shuffled(source, groups, held_out, arguments.seed)
+        settings |= dict(seed=arguments.seed, row_groups=counts, held_out=held_out)
+        documents, begin, skipped = shuffled.documents, shuffled.training_begin(), 0
     if not tokenizer:
-        # skips the validation text: at most 6 bytes per token
-        texts = (text for _, text in source.rows(Place()))
-        tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * arguments.val_tokens)
-    settings = dict(
-        revision=revision,
-        text_field=field,
-        val_tokens=arguments.val_tokens,
-        shard_tokens=arguments.shard_tokens,
-    )
+        texts = (text for _, text, _ in documents(begin))
+        tokenizer = train_bpe(arguments.tokenizer, texts, skip=skipped)
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),
-        documents=lambda place: starmap(Document, source.rows(place)),
+        documents=documents,
         tokenizer=tokenizer,
-        expected_tokens=arguments.tokens + arguments.val_tokens,
-        val_tokens=arguments.val_tokens,
+        expected_tokens=arguments.tokens + val_tokens,
+        val_tokens=0 if order == "shuffled" else val_tokens,  # shuffled holds out its own
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
+        cuts_documents=is_records,
         hint="give more text, or a lower --val_tokens",
     )
     if allowance:

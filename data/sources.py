@@ -2,8 +2,8 @@
 Documents out of parquet, jsonl and text files, here or on the hub.
 
 A document is a row whose text field holds more than blanks, or a text file that does. Documents
-keep the order of the files and of their rows; training shuffles windows of their tokens
-(loader.py).
+keep the order of the files and of their rows, or that of a list of row groups (order.py); training
+shuffles windows of their tokens (loader.py).
 
     local_files    which files, in which order
     hub_files      the same for a dataset on the hub
@@ -16,11 +16,15 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from common.console import UserError, raise_if_any, warn
 from common.files import UTF16_MARKS
@@ -120,8 +124,10 @@ class Place(NamedTuple):
     file: int = 0
     group: int = 0
     row: int = 0
+    given: int | None = None  # of a shuffled window that begins here: how many documents are read
 
 
+Group = tuple[int, int]  # a file and one of its row groups
 Row = tuple[Place, str | None]  # the place behind a row, and its text if it is a document
 
 
@@ -132,17 +138,25 @@ class Source:
     files: list[str]
     field: str = FIELD  # holds the text, in parquet and jsonl
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
+    keeps_blank: bool = False  # whether text of blanks is a document, as it is for llm.c
+    footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # of parquet files, packed
 
-    def rows(self, begin: Place) -> Iterator[Row]:
+    def rows(self, begin: Place, groups: list[Group] | None = None) -> Iterator[Row]:
         """
-        The rows from a place on. Raises UserError for a file that cannot be read, for a broken
-        line, and if most of the first rows of a file have no text.
+        The rows from a place on: of all files, or of these row groups in this order. Raises
+        UserError for a file that cannot be read, for a broken line, and if most of the first rows
+        of a file have no text.
         """
-        for file in range(begin.file, len(self.files)):
-            place = begin if file == begin.file else Place(file)
+        parts: list[tuple[int, int | None]]
+        if groups is None:
+            parts = [(file, None) for file in range(begin.file, len(self.files))]
+        else:
+            parts = [*groups[groups.index((begin.file, begin.group)) :]]
+        for n, (file, group) in enumerate(parts):
+            place = Place(file, group or 0) if n else begin
             is_checked = place == Place(file) and not self.files[file].lower().endswith(TEXT_FILES)
             seen = without = 0
-            for behind, text in self.read_patiently(place):
+            for behind, text in self.read_patiently(place, group):
                 seen += 1
                 without += text is None
                 if seen == FIRST_ROWS and is_checked:
@@ -155,72 +169,146 @@ class Source:
         if 2 * without > rows:
             held = f"{without:,} of the first {rows:,} rows hold no text in the field {self.field}"
             name = self.files[file]
-            is_parquet = name.lower().endswith(".parquet")
-            fields = parquet_fields(name) if is_parquet else jsonl_fields(name, self.field)
+            fields = parquet_fields(name) if is_parquet(name) else jsonl_fields(name, self.field)
             raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
 
-    def read_patiently(self, place: Place) -> Iterator[Row]:
-        """The rows of a file from a place on. One on the hub is asked again for an hour."""
+    def row_groups(self) -> list[int]:
+        """How many row groups each file has. Of a parquet file only the end is read."""
+        # disable=None: shown on a terminal only
+        files = tqdm(self.files, desc="row groups", unit="file", disable=None)
+        return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
+
+    def group_bytes(self, group: Group) -> int:
+        """The size of a row group's text, about: of a compressed file the size that it has."""
+        name = self.files[group[0]]
+        if not is_parquet(name):
+            return patiently(name, lambda: file_size(name))
+        columns = self.footer(name).row_group(group[1])
+        for n in range(columns.num_columns):
+            if columns.column(n).path_in_schema == self.field:
+                return columns.column(n).total_uncompressed_size
+        return 0
+
+    def footer(self, name: str):
+        """A parquet file's metadata, downloaded once, kept packed: of 100B tokens, 150 files."""
+        import pyarrow.parquet
+
+        if name not in self.footers:
+            self.footers[name] = patiently(name, lambda: read_footer(name))
+        return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
+
+    def read_patiently(self, place: Place, group: int | None) -> Iterator[Row]:
+        """
+        The rows of a file, or of one of its row groups, from a place on. A file on the hub is asked
+        again for an hour.
+        """
         name = self.files[place.file]
         failures = 0
         while True:
             try:
-                for behind, text in self.read(name, place):
+                for behind, text in self.read(name, place, group):
                     yield behind, text
                     place = behind
                     failures = 0
                 return
             except UserError:
                 raise
-            except Exception as error:  # of a damaged file or of the network: the library's words
-                problem = f"{name}: {first_line(error)}"
-                # waiting mends neither a damaged file nor one that is not there
-                is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
-                if is_final or "://" not in name or failures == len(PAUSES):
-                    raise UserError(problem) from None
-                warn(f"{problem}; again in {PAUSES[failures]} s")
-                time.sleep(PAUSES[failures])
+            except Exception as error:
+                wait_or_raise(name, error, failures)
                 failures += 1
 
-    def read(self, name: str, place: Place) -> Iterator[Row]:
+    def read(self, name: str, place: Place, group: int | None) -> Iterator[Row]:
         # To read CSV, write a reader like those below, with csv.DictReader, choose it here, and add
         # ".csv" to ROW_FILES.
-        if name.lower().endswith(".parquet"):
-            return read_parquet(name, place, self.field)
+        if is_parquet(name):
+            footer = self.footer(name)
+            groups = range(place.group, footer.num_row_groups) if group is None else [group]
+            return read_parquet(name, place, self.field, footer, groups, self.keeps_blank)
         if name.lower().endswith(TEXT_FILES):
             return read_text(name, place, self.encoding)
-        return read_jsonl(name, place, self.field)
+        return read_jsonl(name, place, self.field, self.keeps_blank)
 
 
-def read_parquet(name: str, place: Place, field: str) -> Iterator[Row]:
+def is_parquet(name: str) -> bool:
+    return name.lower().endswith(".parquet")
+
+
+def wait_or_raise(name: str, error: Exception, failures: int) -> None:
+    """Wait before a file on the hub that failed is opened again. Raises UserError."""
+    problem = f"{name}: {first_line(error)}"  # the words of the library
+    # waiting mends neither a damaged file nor one that is not there
+    is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
+    if is_final or "://" not in name or failures == len(PAUSES):
+        raise UserError(problem) from None
+    warn(f"{problem}; again in {PAUSES[failures]} s")
+    time.sleep(PAUSES[failures])
+
+
+def patiently(name: str, read: Callable) -> Any:
+    failures = 0
+    while True:
+        try:
+            return read()
+        except Exception as error:
+            wait_or_raise(name, error, failures)
+            failures += 1
+
+
+def open_ranges(name: str):
+    """A file of which only what is asked for is downloaded, without reading ahead."""
+    import fsspec
+
+    system, path = fsspec.url_to_fs(name)
+    return system.open(path, cache_type="none")
+
+
+def file_size(name: str) -> int:
+    import fsspec
+
+    system, path = fsspec.url_to_fs(name)
+    return system.size(path)
+
+
+def read_footer(name: str) -> bytes:
+    import pyarrow.parquet
+
+    packed = io.BytesIO()
+    with open_ranges(name) as file:
+        pyarrow.parquet.read_metadata(file).write_metadata_file(packed)
+    return zlib.compress(packed.getvalue(), 1)
+
+
+def read_parquet(
+    name: str, place: Place, field: str, footer, groups: Iterable[int], keeps_blank: bool
+) -> Iterator[Row]:
     """
     By pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer, and
     downloads what a resumed preparation skips.
     """
-    import fsspec
     import pyarrow.parquet
 
-    with fsspec.open(name) as file:
+    with open_ranges(name) as file:
         # pre-buffered bytes would be kept until the end of the file
-        parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+        parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
         fields = {column.name: str(column.type) for column in parquet.schema_arrow}
         if not TEXT_COLUMN.match(fields.get(field, "")):
             problem = f"{name}: no text in the field {field}; {list_fields(fields)}"
             raise UserError(f"{problem}; give --text_field=NAME")
         row = place.row
-        # any other order of row groups would do: a place names its group
-        for group in range(place.group, parquet.num_row_groups):
+        for group in groups:
             rows = parquet.metadata.row_group(group).num_rows
             if row >= rows:
                 row -= rows  # all of it has been read; it is not downloaded again
                 continue
-            for text in read_group(parquet, group, row, field):
+            for text in read_group(parquet, group, row, field, keeps_blank):
                 row += 1
                 yield Place(place.file, group, row), text
             row = 0
 
 
-def read_group(parquet, group: int, row: int, field: str) -> Iterator[str | None]:
+def read_group(
+    parquet, group: int, row: int, field: str, keeps_blank: bool
+) -> Iterator[str | None]:
     """The texts of a row group from a row on."""
     import pyarrow
 
@@ -230,10 +318,11 @@ def read_group(parquet, group: int, row: int, field: str) -> Iterator[str | None
         begin += len(batch)
         for content in column.cast(pyarrow.large_binary()).to_pylist():
             # invalid UTF-8 becomes U+FFFD
-            yield as_document((content or b"").decode(errors="replace"))
+            text = None if content is None else content.decode(errors="replace")
+            yield as_document(text, keeps_blank)
 
 
-def read_jsonl(name: str, place: Place, field: str) -> Iterator[Row]:
+def read_jsonl(name: str, place: Place, field: str, keeps_blank: bool) -> Iterator[Row]:
     """Each line that is not blank is a row, a JSON object."""
     for number, line in read_lines(name, place.row):
         try:
@@ -247,7 +336,7 @@ def read_jsonl(name: str, place: Place, field: str) -> Iterator[Row]:
             if line.startswith(b"["):
                 hint = "make lines of a list: jq -c '.[]' FILE > NEW"
             raise UserError(f"{problem}; {hint}") from None
-        yield Place(place.file, 0, number), as_document(text)
+        yield Place(place.file, 0, number), as_document(text, keeps_blank)
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -270,8 +359,10 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         yield Place(place.file, 0, 1), text
 
 
-def as_document(text: object) -> str | None:
-    return text if isinstance(text, str) and text and not text.isspace() else None
+def as_document(text: object, keeps_blank: bool = False) -> str | None:
+    if not isinstance(text, str):
+        return None
+    return text if keeps_blank or (text and not text.isspace()) else None
 
 
 def decode(name: str, given: str | None) -> str:

@@ -75,6 +75,7 @@ class Stream:
                 warn(f"eval_tokens: {fewer}: {self.folder} has held out no more")
             held_out = there
         flags = dict(source=config.dataset, tokenizer=config.tokenizer, out=str(self.folder))
+        flags["order"] = "prefix"  # the one in which training can begin at once
         if re.fullmatch(HUB_NAME, config.dataset) and not glob.glob(config.dataset):
             flags["dataset"], _, flags["name"] = flags.pop("source").partition(":")
         self.run_id = flags["run_id"] = secrets.token_hex(8)

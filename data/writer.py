@@ -2,12 +2,12 @@
 Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py share.
 
 Documents keep the order of the source, an end-of-text token before each. A shard ends with a
-document. After each shard manifest.json is written, which also says where in the source the next
-one begins. So the same command, run again, continues after the last finished shard: its files are
-the same, byte for byte, however often it was stopped and however many threads it uses. With a
-larger --tokens it continues a finished folder.
+document, except in the order of the records. After each shard manifest.json is written, which also
+says where in the source the next one begins. So the same command, run again, continues after the
+last finished shard: its files are the same, byte for byte, however often it was stopped and however
+many threads it uses. With a larger --tokens it continues a finished folder.
 
-How files are read, and in which order: sources.py.
+How files are read: sources.py. In which order: order.py.
 """
 
 import contextlib
@@ -38,6 +38,8 @@ BATCH = 64  # documents that a thread tokenises at once
 READ_AHEAD = 2  # such batches for each thread
 LOCK_SECONDS = 10  # to wait for a preparation that is just ending
 SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
+MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.3B tokens, the GPT-2 recipe 10B
+RECORDS_EVAL_TOKENS = 10_485_760  # the first ones of validation, on which 3.28 is reached
 
 CONTINUE = "the same command continues after the last finished shard"
 
@@ -66,6 +68,7 @@ class Plan:
     val_tokens: int = 0  # of the first documents, held out whole; 0: the source holds out its own
     train_tokens: int | None = None  # the most; None: all of the source
     shard_tokens: int = 100_000_000
+    cuts_documents: bool = False  # every shard is full, as llm.c's are; blank text is a document
     least_tokens: int = 1  # in each split
     hint: str = "give more text"  # ends the error if a split has fewer
     # for a stream: the run that trains meanwhile, and a wait until more training tokens are wanted
@@ -139,6 +142,7 @@ def check_folder(plan: Plan) -> None:
 def check_manifest(plan: Plan, manifest: dict) -> None:
     """Raises UserError if the folder was made from other text or flags."""
     asked = dict(plan.made_from)
+    manifest = dict(order="prefix") | manifest  # that of earlier versions
     if not manifest.get("complete", True):
         # a line may have been mended meanwhile
         asked["files"] = list(asked["files"])
@@ -239,9 +243,12 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total / 1e6:,.1f} MB here")
     arguments: list[object] = [config]
     if config is None:
-        config = Path("config", "quickstart.py" if total < SMALL_DATASET else "gpt124m_4070.py")
+        recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
+        config = Path("config", "quickstart.py" if total < SMALL_DATASET else recipe)
         name = folder.name if folder.parent == Path("data") else folder
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
+        if manifest.get("order") == "records":
+            arguments.append(f"--eval_tokens={min(RECORDS_EVAL_TOKENS, tokens['val'])}")
     say(f"next: {command_line('python', 'train.py', *arguments)}")
 
 
@@ -269,13 +276,18 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     """Write the shards that follow the finished ones. Raises UserError and RunError."""
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63
-    documents = encode(plan.documents(Place(**manifest["next"])), plan.tokenizer, workers)
+    begin = Place(**manifest["next"])
+    documents = encode(plan.documents(begin), plan.tokenizer, workers, plan.cuts_documents)
+    if plan.cuts_documents:
+        documents = cut_at_shards(documents, begin, plan.shard_tokens)
     # disable=None: shown on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
         while manifest["next"] and totals["train"] < most:
             # how many tokens the next shard of each split may take
             room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
+            if plan.cuts_documents:
+                room["train"] = plan.shard_tokens  # the last shard is full, too
             split = "train"  # of whole documents
             if totals["val"] < plan.val_tokens:
                 split = "val"
@@ -300,7 +312,7 @@ def take(
     parts = {"train": Part(), "val": Part()}
     for behind, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
-        manifest["left_out"]["no text"] += not (whole.text or held_out.text)
+        manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
         for name, encoded in ((split, whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
@@ -314,6 +326,27 @@ def take(
             return parts
     manifest["next"] = None  # the source has ended
     return parts
+
+
+def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Generator:
+    """
+    The same tokens, a document in two where a shard ends within it. Its text counts for the shard
+    in which it begins.
+    """
+    filled = 0  # of the shard
+    before, cut = begin._replace(given=None), begin.given or 0
+    for behind, whole, nothing in documents:
+        rest = whole.tokens[2 * cut :]
+        text = b"" if cut else whole.text
+        while filled + len(rest) // 2 > shard_tokens:
+            taken = shard_tokens - filled
+            cut += taken
+            yield before._replace(given=cut), Encoded(rest[: 2 * taken], text), nothing
+            rest, text, filled = rest[2 * taken :], b"", 0
+        yield behind, Encoded(rest, text), nothing
+        filled = (filled + len(rest) // 2) % shard_tokens
+        before, cut = behind, 0
+    documents.close()
 
 
 def add_to_val_text(manifest: dict, text: bytes) -> None:
@@ -337,7 +370,9 @@ def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
     manifest["shards"].append(listed | dict(documents=part.documents, bytes=part.bytes))
 
 
-def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) -> Generator:
+def encode(
+    documents: Iterator[Document], tokenizer: Tokenizer, workers: int, keeps_blank: bool
+) -> Generator:
     """
     Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields for each
     document the place behind it, its text and what is held out, both Encoded. Reads far enough
@@ -348,7 +383,7 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
     pending: deque[Future] = deque()
     try:
         while batch := list(islice(documents, BATCH)):
-            pending.append(pool.submit(encode_batch, batch, tokenizer))
+            pending.append(pool.submit(encode_batch, batch, tokenizer, keeps_blank))
             if len(pending) > READ_AHEAD * workers:
                 yield from pending.popleft().result()
         for future in pending:
@@ -359,19 +394,19 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
+def encode_batch(batch: list[Document], tokenizer: Tokenizer, keeps_blank: bool) -> list[tuple]:
     return [
-        (behind, encode_text(text, tokenizer), encode_text(held_out, tokenizer))
+        (behind, encode_text(text, tokenizer, keeps_blank), encode_text(held_out, tokenizer))
         for behind, text, held_out in batch
     ]
 
 
-def encode_text(text: str | None, tokenizer: Tokenizer) -> Encoded:
-    if not text:
+def encode_text(text: str | None, tokenizer: Tokenizer, keeps_blank: bool = False) -> Encoded:
+    if not text and not (keeps_blank and text is not None):
         return Encoded(b"", b"")
     content = text.encode(errors="replace")
     ids = tokenizer.encode(text)
-    if not len(ids):
+    if not len(ids) and not keeps_blank:
         return Encoded(b"", content)
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
     return Encoded(tokens.tobytes(), content)

@@ -16,6 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from documents import (
     REVISION,
@@ -75,7 +77,7 @@ def test_shards_hold_every_document_once_in_order(vocabulary, tmp_path, form):
     write(tmp_path / "source" / f"a.{form}", texts[:450])
     write(tmp_path / "source" / f"b.{form}", texts[450:])
     out = tmp_path / "out"
-    sizes = ["--val_tokens=1k", "--shard_tokens=3k"]
+    sizes = ["--val_tokens=1k", "--shard_tokens=3k", "--order=prefix"]
     result = run(FINEWEB, f"--source={tmp_path / 'source'}", f"--out={out}", *sizes)
     assert result.code == 0
     assert "3 of 701 rows hold no text" in result.err
@@ -126,7 +128,7 @@ def test_a_split_and_a_shard_end_with_the_document_that_fills_them(
 ):
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    flags = [f"--source={source}", "--tokenizer=byte", f"--out={out}"]
+    flags = [f"--source={source}", "--order=prefix", "--tokenizer=byte", f"--out={out}"]
     flags += [f"--val_tokens={val_tokens}", f"--shard_tokens={shard_tokens}"]
     said = prepare(*flags, *([f"--tokens={tokens}"] if tokens else [])).out
     rest = [[0, *text.encode()] for text in texts]
@@ -158,14 +160,17 @@ def command(line: str, out: Path) -> list:
     names = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
     common = ["--tokenizer=byte", *flags, f"--out={out}"]
-    if names[0].startswith("rows"):
-        return [FINEWEB, f"--source={names[0]}", *common]
+    if names[0].startswith(("rows", "many")):
+        order = [] if "--order" in line else ["--order=prefix"]
+        return [FINEWEB, f"--source={names[0]}", *order, *common]
     return ["data/prepare_text.py", *names, *common]
 
 
 def write_sources(folder: Path) -> None:
     write_parquet(folder / "rows.parquet", TEXTS[:250])
     write_jsonl(folder / "rows.jsonl", TEXTS[:250])
+    table = pa.table({"text": TEXTS})
+    pq.write_table(table, folder / "many.parquet", row_group_size=2)  # 350 row groups
     (folder / "book.txt").write_text("\n\n".join(TEXTS[250:400]), "utf-8")
 
 
@@ -226,6 +231,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
+
+
 @pytest.mark.parametrize(
     "line, moments",
     [
@@ -233,12 +241,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),
+        ("many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k", THIRTEEN),
+        ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
+        ("rows.parquet --order=records --shard_tokens=3k", (2, 3, 2, 4)),
     ],
 )
 def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(
     line, moments, tmp_path, monkeypatch
 ):
-    """Thirteen kills, and at each launch another number of threads."""
+    """Kills at thirteen places and more, and at each launch another number of threads."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *straight = command(line, tmp_path / "straight")
@@ -281,7 +292,7 @@ def test_a_full_disk_is_said_and_the_same_command_goes_on(tmp_path, monkeypatch)
         pytest.skip("needs to be root, to mount a disk")
     try:
         sizes = ["--val_tokens=2k", "--shard_tokens=5k", "--tokenizer=byte"]
-        flags = ["--source=rows.jsonl", *sizes]
+        flags = ["--source=rows.jsonl", "--order=prefix", *sizes]
         code, _, err = run(FINEWEB, *flags, "--tokens=10M", f"--out={disk / 'out'}")
         warning, error = err.splitlines()
         assert code == 1
@@ -300,7 +311,13 @@ def test_a_full_disk_is_said_and_the_same_command_goes_on(tmp_path, monkeypatch)
 def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    flags = ["--source=rows.parquet", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
+    flags = [
+        "--source=rows.parquet",
+        "--order=prefix",
+        "--tokenizer=byte",
+        "--val_tokens=2k",
+        "--shard_tokens=3k",
+    ]
     prepare(*flags, "--tokens=8k", "--out=out")
     first = digests(Path("out"))
     for fewer in ("8k", "1k"):
@@ -331,7 +348,13 @@ def as_b22bbcc_left_it(folder: Path, **changes) -> None:
 def test_folders_that_b22bbcc_made_stay_and_those_it_began_are_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    flags = ["--source=rows.parquet", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
+    flags = [
+        "--source=rows.parquet",
+        "--order=prefix",
+        "--tokenizer=byte",
+        "--val_tokens=2k",
+        "--shard_tokens=3k",
+    ]
     prepare(*flags, "--out=straight")
     prepare(*flags, "--tokens=9k", "--out=out")
     as_b22bbcc_left_it(Path("out"), complete=True, train_tokens=9000)
@@ -348,7 +371,13 @@ def test_folders_that_b22bbcc_made_stay_and_those_it_began_are_finished(tmp_path
 def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]  # more than are looked at before
-    flags = ["--source=a.jsonl", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=9k"]
+    flags = [
+        "--source=a.jsonl",
+        "--order=prefix",
+        "--tokenizer=byte",
+        "--val_tokens=2k",
+        "--shard_tokens=9k",
+    ]
     Path("a.jsonl").write_text("\n".join(lines))
     prepare(*flags, "--out=straight")
     Path("a.jsonl").write_text("\n".join([*lines[:2000], lines[2000][:-5], *lines[2001:]]))
@@ -384,7 +413,13 @@ with open(sys.argv[1], "ab") as file:
 def test_two_preparations_in_one_folder_do_not_touch_each_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    flags = ["--source=rows.jsonl", "--tokenizer=byte", "--val_tokens=2k", "--out=out"]
+    flags = [
+        "--source=rows.jsonl",
+        "--order=prefix",
+        "--tokenizer=byte",
+        "--val_tokens=2k",
+        "--out=out",
+    ]
     prepare(*flags)
     Path("out/manifest.json").unlink()
     for path in Path("out").glob("*.bin"):
@@ -426,8 +461,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def from_hub(address: str, out: Path) -> Result:
-    flags = ["--dataset=org/name", "--name=small", "--tokenizer=byte", f"--out={out}"]
+def from_hub(address: str, out: Path, *more: str) -> Result:
+    flags = [
+        "--dataset=org/name",
+        "--name=small",
+        "--order=prefix",
+        "--tokenizer=byte",
+        f"--out={out}",
+    ]
     sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--workers=1"]  # a thread reads less ahead
     hub = dict(HF_ENDPOINT=address, HF_HOME=str(out.parent), HF_HUB_OFFLINE="0")
     return finish(start("-c", ON_THE_HUB, str(ROOT / FINEWEB), *flags, *sizes, **hub))
@@ -437,11 +478,11 @@ def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(
     source, out = tmp_path / "source", tmp_path / "out"
     write_parquet(source / "a.parquet", TEXTS[:350])
     write_jsonl(source / "b.jsonl", TEXTS[350:])
-    sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--tokenizer=byte"]
+    sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--tokenizer=byte", "--order=prefix"]
     prepare(f"--source={source}", *sizes, f"--out={tmp_path / 'straight'}")
     with serve_hub(source) as address:
         Hub.allowed = {"small/b.jsonl": 1}  # for the look at the first rows
-        code, said, err = from_hub(address, out)
+        code, said, err = from_hub(address, out, "--order=prefix")
         assert code == 1, err
         *warnings, error = err.splitlines()
         pauses = [float(line.split()[1]) for line in said.splitlines() if "slept" in line]
@@ -450,7 +491,7 @@ def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(
         assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision meanwhile
-        code, _, err = from_hub(address, out)
+        code, _, err = from_hub(address, out, "--order=prefix")
         assert (code, err) == (0, "")
     assert digests(out) == digests(tmp_path / "straight")
     assert manifest_of(out)["revision"] == REVISION

@@ -24,7 +24,7 @@ def work(tmp_path, monkeypatch) -> Path:
 
 
 def prepare_rows(*arguments) -> Result:
-    flags = ["--tokenizer=byte", "--val_tokens=1", "--out=out"]
+    flags = ["--tokenizer=byte", "--val_tokens=1", "--order=prefix", "--out=out"]
     return run("data/prepare_fineweb.py", *arguments, *flags)
 
 
@@ -244,6 +244,7 @@ def test_rows_without_text_are_counted_and_a_file_that_is_mostly_without_is_refu
         "--source=source",
         "--tokenizer=byte",
         "--val_tokens=1",
+        "--order=prefix",
         "--out=2",
     )
     assert result.code == 1

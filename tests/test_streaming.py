@@ -103,7 +103,9 @@ class Beside:
     """A preparation and our end of its stdin."""
 
     def __init__(self, source: Path, out: Path):
-        names = dict(source=source, out=out, tokenizer="byte", run_id="r", workers=1)
+        names = dict(
+            source=source, out=out, tokenizer="byte", run_id="r", workers=1, order="prefix"
+        )
         sizes = dict(val_tokens=1000, shard_tokens=5000)
         self.out = out
         self.process = subprocess.Popen(
@@ -124,7 +126,8 @@ class Beside:
 
 def test_no_more_is_prepared_than_is_allowed_and_closing_the_pipe_ends_it(source, work):
     """Whenever it is closed, the same command goes on: here after 0, 3 and 5 shards."""
-    sizes = flags(source=source, tokenizer="byte", val_tokens=1000, shard_tokens=5000)
+    sizes = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, order="prefix")
+    sizes = flags(source=source, **sizes)
     assert run("data/prepare_fineweb.py", *sizes, "--tokens=60k", "--out=straight").code == 0
     straight = digests(Path("straight"))
     for allowed, shards in ((0, 0), (12_000, 3), (21_000, 5), (31_000, 7)):
