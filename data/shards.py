@@ -154,7 +154,7 @@ class Dataset:
     fingerprint: str = ""  # changes when the tokens do
     val_fingerprint: str = ""  # changes when those of the validation split do
     val_text_sha256: str | None = None  # of the validation text; None if the manifest has none
-    order: str = "prefix"  # of its documents: data/order.py
+    order: str = ""  # of its documents: data/order.py; "" of another program's folder
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
     listed: dict[str, dict] = field(default_factory=dict)  # what manifest.json says of the shards
     complete: bool = True  # whether its preparation has ended
@@ -224,13 +224,14 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     a tokenizer of kind unknown a run can train, but not print samples. Raises UserError.
     """
     listed, complete, vocab, tokenizer = {}, True, GPT2_VOCAB, dict(kind="gpt2")
-    val_text_sha256, order = None, "prefix"
+    val_text_sha256 = None
+    order = ""
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
         complete = manifest.get("complete", True)
         val_text_sha256 = manifest.get("val_text_sha256")
-        order = manifest.get("order", order)
+        order = manifest.get("order", "prefix")  # earlier versions knew no other
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -109,6 +110,8 @@ class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
     newest = REVISION
+    troubles: dict[int, str | int] = {}  # by the number of the request for a range: what happens
+    ranges = sent = 0  # such requests, and bytes that they were answered with
     allowed: dict[str, int] = {}  # of some files: how often they are sent before it refuses
 
     def log_message(self, *_):
@@ -154,15 +157,32 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(410)
         else:
             Hub.allowed[name] = Hub.allowed.get(name, 10**9) - 1
+            Hub.ranges += 1
+            trouble = Hub.troubles.pop(Hub.ranges, None)
+            if isinstance(trouble, int):
+                self.answer(trouble)
+                return
+            if trouble == "slow":
+                time.sleep(3)
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             part = content[first : last + 1]
             where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
+            Hub.sent += len(part)
+            if trouble == "break":
+                self.send_response(206)
+                self.send_header("Content-Length", str(len(part)))
+                self.send_header("Content-Range", where)
+                self.end_headers()
+                self.wfile.write(part[: len(part) // 2])
+                self.close_connection = True
+                return
             self.answer(206, part, Content_Range=where)
 
 
 @contextmanager
 def serve_hub(source: Path) -> Iterator[str]:
     """The address of a hub that has the files of this folder as the dataset org/name."""
+    Hub.ranges = Hub.sent = 0
     Hub.files = {"README.md": CARD.encode()}
     for path in source.iterdir():
         Hub.files[f"small/{path.name}"] = path.read_bytes()
@@ -170,4 +190,4 @@ def serve_hub(source: Path) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    Hub.allowed, Hub.newest = {}, REVISION
+    Hub.allowed, Hub.newest, Hub.troubles = {}, REVISION, {}

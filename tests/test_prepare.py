@@ -211,6 +211,85 @@ def test_preparation_needs_no_torch(tmp_path):
 
 
 # -----------------------------------------------------------------------------
+# Orders
+
+
+@pytest.mark.parametrize("name", ["many.parquet", "rows.jsonl"])
+def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_path, monkeypatch):
+    """Of row groups at even distances, or of a jsonl file by the hash of a document's place."""
+    monkeypatch.chdir(tmp_path)
+    source = [f"{n} {text}" for n, text in enumerate(TEXTS)]
+    pq.write_table(pa.table({"text": source}), "many.parquet", row_group_size=2)
+    write_jsonl(Path("rows.jsonl"), source)
+    flags = [f"--source={name}", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
+    few = ["--tokens=4k", "--out=few"]
+    prepare(*flags, *few)
+    prepare(*flags, "--tokens=10M", "--seed=1", "--out=all")
+    prepare(*flags, "--tokens=10M", "--out=straight")
+    val = stored_texts(Path("all"), "val")
+    train = stored_texts(Path("all"), "train")
+    other = stored_texts(Path("straight"), "train")
+    assert stored_texts(Path("few"), "val") == stored_texts(Path("straight"), "val") == val
+    hashes = {manifest_of(Path(f))["val_text_sha256"] for f in ("few", "all", "straight")}
+    assert hashes == {chained_sha256(val)}
+    assert digests(Path("few"))["val_000001.bin"] == digests(Path("all"))["val_000001.bin"]
+    # no document is trained on twice or validated on, and each half of the source is in both
+    assert sorted(train) == sorted(other) and train != other
+    assert not set(val) & set(train) and set(val) | set(train) <= set(source)
+    places = [source.index(text) for text in val]
+    assert places == sorted(places)
+    assert 0.25 < sum(place < len(source) / 2 for place in places) / len(places) < 0.75
+    first = [source.index(text) for text in stored_texts(Path("few"), "train")]
+    assert max(first) > 0.75 * len(source) and min(first) < 0.25 * len(source)
+    if name == "many.parquet":
+        assert len(manifest_of(Path("all"))["held_out"]["groups"]) == 16
+        assert len(train) >= len(source) - 32
+    else:
+        assert sorted(val + train) == sorted(source)
+
+
+def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    flags = ["--source=many.parquet", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
+    prepare(*flags, "--order=prefix", "--tokens=8k", "--out=out")
+    manifest = manifest_of(Path("out"))
+    del manifest["order"]  # as an earlier version left it
+    Path("out/manifest.json").write_text(json.dumps(manifest))
+    before = contents(Path("out"))
+    result = run(FINEWEB, *flags, "--order=shuffled", "--tokens=14k", "--out=out")
+    assert result.code == 2 and result.err.count("\n") == 1 and "order" in result.err
+    assert contents(Path("out")) == before
+    said = prepare(*flags, "--tokens=14k", "--out=out").out
+    assert "was begun in the order prefix" in said
+    prepare(*flags, "--order=prefix", "--tokens=14k", "--out=straight")
+    for split in ("train", "val"):
+        assert stored(Path("out"), split) == stored(Path("straight"), split)
+    prepare(*flags, "--tokens=8k", "--out=other")
+    result = run(FINEWEB, *flags, "--seed=1", "--tokens=14k", "--out=other")
+    assert result.code == 2 and "(seed)" in result.err
+
+
+def test_the_records_shards_are_full_and_cut_documents(tmp_path, monkeypatch):
+    """All but the last hold as many tokens as asked for; blank text is a document."""
+    monkeypatch.chdir(tmp_path)
+    texts = [*TEXTS[:250], "", " \n", *TEXTS[250:300]]
+    write_parquet(Path("a.parquet"), texts)
+    flags = ["--source=a.parquet", "--tokenizer=byte", "--order=records", "--shard_tokens=1500"]
+    result = prepare(*flags, "--tokens=4k", "--out=part")
+    assert "--eval_tokens=1500" in result.out.splitlines()[-1]
+    prepare(*flags, "--tokens=10M", "--out=out")
+    expected = [token for text in texts for token in (0, *text.encode())]
+    assert stored(Path("out"), "val") + stored(Path("out"), "train") == expected
+    shards = sorted(path.name for path in Path("out").glob("*.bin"))
+    assert shards[:3] == ["train_000001.bin", "train_000002.bin", "train_000003.bin"]
+    assert shards[-1] == "val_000000.bin"
+    sizes = {shard["tokens"] for shard in manifest_of(Path("out"))["shards"][:-1]}
+    assert sizes == {1500} and len(stored(Path("part"), "train")) == 4500
+    assert digests(Path("part")).items() < digests(Path("out")).items()
+
+
+# -----------------------------------------------------------------------------
 # Interrupted, and run again
 
 # A preparation that kills itself as it is about to rename its n-th file: the manifest that begins,
@@ -501,6 +580,23 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
     code, _, err = from_hub("http://127.0.0.1:9", tmp_path / "out")
     assert code == 2 and err.count("\n") == 1 and "give local files" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
+    """With the shuffle, which reads ranges; and it downloads no more than the text's row groups."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    texts = pa.table({"id": range(2000), "text": (TEXTS * 3)[:2000]})
+    pq.write_table(texts, source / "a.parquet", row_group_size=5)
+    with serve_hub(source) as address:
+        assert from_hub(address, tmp_path / "straight").code == 0
+        assert Hub.sent < 1.1 * (source / "a.parquet").stat().st_size
+        Hub.ranges = 0
+        Hub.troubles = {9: "slow", 20: "break", 40: 429, 41: 429, 60: 503, 80: "break"}
+        code, _, err = from_hub(address, out)
+        assert code == 0, err
+        assert not Hub.troubles  # all of them were met
+    assert digests(out) == digests(tmp_path / "straight")
 
 
 # -----------------------------------------------------------------------------

@@ -129,8 +129,9 @@ class Log:
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         say(f"device: {hw.name}, {hw.dtype_name}, {peak_text(hw)}")
         train = count(self.train_tokens) if self.train_tokens else "streamed"
-        tokens = f"{train} train and {count(len(data.val))} val tokens"
-        say(f"data: {data.source}, {tokens}, order {data.order}")
+        held = f"{train} train and {count(len(data.val))} val tokens"
+        order = f", order {data.order}" if data.order else ""
+        say(f"data: {data.source}, {held}{order}")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
         if not c.eval_only:
