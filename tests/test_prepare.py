@@ -232,7 +232,9 @@ def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_pa
     assert stored_texts(Path("few"), "val") == stored_texts(Path("straight"), "val") == val
     hashes = {manifest_of(Path(f))["val_text_sha256"] for f in ("few", "all", "straight")}
     assert hashes == {chained_sha256(val)}
-    assert digests(Path("few"))["val_000001.bin"] == digests(Path("all"))["val_000001.bin"]
+    shards = [digests(Path(folder)).items() for folder in ("few", "all", "straight")]
+    held_out = [{(n, d) for n, d in shard if n.startswith("val")} for shard in shards]
+    assert held_out[0] == held_out[1] == held_out[2] != set()
     # no document is trained on twice or validated on, and each half of the source is in both
     assert sorted(train) == sorted(other) and train != other
     assert not set(val) & set(train) and set(val) | set(train) <= set(source)
@@ -583,14 +585,13 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
 
 
 def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
-    """With the shuffle, which reads ranges; and it downloads no more than the text's row groups."""
+    """With the shuffle, which reads ranges; a kept request number has each trouble once."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     texts = pa.table({"id": range(2000), "text": (TEXTS * 3)[:2000]})
     pq.write_table(texts, source / "a.parquet", row_group_size=5)
     with serve_hub(source) as address:
         assert from_hub(address, tmp_path / "straight").code == 0
-        assert Hub.sent < 1.1 * (source / "a.parquet").stat().st_size
         Hub.ranges = 0
         Hub.troubles = {9: "slow", 20: "break", 40: 429, 41: 429, 60: 503, 80: "break"}
         code, _, err = from_hub(address, out)
