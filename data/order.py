@@ -23,8 +23,8 @@ from data.sources import Group, Place, Row, Source
 from data.writer import Document
 
 ORDERS = ("shuffled", "prefix", "records")
-WINDOW_ROWS = 2**14  # a window of the shuffle ends with that many rows
-WINDOW_BYTES = 2**25  # or that much text, which is in memory twice: this window and the next one
+WINDOW_ROWS = 2**13  # a window of the shuffle has that many rows, at most twice
+WINDOW_BYTES = 2**24  # or that much text, which is in memory twice: this window and the next one
 GROUP_TOKENS = 250_000  # that validation takes of a row group; FineWeb's hold some 700,000
 LEAST_GROUPS = 16  # that validation is taken from
 MOST_HELD_OUT = 1 / 20  # of the row groups; with fewer of them, single documents are held out
@@ -83,10 +83,10 @@ class Shuffled:
         if not self.training:
             return
         with ThreadPoolExecutor(1, thread_name_prefix="window") as reader:
-            coming = reader.submit(self.read_window, begin)
+            windows = self.windows(begin)
+            coming = reader.submit(next, windows, None)
             while window := coming.result():
-                # the last place is where the next window begins
-                coming = reader.submit(self.read_window, window[-1][0]._replace(given=0))
+                coming = reader.submit(next, windows, None)
                 kept = [text for behind, text in window if not self.is_held_out(behind)]
                 random.Random(f"{self.seed} {begin[:3]}").shuffle(kept)
                 before = begin.given or 0
@@ -94,15 +94,26 @@ class Shuffled:
                     yield Document(begin._replace(given=given), text)
                 begin = window[-1][0]._replace(given=0)
 
-    def read_window(self, begin: Place) -> list[Row]:
-        """The rows of the window that begins here; none at the end of the source."""
+    def windows(self, begin: Place) -> Iterator[list[Row]]:
+        """
+        The rows of each window from a place on. A window ends with a row group, of which otherwise
+        a part would be downloaded twice, or within a very large one.
+        """
         window, size = [], 0
-        for behind, text in self.source.rows(begin._replace(given=None), self.training):
-            window.append((behind, text))
-            size += len(text or "")
-            if len(window) == WINDOW_ROWS or size >= WINDOW_BYTES:
-                break
-        return window
+        place = begin._replace(given=None)
+        for group in self.training[self.training.index((begin.file, begin.group)) :]:
+            place = place if place[:2] == group else Place(*group)
+            for behind, text in self.source.rows(place, [group]):
+                window.append((behind, text))
+                size += len(text or "")
+                if len(window) == 2 * WINDOW_ROWS or size >= 2 * WINDOW_BYTES:
+                    yield window
+                    window, size = [], 0
+            if len(window) >= WINDOW_ROWS or size >= WINDOW_BYTES:
+                yield window
+                window, size = [], 0
+        if window:
+            yield window
 
 
 def list_groups(counts: list[int]) -> list[Group]:

@@ -26,7 +26,7 @@ FILES, GROUPS, ROWS = 16, 40, 50
 WORDS = 2000
 SEEDS = (1, 2, 3)
 MODEL = "--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=16 --device=cpu"
-MODEL += " --gradient_accumulation_steps=1 --max_iters=300 --eval_interval=300 --eval_tokens=50k"
+MODEL += " --gradient_accumulation_steps=1 --max_iters=300 --eval_interval=300 --eval_tokens=50000"
 MODEL += " --learning_rate=2e-3 --warmup_iters=20 --lr_decay_iters=300 --compile=False"
 MODEL += " --dtype=float32"
 
