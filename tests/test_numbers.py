@@ -332,6 +332,7 @@ def prepare_source(texts: list[str]) -> Path:
         "--source=text.jsonl",
         "--tokenizer=byte",
         held_out,
+        "--order=prefix",
         "--out=shards",
     )
     assert prepare.code == 0
