@@ -5,7 +5,7 @@
 # python bench.py plan config/fast124m_4070.py --gpu=4070
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_4070.py
 out_dir = "out/fast124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

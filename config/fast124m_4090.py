@@ -4,7 +4,7 @@
 # Estimated, not measured (docs/status.md): 3.3 hours (3.3 to 3.4) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
 out_dir = "out/fast124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

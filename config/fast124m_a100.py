@@ -4,7 +4,7 @@
 # Estimated, not measured (docs/status.md): 1.8 hours (1.7 to 1.9) for 1.30B tokens, by
 # python bench.py plan config/fast124m_a100.py --gpu=a100
 out_dir = "out/fast124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

@@ -4,7 +4,7 @@
 # Estimated, not measured (docs/status.md): 0.72 hours for 1.30B tokens, by
 # python bench.py plan config/fast124m_h200.py --gpu=h200
 out_dir = "out/fast124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

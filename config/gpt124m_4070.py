@@ -4,7 +4,7 @@
 # Somebody's nanoGPT log, probably from this card, has 9.34 s per iteration: 56,134 tokens/s.
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

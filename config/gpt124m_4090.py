@@ -2,7 +2,7 @@
 # Estimated, not measured (docs/status.md): 26 hours (25 to 26) for 10B tokens, by
 # python bench.py plan config/gpt124m_4090.py --gpu=4090
 out_dir = "out/gpt124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

@@ -2,7 +2,7 @@
 # Estimated, not measured (docs/status.md): 14.0 hours (13.3 to 14.6) for 10B tokens, by
 # python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
-# The loss of 3.28 that others report is on FineWeb. For it set "fineweb" here, and prepare it by
+# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop
