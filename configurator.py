@@ -492,9 +492,12 @@ def print_help(keys: type = Config) -> None:
     """The table of the keys, as it stands in the code."""
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (applied left to right)")
+    left = set(find_keys(keys))
     for line in inspect.getsource(keys).splitlines():
-        if re.match(r"    (# |\w+: [\w| ]+ = )", line):
+        found = re.match(r"    (# |(\w+): [\w| ]+ = )", line)
+        if found and left:
             print(line.strip())
+            left.discard(found[2])
 
 
 def main(argv: list[str]) -> None:

@@ -193,7 +193,9 @@ def run_main(
     try:
         code = main(sys.argv[1:]) or 0
     except SystemExit as error:  # --help
-        code = int(error.code or 0)
+        code = error.code if isinstance(error.code, int) else bool(error.code)
+        if isinstance(error.code, str):
+            print_err(error.code)
     except UserError as error:
         for problem in error.problems:  # none if rank 0 reports for all
             print_err(f"error: {problem}")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.console import say
+from common.console import UserError, say
 from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from model_fast import build_model
@@ -138,6 +138,9 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
             try:
                 found = train_here(c, way, model)
             except Exception as error:  # drivers, compilers and kernels fail in ways of their own
+                if hardware.is_out_of_memory(error):
+                    hint = "end other programs that use this device"
+                    raise UserError(f"check: too little memory is free; {hint}") from None
                 lines = f"{type(error).__name__}: {error}".splitlines()
                 reason = " ".join(lines[:2]).strip()  # of a compiler's the second says why
                 say(f"  {name}: {reason}")

@@ -1560,7 +1560,7 @@ FAULTS = [
     Fault(
         "check_compares_no_gradients",
         "training/compiled.py",
-        "                if not error <= BOUND * max(eager, typical):\n",
+        "                if not error <= bound * max(eager, typical):\n",
         '                if not error <= float("inf"):\n',
         "test_compiled.py::test_a_fault_of_the_compiler_is_found_in_a_fresh_model[gradients halved-bfloat16]",
     ),
