@@ -177,7 +177,7 @@ FAULTS = [
     Fault(
         "help_leaves_without_its_group",
         "common/console.py",
-        "    except SystemExit as error:  # --help\n        code = int(error.code or 0)\n",
+        "    except SystemExit as error:  # --help\n        code = error.code if isinstance(error.code, int) else bool(error.code)\n        if isinstance(error.code, str):\n            print_err(error.code)\n",
         "",
         "test_ranks.py::test_a_rank_leaves_the_others_on_every_way_out[--help]",
     ),

@@ -584,6 +584,7 @@ def test_without_a_network_one_line_names_the_way_out(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow  # it waits as long as it says
 def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
     """With the shuffle, which reads ranges; a kept request number has each trouble once."""
     source, out = tmp_path / "source", tmp_path / "out"
