@@ -36,7 +36,12 @@ def verdict_of(*keys: str, code: int = 0) -> str:
     return result.out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=SLOW), pytest.param("float16", marks=SLOW)]
+)
 def test_a_machine_without_fault_trains_right(dtype, traced):
     assert verdict_of("--device=cpu", f"--dtype={dtype}") == RIGHT
 

@@ -498,7 +498,8 @@ def test_compilation_is_booked_apart_and_counts_as_no_training(night, tiny, tmp_
     with mock.patch("torch.compile", compile_slowly):
         night.launch(**tiny | dict(compile=True), max_iters=5)
     end = end_of(tmp_path)
-    assert end["ledger"]["compile"] == 100 + 4  # and an evaluation, which checks what it made
+    # and two evaluations, eager and compiled, which check what it made
+    assert end["ledger"]["compile"] == 100 + 2 * 4
     # five iterations, the evaluation at their end, and a save; the hand is not turned again for the
     # one at their beginning, which follows the check
     assert 3600 * end["hours"] == pytest.approx(5 * 10 + 4 + 1)

@@ -322,7 +322,11 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
         ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),
-        ("many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k", THIRTEEN),
+        pytest.param(
+            "many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k",
+            THIRTEEN,
+            marks=pytest.mark.slow,  # a row of jsonl is shuffled by default
+        ),
         ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
         ("rows.parquet --order=records --shard_tokens=3k", (2, 3, 2, 4)),
     ],
