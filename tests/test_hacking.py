@@ -407,7 +407,8 @@ def test_in_bfloat16_the_term_of_the_loss_moves_the_weights_by_its_gradient(
         joined(plain.weights(checkpoint(folder / "run", 1)["model"])).detach() for folder in folders
     )
     found = without - with_term  # at a rate of 1
-    assert (found @ term / term.square().sum()).item() == pytest.approx(1, abs=0.1)
+    # rounding moves it by up to 0.11 (measured); a term that is rounded away has 0
+    assert (found @ term / term.square().sum()).item() == pytest.approx(1, abs=0.2)
     losses = [first(folder / "run", "step", "loss") for folder in folders]
     expected = sum(z_term(start, rows).item() for rows in batches) / len(batches)
     assert losses[1] - losses[0] == pytest.approx(expected, rel=5e-3)
