@@ -34,6 +34,8 @@ from documents import (
 )
 from program import ROOT, Result, finish, run, start, wait_for_line
 
+from common.console import UserError
+from data import prepare_fineweb
 from data.tokenizer import Tokenizer
 
 FINEWEB = "data/prepare_fineweb.py"
@@ -580,6 +582,32 @@ def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(
         assert (code, err) == (0, "")
     assert digests(out) == digests(tmp_path / "straight")
     assert manifest_of(out)["revision"] == REVISION
+
+
+@pytest.mark.parametrize(
+    "flags, asked",
+    [
+        ("", ("HuggingFaceFW/fineweb-edu", "sample-10BT", "data/fineweb_edu")),
+        ("--dataset=fineweb", ("HuggingFaceFW/fineweb", "sample-10BT", "data/fineweb")),
+        (
+            "--dataset=fineweb --sample=100B",
+            ("HuggingFaceFW/fineweb", "sample-100BT", "data/fineweb_100B"),
+        ),
+        (
+            "--dataset=fineweb --order=records",
+            ("HuggingFaceFW/fineweb", "sample-10BT", "data/fineweb_records"),
+        ),
+        ("--dataset=org/name --name=small", ("org/name", "small", "data/name")),
+    ],
+)
+def test_a_dataset_has_one_name_its_samples_and_a_folder(flags, asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = prepare_fineweb.parse_arguments([*flags.split(), "--tokenizer=byte"])
+    assert str(prepare_fineweb.default_folder(arguments)) == str(Path(asked[2]))
+    hub_files = mock.Mock(side_effect=UserError("asked"))
+    with mock.patch("data.prepare_fineweb.hub_files", hub_files), pytest.raises(UserError):
+        prepare_fineweb.main([*flags.split(), "--tokenizer=byte"])
+    assert hub_files.call_args.args[:2] == asked[:2]
 
 
 def test_without_a_network_one_line_names_the_way_out(tmp_path):
