@@ -395,16 +395,13 @@ def test_a_full_disk_is_said_and_the_same_command_goes_on(tmp_path, monkeypatch)
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+OF_ROWS = "--source=rows.parquet --order=prefix --tokenizer=byte --val_tokens=2k --shard_tokens=3k"
+
+
 def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    flags = [
-        "--source=rows.parquet",
-        "--order=prefix",
-        "--tokenizer=byte",
-        "--val_tokens=2k",
-        "--shard_tokens=3k",
-    ]
+    flags = OF_ROWS.split()
     prepare(*flags, "--tokens=8k", "--out=out")
     first = digests(Path("out"))
     for fewer in ("8k", "1k"):
@@ -435,13 +432,7 @@ def as_b22bbcc_left_it(folder: Path, **changes) -> None:
 def test_folders_that_b22bbcc_made_stay_and_those_it_began_are_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    flags = [
-        "--source=rows.parquet",
-        "--order=prefix",
-        "--tokenizer=byte",
-        "--val_tokens=2k",
-        "--shard_tokens=3k",
-    ]
+    flags = OF_ROWS.split()
     prepare(*flags, "--out=straight")
     prepare(*flags, "--tokens=9k", "--out=out")
     as_b22bbcc_left_it(Path("out"), complete=True, train_tokens=9000)
