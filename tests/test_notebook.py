@@ -223,7 +223,8 @@ def test_its_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
     assert "end: max_iters after 4 iterations" in quickstart
     assert "data/my_book_" in book and "end: max_iters after 4 iterations" in read
     assert wrote.count("The ") >= 2
-    assert "data/fineweb_100M: 98 documents, 4,036 tokens for training" in prepared
+    tokens = re.search(r"data/fineweb_100M: .* ([\d,]+) tokens for training", prepared)[1]
+    assert 4000 <= int(tokens.replace(",", "")) < 4200
     assert "end: max_iters after 4 iterations, 1.02k tokens" in trained
     start = records(clone / "out" / "notebook", "start")[0]
     assert (start["dtype"], start["config"]["model"]) == ("float16", "fast")

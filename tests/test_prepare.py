@@ -670,9 +670,10 @@ def test_a_document_of_50_megabytes(vocabulary, tmp_path):
     assert result.code == 0, result.err
     tokenizer = Tokenizer(dict(kind="gpt2"))
     once, twice = (len(tokenizer.encode(sentence * n)) for n in (1, 2))
-    after = len(tokenizer.encode("after"))
-    # each repetition but the first begins with the space before it
-    assert len(stored(out, "train")) == once + (twice - once) * (count - 1) + after + 2
+    short = sum(len(tokenizer.encode(text)) for text in ("before", "after"))
+    # each repetition but the first begins with the space before it; three ends of text
+    total = once + (twice - once) * (count - 1) + short + 3
+    assert len(stored(out, "train")) + len(stored(out, "val")) == total
     # not ru_maxrss, which begins with what the parent had in use
     peak_bytes = int(result.out.split()[-1]) * 1024
     assert peak_bytes < 1e9
