@@ -64,7 +64,7 @@ FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
-RETRY_SECONDS = 60  # between two tries of the last save; the clock times those before
+RETRY_SECONDS = 60  # between two tries of the last save; for those before, see training/clock.py
 # Ends that complete a run, after a last evaluation. After others the same command resumes it.
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
@@ -78,8 +78,8 @@ class Progress:
     sequences: int = 0  # read: the position in the order of the data
     evaluated_at: int = -1  # iteration of the last evaluation
     val_loss: float = math.inf  # of the last evaluation
-    best_val_loss: float = math.inf  # of the start, or of a checkpoint on the disk
-    best_iter: int = -1  # its iteration; best.pt, if it is saved
+    best_val_loss: float = math.inf  # the lowest of the start and of the checkpoints on the disk
+    best_iter: int = -1  # its iteration; best.pt is the checkpoint of it
 
 
 # -----------------------------------------------------------------------------
@@ -324,11 +324,11 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     The learning rate of iteration `it`: linear warmup to `peak`, then decay to min_lr. `share`:
     how far the schedule of a run with hours or until is, from 0 to 1.
     """
-    # where the decay ends; with hours or until: never, unless a flag sets it
+    # where the decay ends; with hours or until both are endless, unless a flag sets them
     end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
     if c.by_clock:
-        if share > 0:
+        if it > 0 and share > 0:
             end = min(end, it / share)  # where the time is up, if the pace holds
         warmup = min(warmup, end / 10)
     # 1) linear warmup; the first rate is above 0, as nanoGPT's
@@ -397,7 +397,7 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | N
         failed, waiting = signals.agree(batches.error is not None, not ready)
         if signals.name:
             return signals.name
-        if not waiting:
+        if not waiting:  # what was read before a failure is still trained on
             return None
         if failed:  # it would wait for windows that never come
             return "data"
@@ -508,7 +508,7 @@ def state_to_save(
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """All of a checkpoint but the weights. Hyperparameters are those of the configuration."""
     saved = resumed["optimizer"]
-    ours = optimizer.param_groups
+    ours = optimizer.param_groups  # load_state_dict() makes new ones
     names = [group.get("param_names") for group in saved["param_groups"]]  # None: of b22bbcc
     try:
         if None not in names and names != [group["param_names"] for group in ours]:
@@ -576,12 +576,12 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
 
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
-    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1
+    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
     asked = ranks.on_main(read_config, argv)
     newest = ranks.on_main(newest_checkpoint, asked)
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
-    resumed, initial = ranks.main_first(find_start, asked, newest)
+    resumed, initial = ranks.main_first(find_start, asked, newest)  # on a resume the same one
     c = ranks.on_main(settle, asked, resumed, initial, ranks.world_size)
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
@@ -627,7 +627,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     if c.compile and not hw.can_compile:
         say("compile: off; torch's compiler for MPS is an early prototype")
-    problem = ""  # why the run is not compiled, if it should be
+    problem = ""  # why the run is not compiled, if it should be; compile=required ends here
     if compiles:
         say("compiling: this takes about a minute")
         problem = compile_and_check(model, c, data.vocab, hw, ranks)
@@ -648,9 +648,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     while True:
         it = p.iter_num
 
-        # between two iterations: does the run end here? Rank 0's clock counts for all ranks. `now`
-        # has the share of the schedule (1: this is the last update), and what is due by time: an
-        # evaluation, a save ten minutes after the last, another try after one that failed
+        # between two iterations: does the run end here? Rank 0's clock counts for all ranks. It
+        # says how long this launch has lasted, how far the schedule is (share: at 1 the rate is the
+        # last one), what is due by time (an evaluation, a save ten minutes after the last, another
+        # try half a minute after one that failed), has_time for them, and whether the time is_over
         now = ranks.on_main(clock.decide, it)
         stop: str | None
         if c.eval_only:
@@ -662,7 +663,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         elif c.max_minutes and now.minutes >= c.max_minutes:
             stop = "max_minutes"
         else:
-            stop = wait_for_data(batches, accum, signals)  # a signal's name, "data", or None
+            # only here and in an evaluation a signal is looked for: its name, "data", or None
+            stop = wait_for_data(batches, accum, signals)
 
         # once in a while, and at the end: evaluate, on all ranks
         eval_due = (it % c.eval_interval == 0 or now.evaluate) and now.has_time and not stop
@@ -670,7 +672,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             clock.lap("steps")
             losses, cut_short = estimate_loss(eval_model, data, batches, c, hw, signals)
             if cut_short:
-                stop = cut_short  # the resumed run begins with this evaluation
+                stop = cut_short  # whatever it was; the resumed run begins with this evaluation
             else:
                 train_loss, p.val_loss = losses
                 p.evaluated_at = it
@@ -683,15 +685,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             clock.lap("evaluation", done=not cut_short)
 
         # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
+        is_unsaved = on_disk != (it, p.evaluated_at) and not c.eval_only
         is_evaluated = p.evaluated_at == it
         is_best = is_evaluated and p.val_loss < p.best_val_loss
-        by_interval = it % c.checkpoint_interval == 0 if c.checkpoint_interval else now.save
-        save_due = by_interval or is_best or (is_evaluated and c.always_save_checkpoint)
-        may_save = it > 0 and now.has_time
-        is_new = on_disk != (it, p.evaluated_at) and not c.eval_only
-        if is_new and (stop or now.retry or (save_due and may_save)):
+        by_schedule = it % c.checkpoint_interval == 0 if c.checkpoint_interval else now.save
+        has_reason = by_schedule or is_best or (is_evaluated and c.always_save_checkpoint)
+        save_due = has_reason and it > 0 and now.has_time
+        if is_unsaved and (save_due or now.retry or stop):
             clock.lap("steps")
-            to_save = replace(p)  # p changes only if the save succeeds: its best is that of a file
+            to_save = replace(p)  # becomes p if it is saved; else this best is forgotten
             if is_best:
                 to_save.best_val_loss = p.val_loss
                 to_save.best_iter = it  # this save makes best.pt
@@ -720,9 +722,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         p.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         p.sequences = batches.consumed
 
-        # every log_interval, and at the end: a line. Only here do iterations wait for the device.
-        # `time`: the mean of the iterations since the last line, waits for data included; laps of
-        # evaluations, saves and compiling are not in it. `loss`: of this iteration, on all ranks
+        # every log_interval, and after the last update of the schedule: a line. Only here do
+        # iterations wait for the device. `time`: the mean of the iterations since the last line,
+        # waits for data included; laps of evaluations, saves and compiling are not in it. `tok/s`:
+        # of all ranks in that time. `loss`: of this iteration, on all ranks
         is_last = p.iter_num == c.max_iters or now.share >= 1  # 1: the clock's last update
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")
