@@ -22,7 +22,7 @@ from data.loader import Batch, to_batch
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
 from training import hardware
-from training.compiled import LOSS_SCALE, compile_model
+from training.compiled import LOSS_SCALE, compile_model, reason_of
 from training.gpus import find_row
 from training.hardware import Hardware
 
@@ -141,8 +141,7 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
                 if hardware.is_out_of_memory(error):
                     hint = "end other programs that use this device"
                     raise UserError(f"check: too little memory is free; {hint}") from None
-                lines = f"{type(error).__name__}: {error}".splitlines()
-                reason = " ".join(lines[:2]).strip()  # of a compiler's the second says why
+                reason = reason_of(error)
                 say(f"  {name}: {reason}")
                 if way.compiles:
                     slow.append(f"torch.compile does not work here ({reason})")

@@ -100,6 +100,16 @@ def scaled(attend):
     return wrong
 
 
+def mixing_rows(attend):
+    """One sequence of the batch gets what another one attends to."""
+
+    def wrong(*arguments, **options):
+        y = attend(*arguments, **options)
+        return torch.cat((y[:1], y[:1], y[2:]))
+
+    return wrong
+
+
 def cast(function):
     return lambda x, *rest, **more: function(x.bfloat16().type_as(x), *rest, **more)
 
@@ -133,6 +143,8 @@ FAULTS = {
     "a transposed gate": ("fast", transposed_gate),
     "a wrong scale in gpt2": ("gpt2", patched("model.attend", scaled(gpt_attend))),
     "a wrong scale in fast": ("fast", patched("model_fast.attend", scaled(fast_attend))),
+    "a mixed-up sequence in gpt2": ("gpt2", patched("model.attend", mixing_rows(gpt_attend))),
+    "a mixed-up sequence in fast": ("fast", patched("model_fast.attend", mixing_rows(fast_attend))),
     "a cast too early in gpt2": ("gpt2", patched("model.mean_loss", cast(model.mean_loss))),
     "a cast too early in fast": ("fast", patched("model_fast.norm", cast(norm))),
 }
@@ -178,6 +190,18 @@ def test_what_computes_the_same_passes_and_leaves_no_trace(name):
         assert torch.equal(torch.as_tensor(state), torch.as_tensor(states[n])), n
     assert all(p.grad is None for p in gpt.parameters())
     assert gpt.training
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
+    mean_loss = model.mean_loss
+    gpt = compiled_by(lambda call: lambda *batch: call.__self__.forward(*batch), "gpt2")
+
+    def with_term(x: Tensor, *rest) -> Tensor:
+        return mean_loss(x, *rest) + 0.1 * x.float().square().mean()
+
+    with mock.patch("model.mean_loss", with_term):
+        compare_with_eager(gpt, batch, 500, hardware_in("float32"))
 
 
 def test_with_dropout_the_evaluation_is_compared():

@@ -50,21 +50,26 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     except Exception as error:  # no compiler: every backend fails in its own way
         if is_out_of_memory(error):
             raise
-        lines = f"{type(error).__name__}: {error}".splitlines()
-        problem = lines[0]
-        if problem.endswith("raised:"):  # torch's wrapper of a backend's error, which follows
-            problem = " ".join(lines[:2])
-        if sys.platform == "win32" and "riton" in problem:  # not part of torch there
-            problem += '; pip install "triton-windows<3.8"'
+        problem = reason_of(error)
     problem = next(filter(None, ranks.gather(problem)), "")
     if problem and c.compile == "required":
-        line = (
-            f"compile: required, but torch.compile does not work here ({problem}); --compile=True"
-        )
-        raise UserError(f"{line} trains without it") if ranks.is_main else UserError()
+        failed = f"compile: required, but torch.compile does not work here ({problem})"
+        hint = "--compile=True trains without it"
+        raise UserError(f"{failed}; {hint}") if ranks.is_main else UserError()
     if problem:
         model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
     return problem
+
+
+def reason_of(error: Exception) -> str:
+    """An error of torch's compiler in one line, with what to install on Windows."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    reason = lines[0]
+    if reason.endswith("raised:"):  # torch's wrapper of a backend's error, which follows
+        reason = " ".join(lines[:2])
+    if sys.platform == "win32" and "riton" in reason:  # not part of torch there
+        reason += '; pip install "triton-windows<3.8"'
+    return reason
 
 
 def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: int = 0) -> None:
@@ -74,27 +79,28 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
     further from that of float32 than eager code's own rounding explains. With dropout, compiled
     training draws other random numbers, and only the evaluation is compared.
 
-    Of the micro-batch, the first and the last sequence have targets. Eager code runs these two, one
-    at a time, and the reference lies on the host, so that all of this takes a small part of the
-    time of compiling, and less memory of the device than an iteration.
+    The micro-batch is two sequences in turn. Eager code runs each of them once, alone, and the
+    reference lies on the host, so that all of this takes a small part of the time of compiling, and
+    less memory of the device than an iteration.
     """
     has_dropout = model.config.dropout > 0
     with preserving_state(model, hw.device), moved_weights(model, seed):
         # As in text, a few ids are frequent: their gradients add up and rounding averages out.
-        tokens = (torch.rand(batch_size, model.config.block_size + 1) ** 4 * vocab).long()
+        two = (torch.rand(2, model.config.block_size + 1) ** 4 * vocab).long()
+        tokens = two[torch.arange(batch_size) % 2]
         x, y = to_batch(tokens, hw.device)  # with the strides of real batches, or it compiles again
-        y[1:-1] = -1  # counts for nothing
-        x_ends = x[[0, -1]]
-        y_ends = y[[0, -1]]
+        # each with its share of the loss
+        shares = [(batch_size + 1) // 2 / batch_size, batch_size // 2 / batch_size]
+        sequences = [(x[n : n + 1], y[n : n + 1], share) for n, share in enumerate(shares) if share]
 
         # 1) exact: eager, in float32
         with float32_matmuls():
             model.eval()  # a term of the loss may be in training only
             with torch.no_grad():
-                ends = zip(x_ends.split(1), y_ends.split(1), strict=True)
-                wanted = {"evaluation": statistics.mean(model.forward(*end).item() for end in ends)}
+                losses = [share * model.forward(x, y).item() for x, y, share in sequences]
+            wanted = {"evaluation": sum(losses)}
             model.train(not has_dropout)
-            wanted["training"] = eager_pass(model, x_ends, y_ends, contextlib.nullcontext())
+            wanted["training"] = eager_pass(model, sequences, contextlib.nullcontext())
         exact = [gradient.cpu() for _, gradient in take_gradients(model)]
         if not all(gradient.isfinite().all() for gradient in exact):
             raise ArithmeticError("an uncompiled gradient is not finite on random weights")
@@ -104,7 +110,7 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         if hw.dtype == torch.float32:
             for p in moving(model):
                 p.data.mul_(torch.randn_like(p).mul_(torch.finfo(p.dtype).eps).add_(1))
-        eager_pass(model, x_ends, y_ends, hw.autocast())
+        eager_pass(model, sequences, hw.autocast())
         rounding = errors(model, exact)
         typical = statistics.median(rounding)
 
@@ -116,10 +122,10 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         found = errors(model, exact)
         model.eval()
         with hw.autocast(), torch.no_grad():
-            losses = {"evaluation": model(x, y).item()}
+            got = {"evaluation": model(x, y).item()}
 
         if not has_dropout:
-            losses["training"] = loss.item()
+            got["training"] = loss.item()
             for (name, p), error, eager in zip(trained(model), found, rounding, strict=True):
                 bound = BOUND_OF_FEW if p.numel() < FEW else BOUND
                 # eager code may round a weight's gradient well by chance
@@ -128,7 +134,7 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
                     raise ArithmeticError(f"the gradient of {name} is off by {off} of its norm")
         # the mean over all tokens is rounded far better than a gradient
         tolerance = max(typical / 2, LEAST_LOSS_ERROR)
-        for name, value in losses.items():
+        for name, value in got.items():
             if not abs(value - wanted[name]) <= tolerance * abs(wanted[name]):
                 both = f"{value:.6g} compiled, {wanted[name]:.6g} uncompiled"
                 raise ArithmeticError(f"the {name} loss is {both}")
@@ -170,12 +176,15 @@ def moved_weights(model, seed: int) -> Iterator[None]:
         model.train()
 
 
-def eager_pass(model, x: Tensor, y: Tensor, autocast) -> float:
-    """Forward and backward of x and y, (B, T) each, one sequence at a time. Returns the loss."""
+def eager_pass(model, sequences: list[tuple[Tensor, Tensor, float]], autocast) -> float:
+    """
+    Forward and backward of sequences: x and y, (1, T) each, and the share of the loss that they
+    have. Returns the loss.
+    """
     losses = []
-    for x_part, y_part in zip(x.split(1), y.split(1), strict=True):
+    for x, y, share in sequences:
         with autocast:
-            loss = model.forward(x_part, y_part) / len(x)
+            loss = model.forward(x, y) * share
         (loss * LOSS_SCALE).backward()
         losses.append(loss.item())
     return sum(losses)
