@@ -184,7 +184,7 @@ OTHER_NAMES = dict(
 )
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
-REQUIRED = "required"  # what `compile` may be besides True and False
+SWITCHES = (bool, bool | str)  # the second is that of compile, which may also be "required"
 KIND_NAMES = {
     bool | str: "true, false or required",
     bool: "true or false",
@@ -313,7 +313,7 @@ def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[s
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(OTHER_NAMES.get(name, name), known)}")
     kind: Any = known[name].type
-    if not equals and (text or kind not in (bool, bool | str)):
+    if not equals and (text or kind not in SWITCHES):
         example = text or repr(known[name].default)
         raise UserError(f"--{name}: needs = and a value: --{name}={example}")
     value: Any = parse_value(text, kind) if equals else True
@@ -366,7 +366,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 def parse_value(text: str, kind: Any) -> Any:
     """A flag's text as a Python value. Text that is not a Python value stays text."""
-    if kind in (bool, bool | str) and text.lower() in TRUE + FALSE:
+    if kind in SWITCHES and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as nanoGPT does: --start='"\n"'
@@ -381,7 +381,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     booleans. Raises UserError if the value does not fit the key.
     """
     of_key: Any = f.type
-    if of_key == bool | str and value == REQUIRED:
+    if of_key == bool | str and value == "required":
         return value
     kind: Any = bool if of_key == bool | str else of_key
     if kind is not str and not isinstance(value, bool):

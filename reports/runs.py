@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -121,8 +122,8 @@ def known_keys(start: dict) -> dict:
     values = from_nanogpt(start.get("config") or {})
     if values and start.get("program") != "nanoGPT":
         values = {name: f.default for name, f in FIELDS.items()} | values
-    known = values.keys() & FIELDS.keys()
-    return {key: values[key] for key in known if type(values[key]) is FIELDS[key].type}
+    kinds: dict[str, Any] = {name: f.type for name, f in FIELDS.items()}
+    return {k: v for k, v in values.items() if k in kinds and isinstance(v, kinds[k])}
 
 
 def number(value: float | None) -> float:

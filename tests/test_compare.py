@@ -425,6 +425,7 @@ def test_lines_that_say_nothing_are_passed_over(line, tmp_path):
 @pytest.mark.parametrize(
     "config, differs",
     [
+        (dict(compile=False), ["config/compile"]),  # True, False or required
         (dict(dropout=0.1), ["config/dropout"]),  # a run before there was this key has its default
         (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
     ],
