@@ -7,27 +7,31 @@ In which order the rows of a source are read, and which of them are held out for
     records     prefix, cut into the shards that llm.c's script makes; validation is the first one
 
 A row group is a part of a parquet file that can be read alone; any other file is one row group.
-Validation depends on the files and --val_tokens alone, so that folders with another --tokens or
---seed have the same one.
+Validation follows from the files and --val_tokens, so that folders with another --tokens or --seed
+have the same one.
 """
 
+import bisect
 import hashlib
 import heapq
+import itertools
 import math
 import random
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
+from common.console import say
 from data.sources import Group, Place, Row, Source
 from data.writer import Document
 
 ORDERS = ("shuffled", "prefix", "records")
 WINDOW_ROWS = 2**13  # a window of the shuffle has that many rows, at most twice
-WINDOW_BYTES = 2**24  # or that much text, which is in memory twice: this window and the next one
+WINDOW_CHARACTERS = 2**24  # or that much text; in memory are this window and the next one
 GROUP_TOKENS = 250_000  # that validation takes of a row group; FineWeb's hold some 700,000
 LEAST_GROUPS = 16  # that validation is taken from
-MOST_HELD_OUT = 1 / 20  # of the row groups; with fewer of them, single documents are held out
+MOST_HELD_OUT = 1 / 20  # of the row groups and of their text; else single documents are held out
 
 
 @dataclass
@@ -82,38 +86,64 @@ class Shuffled:
         """
         if not self.training:
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="window") as reader:
-            windows = self.windows(begin)
-            coming = reader.submit(next, windows, None)
-            while window := coming.result():
-                coming = reader.submit(next, windows, None)
+        ended = threading.Event()
+        windows = self.windows(begin, ended)
+        reader, coming = read_next(windows)
+        try:
+            while window := coming.get():
+                if isinstance(window, Exception):
+                    raise window
+                reader, coming = read_next(windows)
                 kept = [text for behind, text in window if not self.is_held_out(behind)]
                 random.Random(f"{self.seed} {begin[:3]}").shuffle(kept)
                 before = begin.given or 0
                 for given, text in enumerate(kept[before:], before + 1):
                     yield Document(begin._replace(given=given), text)
                 begin = window[-1][0]._replace(given=0)
+        finally:  # all tokens are there, or Ctrl-C
+            ended.set()
+            reader.join(timeout=1)  # a hub that does not answer would take longer
 
-    def windows(self, begin: Place) -> Iterator[list[Row]]:
+    def windows(self, begin: Place, ended: threading.Event) -> Iterator[list[Row]]:
         """
-        The rows of each window from a place on. A window ends with a row group, of which otherwise
-        a part would be downloaded twice, or within a very large one.
+        The rows of each window from a place on, until nobody needs them. A window ends with a row
+        group, of which otherwise a part would be downloaded twice, or within a very large one.
         """
         window, size = [], 0
         place = begin._replace(given=None)
         for group in self.training[self.training.index((begin.file, begin.group)) :]:
             place = place if place[:2] == group else Place(*group)
             for behind, text in self.source.rows(place, [group]):
+                if ended.is_set():
+                    return
                 window.append((behind, text))
                 size += len(text or "")
-                if len(window) == 2 * WINDOW_ROWS or size >= 2 * WINDOW_BYTES:
+                if len(window) == 2 * WINDOW_ROWS or size >= 2 * WINDOW_CHARACTERS:
                     yield window
                     window, size = [], 0
-            if len(window) >= WINDOW_ROWS or size >= WINDOW_BYTES:
+            if len(window) >= WINDOW_ROWS or size >= WINDOW_CHARACTERS:
                 yield window
                 window, size = [], 0
         if window:
             yield window
+
+
+def read_next(windows: Iterator[list[Row]]) -> tuple[threading.Thread, SimpleQueue]:
+    """
+    Read the next window in a thread. The queue gets it, None after the last one, or the error. The
+    thread is a daemon, so that nobody who types Ctrl-C waits for a hub that does not answer.
+    """
+    answer: SimpleQueue = SimpleQueue()
+
+    def read() -> None:
+        try:
+            answer.put(next(windows, None))
+        except Exception as error:  # for the thread that takes it
+            answer.put(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    return reader, answer
 
 
 def list_groups(counts: list[int]) -> list[Group]:
@@ -123,17 +153,23 @@ def list_groups(counts: list[int]) -> list[Group]:
 
 def choose_held_out(source: Source, groups: list[Group], tokens: int, token_bytes: int) -> dict:
     """
-    What is held out for validation, for the manifest: row groups at even distances, or, where they
-    are too few or too small, the documents with the lowest hashes of their places. `token_bytes`:
-    of text per token, assumed.
+    What is held out for validation, for the manifest: row groups at even distances in the text, or,
+    where these are too few, too small or too large, the documents with the lowest hashes of their
+    places. `token_bytes`: of text per token, assumed.
     """
     wanted = tokens * token_bytes
     number = max(LEAST_GROUPS, math.ceil(tokens / GROUP_TOKENS))
     share = math.ceil(wanted / number)
     if number <= MOST_HELD_OUT * len(groups):
-        chosen = [groups[(2 * n + 1) * len(groups) // (2 * number)] for n in range(number)]
-        if sum(min(source.group_bytes(group), share) for group in chosen) >= 0.9 * wanted:
-            return dict(groups=[[*group] for group in chosen], bytes_per_group=share)
+        sizes = [source.group_bytes(group) for group in groups]
+        ends = [*itertools.accumulate(sizes)]
+        middles = ((2 * n + 1) * ends[-1] / (2 * number) for n in range(number))
+        chosen = [*dict.fromkeys(bisect.bisect_left(ends, middle) for middle in middles)]
+        is_enough = sum(min(sizes[n], share) for n in chosen) >= 0.9 * wanted
+        # their rest is not trained on
+        if is_enough and sum(sizes[n] for n in chosen) <= MOST_HELD_OUT * ends[-1]:
+            return dict(groups=[[*groups[n]] for n in chosen], bytes_per_group=share)
+    say("validation: with few row groups, the source is read once to choose documents")
     lowest: list[tuple[int, int]] = []  # a heap, the highest hash first
     size = 0
     for behind, text in source.rows(Place()):

@@ -102,10 +102,12 @@ def main(argv: list[str]) -> None:
         dataset = NAMED.get(arguments.dataset, arguments.dataset)
         is_named = arguments.dataset in NAMED
         name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
-        title = f"{dataset} {name}" if name else dataset
+        title = dataset if name is None else f"{dataset} {name}"
         if started.get("source") == title:
             revision = started["revision"]  # the dataset may have changed on the hub since
         files, revision = hub_files(dataset, name, revision)
+    if started.get("source") != title:
+        started = {}  # of another source; prepare() refuses the folder
     source = Source(files, field, keeps_blank=is_records)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # raises before anything is written
         pass
@@ -116,12 +118,16 @@ def main(argv: list[str]) -> None:
     # of prefix, what a tokenizer's training skips: at most 6 bytes per token
     begin, skipped = Place(), 6 * val_tokens
     if order == "shuffled":
-        # a folder that was begun has noted both, so that nothing is read twice
-        counts = started.get("row_groups") or source.row_groups()
+        # a folder that was begun has noted both; local files may have been written again
+        counts = started.get("row_groups", []) if revision else []
+        counts = counts or source.row_groups()
         groups = list_groups(counts)
-        per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
-        held_out = started.get("held_out") if started.get("val_tokens") == val_tokens else None
-        held_out = held_out or choose_held_out(source, groups, val_tokens, per_token)
+        noted = [started.get(key) for key in ("row_groups", "val_tokens")]
+        if noted == [counts, val_tokens]:
+            held_out = started["held_out"]
+        else:
+            per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
+            held_out = choose_held_out(source, groups, val_tokens, per_token)
         shuffled = Shuffled(source, groups, held_out, arguments.seed)
         settings |= dict(seed=arguments.seed, row_groups=counts, held_out=held_out)
         documents, begin, skipped = shuffled.documents, shuffled.training_begin(), 0
@@ -138,7 +144,7 @@ def main(argv: list[str]) -> None:
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         cuts_documents=is_records,
-        hint="give more text, or a lower --val_tokens",
+        hint=f"give more text, or a lower --{'shard' if is_records else 'val'}_tokens",
     )
     if allowance:
         plan.run_id = arguments.run_id

@@ -174,7 +174,12 @@ class Dataset:
 
 
 def dataset_folder(name: str) -> Path:
-    """data/NAME; or NAME as a path, if only that exists, or neither exists and NAME has a /."""
+    """
+    data/NAME; or NAME as a path, if it begins with a dot, if only that exists, or if neither exists
+    and NAME has a /.
+    """
+    if name.startswith("."):
+        return Path(name)
     is_path = Path(name).is_dir() or Path(name).name != name
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
@@ -231,7 +236,8 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
         complete = manifest.get("complete", True)
         val_text_sha256 = manifest.get("val_text_sha256")
-        order = manifest.get("order", "prefix")  # earlier versions knew no other
+        # prepare_text.py's folders have neither; earlier versions of prepare_fineweb.py no order
+        order = manifest.get("order", "prefix" if "val_tokens" in manifest else "")
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard

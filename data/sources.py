@@ -145,7 +145,7 @@ class Source:
         """
         The rows from a place on: of all files, or of these row groups in this order. Raises
         UserError for a file that cannot be read, for a broken line, and if most of the first rows
-        of a file have no text.
+        of a file have no text; of a few rows of a row group it does not judge.
         """
         parts: list[tuple[int, int | None]]
         if groups is None:
@@ -162,14 +162,22 @@ class Source:
                 if seen == FIRST_ROWS and is_checked:
                     self.check_field(file, without, seen)
                 yield behind, text
-            if seen < FIRST_ROWS and is_checked:
+            if seen < FIRST_ROWS and is_checked and self.is_whole(file, group):
                 self.check_field(file, without, seen)
+
+    def is_whole(self, file: int, group: int | None) -> bool:
+        """Whether this is all of a file."""
+        name = self.files[file]
+        return group is None or not is_parquet(name) or self.footer(name).num_row_groups == 1
 
     def check_field(self, file: int, without: int, rows: int) -> None:
         if 2 * without > rows:
             held = f"{without:,} of the first {rows:,} rows hold no text in the field {self.field}"
             name = self.files[file]
-            fields = parquet_fields(name) if is_parquet(name) else jsonl_fields(name, self.field)
+            if is_parquet(name):
+                fields = column_types(self.footer(name).schema.to_arrow_schema())
+            else:
+                fields = jsonl_fields(name, self.field)
             raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
 
     def row_groups(self) -> list[int]:
@@ -290,7 +298,7 @@ def read_parquet(
     with open_ranges(name) as file:
         # pre-buffered bytes would be kept until the end of the file
         parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
-        fields = {column.name: str(column.type) for column in parquet.schema_arrow}
+        fields = column_types(parquet.schema_arrow)
         if not TEXT_COLUMN.match(fields.get(field, "")):
             problem = f"{name}: no text in the field {field}; {list_fields(fields)}"
             raise UserError(f"{problem}; give --text_field=NAME")
@@ -411,12 +419,7 @@ def is_damaged(content: bytes) -> bool:
 # What messages say
 
 
-def parquet_fields(name: str) -> dict[str, str]:
-    import fsspec
-    import pyarrow.parquet
-
-    with fsspec.open(name) as file:
-        schema = pyarrow.parquet.read_schema(file)
+def column_types(schema) -> dict[str, str]:
     return {column.name: str(column.type) for column in schema}
 
 

@@ -148,7 +148,12 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
         asked["files"] = list(asked["files"])
         manifest = manifest | dict(files=list(manifest.get("files", {})))
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
-        problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
+        flags = [
+            f"{key} {manifest[key]} (asked for: {asked[key]})"
+            for key in differs
+            if isinstance(asked[key], int | str) and key in manifest
+        ]
+        problem = f"exists, made from other text or with other flags: {', '.join(flags or differs)}"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
     before = manifest.get("train_tokens")  # earlier versions noted that, and no place to go on
     if "next" not in manifest and before and (plan.train_tokens or 0) > before:
@@ -165,7 +170,9 @@ def begin_or_continue(plan: Plan) -> dict:
         manifest = read_manifest(folder)
         for name, stamp in plan.made_from["files"].items():
             if manifest["files"][name] != stamp:  # a line of it has been mended
-                warn(f"{name}: has changed since the preparation began; finished shards stay")
+                changed = "has changed since the preparation began; finished shards stay"
+                hint = f"if rows were added or removed, delete {folder} and begin again"
+                warn(f"{name}: {changed}; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
@@ -245,7 +252,9 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     if config is None:
         recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
         config = Path("config", "quickstart.py" if total < SMALL_DATASET else recipe)
-        name = folder.name if folder.parent == Path("data") else folder
+        name: object = folder.name if folder.parent == Path("data") else folder
+        if Path("data", folder).is_dir() and not folder.is_absolute():
+            name = f"./{folder}"  # data/NAME is another dataset
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
         if manifest.get("order") == "records":
             arguments.append(f"--eval_tokens={min(RECORDS_EVAL_TOKENS, tokens['val'])}")
@@ -270,6 +279,7 @@ class Encoded(NamedTuple):
 
     tokens: bytes
     text: bytes
+    begins: bool = True  # False for the rest of a document that a shard's end has cut
 
 
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
@@ -311,12 +321,12 @@ def take(
     """
     parts = {"train": Part(), "val": Part()}
     for behind, whole, held_out in documents:
-        manifest["left_out"]["rows"] += 1
+        manifest["left_out"]["rows"] += whole.begins
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
         for name, encoded in ((split, whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
-            part.documents += bool(encoded.tokens)
+            part.documents += bool(encoded.tokens) and encoded.begins
             part.bytes += len(encoded.text) if encoded.tokens else 0
             bar.update(len(encoded.tokens) // 2)
             if name == "val" and encoded.text:
@@ -338,15 +348,18 @@ def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Gene
     for behind, whole, nothing in documents:
         rest = whole.tokens[2 * cut :]
         text = b"" if cut else whole.text
+        begins = not cut
         while filled + len(rest) // 2 > shard_tokens:
             taken = shard_tokens - filled
             cut += taken
-            yield before._replace(given=cut), Encoded(rest[: 2 * taken], text), nothing
-            rest, text, filled = rest[2 * taken :], b"", 0
-        yield behind, Encoded(rest, text), nothing
+            yield before._replace(given=cut), Encoded(rest[: 2 * taken], text, begins), nothing
+            rest = rest[2 * taken :]
+            text = b""
+            begins = False
+            filled = 0
+        yield behind, Encoded(rest, text, begins), nothing
         filled = (filled + len(rest) // 2) % shard_tokens
         before, cut = behind, 0
-    documents.close()
 
 
 def add_to_val_text(manifest: dict, text: bytes) -> None:
@@ -402,7 +415,7 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer, keeps_blank: bool)
 
 
 def encode_text(text: str | None, tokenizer: Tokenizer, keeps_blank: bool = False) -> Encoded:
-    if not text and not (keeps_blank and text is not None):
+    if text is None or not (text or keeps_blank):
         return Encoded(b"", b"")
     content = text.encode(errors="replace")
     ids = tokenizer.encode(text)

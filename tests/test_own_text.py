@@ -139,7 +139,10 @@ def test_two_commands_and_a_sample(tokenizer, tmp_path, monkeypatch):
     given = ["my text.txt", f"--tokenizer={tokenizer}", "--write=config/my.py"]
     assert prepare(*given) == "next: python train.py config/my.py"
     written = Path("config/my.py").read_text()
-    assert run("train.py", "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU).code == 0
+    result = run("train.py", "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU)
+    assert result.code == 0
+    # the end of each file is held out: none of the orders of prepare_fineweb.py
+    assert ", order " not in re.findall("^data: .*$", result.out, re.MULTILINE)[0]
     (command,) = re.findall("^# python (sample.*)$", written, re.MULTILINE)
     words = shlex.split(command)
     result = run(*words, "--start=To", "--max_new_tokens=9", "--device=cpu")

@@ -220,7 +220,7 @@ def test_preparation_needs_no_torch(tmp_path):
 def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_path, monkeypatch):
     """Of row groups at even distances, or of a jsonl file by the hash of a document's place."""
     monkeypatch.chdir(tmp_path)
-    source = [f"{n} {text}" for n, text in enumerate(TEXTS)]
+    source = [f"{n} {text}" for n, text in enumerate(TEXTS * 2)]
     pq.write_table(pa.table({"text": source}), "many.parquet", row_group_size=2)
     write_jsonl(Path("rows.jsonl"), source)
     flags = [f"--source={name}", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
@@ -240,10 +240,11 @@ def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_pa
     # no document is trained on twice or validated on, and each half of the source is in both
     assert sorted(train) == sorted(other) and train != other
     assert not set(val) & set(train) and set(val) | set(train) <= set(source)
-    places = [source.index(text) for text in val]
+    place = {text: n for n, text in enumerate(source)}
+    places = [place[text] for text in val]
     assert places == sorted(places)
-    assert 0.25 < sum(place < len(source) / 2 for place in places) / len(places) < 0.75
-    first = [source.index(text) for text in stored_texts(Path("few"), "train")]
+    assert 0.25 < sum(n < len(source) / 2 for n in places) / len(places) < 0.75
+    first = [place[text] for text in stored_texts(Path("few"), "train")]
     assert max(first) > 0.75 * len(source) and min(first) < 0.25 * len(source)
     if name == "many.parquet":
         assert len(manifest_of(Path("all"))["held_out"]["groups"]) == 16
@@ -271,7 +272,42 @@ def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypat
         assert stored(Path("out"), split) == stored(Path("straight"), split)
     prepare(*flags, "--tokens=8k", "--out=other")
     result = run(FINEWEB, *flags, "--seed=1", "--tokens=14k", "--out=other")
-    assert result.code == 2 and "(seed)" in result.err
+    assert result.code == 2 and "seed 0 (asked for: 1)" in result.err
+
+
+@pytest.mark.parametrize("order", ["shuffled", "prefix"])
+def test_a_row_group_without_text_is_no_wrong_field(order, tmp_path, monkeypatch):
+    """Unlike a file without text."""
+    monkeypatch.chdir(tmp_path)
+    texts = [None] * 8 + TEXTS * 3
+    pq.write_table(pa.table({"text": texts}), "a.parquet", row_group_size=4)
+    flags = ["--tokenizer=byte", "--val_tokens=2k", f"--order={order}", "--out=out"]
+    result = run(FINEWEB, "--source=a.parquet", *flags)
+    assert result.code == 0 and "8 of " in result.err and "no text" in result.err
+    pq.write_table(pa.table({"text": [None] * 90 + texts[:20]}), "b.parquet")
+    result = run(FINEWEB, "--source=b.parquet", *flags)
+    assert result.code == 2 and "98 of the first 110 rows hold no text" in result.err
+
+
+def test_validation_is_spread_over_the_text_whatever_its_row_groups_hold(tmp_path, monkeypatch):
+    """Few documents in most of them, and in some as many as in all of those."""
+    monkeypatch.chdir(tmp_path)
+    Path("source").mkdir()
+    text = "the same number of words in each of the documents " * 4
+    for name, rows, size in (("a", 1600, 2), ("b", 1600, 10)):
+        rows = [f"{name}{n} {text}" for n in range(rows)]
+        pq.write_table(pa.table({"text": rows}), f"source/{name}.parquet", row_group_size=size)
+    flags = ["--source=source", "--tokenizer=byte", "--val_tokens=5k", "--tokens=10M"]
+    prepare(*flags, "--out=out")
+    val = stored_texts(Path("out"), "val")
+    assert manifest_of(Path("out"))["held_out"].keys() == {"groups", "bytes_per_group"}
+    assert 0.35 < sum(text[0] == "a" for text in val) / len(val) < 0.65
+    # where that would take much of the text, single documents are held out
+    Path("source/c.jsonl").write_text(json.dumps(dict(text="all of it " * 50_000)) + "\n")
+    prepare(*flags, "--out=other")
+    assert manifest_of(Path("other"))["held_out"].keys() == {"up_to_hash"}
+    held = stored_texts(Path("other"), "val") + stored_texts(Path("other"), "train")
+    assert len(held) == 3201
 
 
 def test_the_records_shards_are_full_and_cut_documents(tmp_path, monkeypatch):
@@ -288,7 +324,10 @@ def test_the_records_shards_are_full_and_cut_documents(tmp_path, monkeypatch):
     shards = sorted(path.name for path in Path("out").glob("*.bin"))
     assert shards[:3] == ["train_000001.bin", "train_000002.bin", "train_000003.bin"]
     assert shards[-1] == "val_000000.bin"
-    sizes = {shard["tokens"] for shard in manifest_of(Path("out"))["shards"][:-1]}
+    manifest = manifest_of(Path("out"))
+    assert sum(shard["documents"] for shard in manifest["shards"]) == len(texts)
+    assert manifest["left_out"] == {"rows": len(texts), "no text": 0}
+    sizes = {shard["tokens"] for shard in manifest["shards"][:-1]}
     assert sizes == {1500} and len(stored(Path("part"), "train")) == 4500
     assert digests(Path("part")).items() < digests(Path("out")).items()
 
@@ -467,6 +506,7 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
     Path("a.jsonl").write_text("\n".join(lines))
     code, _, err = run(FINEWEB, *flags, "--out=out")
     assert code == 0 and err.startswith("warning: a.jsonl: has changed") and err.count("\n") == 1
+    assert "delete out and begin again" in err
     assert digests(Path("out")) == digests(Path("straight"))
     # of a finished folder nobody knows which text it holds then, or of other files or flags
     before = contents(Path("out"))
@@ -475,7 +515,26 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
         assert result.code == 2, result
     Path("a.jsonl").write_text("\n".join(lines[:-1]))
     result = run(FINEWEB, *flags, "--out=out")
-    assert result.code == 2 and "(files); choose another folder" in result.err
+    assert result.code == 2 and "flags: files; choose another folder" in result.err
+    assert contents(Path("out")) == before
+
+
+def test_a_folder_of_other_files_is_refused_before_anything_is_read_by_its_notes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    flags = ["--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k", "--out=out"]
+    prepare("--source=many.parquet", *flags)
+    before = contents(Path("out"))
+    table = pq.read_table("many.parquet")
+    pq.write_table(table, "many.parquet", row_group_size=len(table))  # another form of the rows
+    for changes in (["many.parquet"], ["rows.jsonl", "--tokenizer=bpe:300"]):
+        result = run(FINEWEB, f"--source={changes[0]}", *flags, *changes[1:])
+        assert result.code == 2 and result.err.count("\n") == 1, result
+        assert "exists, made from other text or with other flags" in result.err
+    result = run(FINEWEB, "--source=rows.jsonl", *flags, "--val_tokens=3k")
+    assert "val_tokens 2000 (asked for: 3000)" in result.err
     assert contents(Path("out")) == before
 
 
@@ -539,17 +598,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def from_hub(address: str, out: Path, *more: str) -> Result:
+def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
+    """The process."""
     flags = [
         "--dataset=org/name",
         "--name=small",
-        "--order=prefix",
         "--tokenizer=byte",
         f"--out={out}",
     ]
     sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--workers=1"]  # a thread reads less ahead
     hub = dict(HF_ENDPOINT=address, HF_HOME=str(out.parent), HF_HUB_OFFLINE="0")
-    return finish(start("-c", ON_THE_HUB, str(ROOT / FINEWEB), *flags, *sizes, **hub))
+    return start("-c", code, str(ROOT / FINEWEB), *flags, *sizes, *more, **hub)
 
 
 def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(tmp_path):
@@ -560,7 +619,7 @@ def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(
     prepare(f"--source={source}", *sizes, f"--out={tmp_path / 'straight'}")
     with serve_hub(source) as address:
         Hub.allowed = {"small/b.jsonl": 1}  # for the look at the first rows
-        code, said, err = from_hub(address, out, "--order=prefix")
+        code, said, err = finish(from_hub(address, out, "--order=prefix"))
         assert code == 1, err
         *warnings, error = err.splitlines()
         pauses = [float(line.split()[1]) for line in said.splitlines() if "slept" in line]
@@ -569,10 +628,32 @@ def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(
         assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision meanwhile
-        code, _, err = from_hub(address, out, "--order=prefix")
+        code, _, err = finish(from_hub(address, out, "--order=prefix"))
         assert (code, err) == (0, "")
     assert digests(out) == digests(tmp_path / "straight")
     assert manifest_of(out)["revision"] == REVISION
+
+
+HOPELESS = ON_THE_HUB.replace(
+    'lambda seconds: seconds >= 5 and print("slept", seconds)',
+    'lambda seconds, sleep=time.sleep: seconds >= 5 and print("sleeps", seconds) or sleep(300)',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_WINDOWS, reason="Windows sends no process a signal that it could answer")
+def test_ctrl_c_ends_a_preparation_that_waits_for_the_hub(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    pq.write_table(pa.table({"text": TEXTS * 3}), source / "a.parquet", row_group_size=50)
+    with serve_hub(source) as address:
+        Hub.allowed = {"small/a.parquet": 110}  # so that it fails in a window of the shuffle
+        process = from_hub(address, out, code=HOPELESS)
+        wait_for_line(process, "sleeps")
+        process.send_signal(signal.SIGINT)
+        code, _, err = finish(process, timeout=20)
+    assert code == 128 + signal.SIGINT
+    assert "stopped: the same command continues" in err
 
 
 @pytest.mark.parametrize(
@@ -602,7 +683,7 @@ def test_a_dataset_has_one_name_its_samples_and_a_folder(flags, asked, tmp_path,
 
 
 def test_without_a_network_one_line_names_the_way_out(tmp_path):
-    code, _, err = from_hub("http://127.0.0.1:9", tmp_path / "out")
+    code, _, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
     assert code == 2 and err.count("\n") == 1 and "give local files" in err
     assert not (tmp_path / "out").exists()
 
@@ -612,13 +693,12 @@ def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
     """With the shuffle, which reads ranges; a kept request number has each trouble once."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
-    texts = pa.table({"id": range(2000), "text": (TEXTS * 3)[:2000]})
-    pq.write_table(texts, source / "a.parquet", row_group_size=5)
+    pq.write_table(pa.table({"text": (TEXTS * 3)[:2000]}), source / "a.parquet", row_group_size=5)
     with serve_hub(source) as address:
-        assert from_hub(address, tmp_path / "straight").code == 0
+        assert finish(from_hub(address, tmp_path / "straight")).code == 0
         Hub.ranges = 0
         Hub.troubles = {9: "slow", 20: "break", 40: 429, 41: 429, 60: 503, 80: "break"}
-        code, _, err = from_hub(address, out)
+        code, _, err = finish(from_hub(address, out))
         assert code == 0, err
         assert not Hub.troubles  # all of them were met
     assert digests(out) == digests(tmp_path / "straight")
