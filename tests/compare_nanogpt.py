@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -75,21 +76,8 @@ def nanogpts(folder: str, build_ours):
     return build
 
 
-def step_if_compiled(train_step):
-    """train_step() of train.py, which would go on in eager code if a side does not compile."""
-
-    def step(model, *args):
-        if model._compiled_call_impl is None:
-            raise UserError("compile: a side does not compile; --compile=False compares eager code")
-        return train_step(model, *args)
-
-    return step
-
-
-def run_side(side: str, compiles: str, nanogpt: str) -> None:
+def run_side(side: str, nanogpt: str) -> None:
     """What reports/bench_child.py does; with nanoGPT's model on nanoGPT's sides."""
-    if compiles == "compiled":
-        train.train_step = step_if_compiled(train.train_step)
     if side != OURS:
         train.build_model = nanogpts(nanogpt, train.build_model)
     if side == AS_SHIPPED:
@@ -106,13 +94,14 @@ def take_turns(config: Config, nanogpt: str, trials: int) -> dict[str, list[dict
     What bench.measure() returns, for each side and trial. Raises UserError if the sides do not do
     the same work.
     """
+    # a side that does not compile would go on in eager code
+    config = replace(config, compile="required" if config.compile else False)
     sides = [OURS, THEIRS] + ([] if torch.cuda.is_available() else [AS_SHIPPED])
     rows: dict[str, list[dict]] = {side: [] for side in sides}
     for trial in tqdm(range(trials), disable=None):
         # the sides take turns in going first
         for side in reversed(sides) if trial % 2 else sides:
-            compiles = "compiled" if config.compile else "eager"
-            command = (Path(__file__), f"--side={side}", compiles, nanogpt)
+            command = (Path(__file__), f"--side={side}", nanogpt)
             rows[side].append(bench.measure(config, command=command))
         losses = [rows[side][-1]["first_loss"] for side in sides]
         if max(losses) - min(losses) > SAME_LOSS:
@@ -182,6 +171,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].startswith("--side="):
-        run_side(sys.argv.pop(1).removeprefix("--side="), sys.argv.pop(1), sys.argv.pop(1))
+        run_side(sys.argv.pop(1).removeprefix("--side="), sys.argv.pop(1))
     else:
         run_main(main)

@@ -65,7 +65,6 @@ class Log:
         self.has_saved = False  # in this launch
         self.total_gib = hw.memory_gib()
         self.uncompiled = ""  # why the run is not compiled, if it should be
-        self.lines = 0  # of iterations, so far
 
     def open(self, resumed: dict | None) -> None:
         """
@@ -247,8 +246,8 @@ class Log:
         of_all = f" of {self.total_gib:.1f}" if self.total_gib else ""
         mem_text = f"{mem:.1f}{of_all}GiB" if mem else "n/a"
         hours = f"hours {clock.hours_text()}, " if c.by_clock else ""
-        end = ", not compiled" if self.uncompiled and self.lines % UNCOMPILED_LINES == 0 else ""
-        self.lines += 1
+        is_tenth = it % (UNCOMPILED_LINES * c.log_interval) == 0
+        end = ", not compiled" if self.uncompiled and is_tenth else ""
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
             f"tok/s {tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
