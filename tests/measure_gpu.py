@@ -1,6 +1,6 @@
 """
-Measure a GPU: ten minutes, and one file to send (docs/status.md says where). The rows up to `plan`
-are the commands of docs/first_hour.md.
+Measure a GPU: ten minutes, and one file to send (docs/status.md says where). Among the rows are the
+first five commands of docs/first_hour.md.
 
     python tests/measure_gpu.py                an RTX 4070, or any card of 8 GB and more
     python tests/measure_gpu.py 4090           the configs of another card: 3060, a100, h200, t4
@@ -36,7 +36,7 @@ SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.
 # the tests that compile GPT-124M take as long as all the others
 REAL_SHAPES = "compiled_bfloat16 or data_parallel"
 TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=2", "--n_head=2"]
-TINY += ["--n_embd=32", "--block_size=16", "--batch_size=2"]
+TINY += ["--n_embd=32", "--block_size=16", "--batch_size=1"]
 LOG_LINES = 200  # of each row, the last ones
 
 
@@ -44,7 +44,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     """name: the most seconds and the command of each row, the most valuable ones first."""
     tokens, eval_tokens, machine, sizes, tables, only = 65536, 65536, [], [], [], []
     if options.dry_run:
-        tokens, eval_tokens, sizes, only = 64, 256, TINY, ["--collect-only"]
+        tokens, eval_tokens, sizes, only = 32, 256, TINY, ["--collect-only"]
         machine = ["--device=cpu", "--compile=False"]
         tables = ["--value_tables=1", "--bigram_rows=64"]
     elif device == "mps":
