@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from common.console import say
+from tqdm import tqdm
+
 from data.sources import Group, Place, Row, Source
 from data.writer import Document
 
@@ -169,10 +170,11 @@ def choose_held_out(source: Source, groups: list[Group], tokens: int, token_byte
         # their rest is not trained on
         if is_enough and sum(sizes[n] for n in chosen) <= MOST_HELD_OUT * ends[-1]:
             return dict(groups=[[*groups[n]] for n in chosen], bytes_per_group=share)
-    say("validation: with few row groups, the source is read once to choose documents")
     lowest: list[tuple[int, int]] = []  # a heap, the highest hash first
     size = 0
-    for behind, text in source.rows(Place()):
+    # disable=None: shown on a terminal only
+    rows = tqdm(source.rows(Place()), desc="choosing validation", unit="row", disable=None)
+    for behind, text in rows:
         if not text:
             continue
         length = len(text.encode(errors="replace"))

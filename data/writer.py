@@ -149,11 +149,12 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
         manifest = manifest | dict(files=list(manifest.get("files", {})))
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         flags = [
-            f"{key} {manifest[key]} (asked for: {asked[key]})"
+            f"{key} {manifest[key]}, asked for {asked[key]}"
             for key in differs
-            if isinstance(asked[key], int | str) and key in manifest
+            if isinstance(asked[key], int | str) and key in manifest and "sha256" not in key
         ]
-        problem = f"exists, made from other text or with other flags: {', '.join(flags or differs)}"
+        named = "; ".join(flags or differs)
+        problem = f"exists, made from other text or with other flags ({named})"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
     before = manifest.get("train_tokens")  # earlier versions noted that, and no place to go on
     if "next" not in manifest and before and (plan.train_tokens or 0) > before:

@@ -696,7 +696,7 @@ FAULTS = [
     Fault(
         "read_ahead_error_ends_the_run_early",
         "train.py",
-        "        if not waiting:\n            return None\n        if failed:",
+        "        if not waiting:  # what was read before a failure is still trained on\n            return None\n        if failed:",
         "        if not waiting and not failed:\n            return None\n        if failed:",
         "test_disks.py::test_a_shard_is_trained_on_up_to_what_cannot_be_read",
     ),

@@ -272,7 +272,7 @@ def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypat
         assert stored(Path("out"), split) == stored(Path("straight"), split)
     prepare(*flags, "--tokens=8k", "--out=other")
     result = run(FINEWEB, *flags, "--seed=1", "--tokens=14k", "--out=other")
-    assert result.code == 2 and "seed 0 (asked for: 1)" in result.err
+    assert result.code == 2 and "(seed 0, asked for 1)" in result.err
 
 
 @pytest.mark.parametrize("order", ["shuffled", "prefix"])
@@ -515,7 +515,7 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
         assert result.code == 2, result
     Path("a.jsonl").write_text("\n".join(lines[:-1]))
     result = run(FINEWEB, *flags, "--out=out")
-    assert result.code == 2 and "flags: files; choose another folder" in result.err
+    assert result.code == 2 and "(files); choose another folder" in result.err
     assert contents(Path("out")) == before
 
 
@@ -534,7 +534,7 @@ def test_a_folder_of_other_files_is_refused_before_anything_is_read_by_its_notes
         assert result.code == 2 and result.err.count("\n") == 1, result
         assert "exists, made from other text or with other flags" in result.err
     result = run(FINEWEB, "--source=rows.jsonl", *flags, "--val_tokens=3k")
-    assert "val_tokens 2000 (asked for: 3000)" in result.err
+    assert "val_tokens 2000, asked for 3000" in result.err
     assert contents(Path("out")) == before
 
 
