@@ -10,7 +10,6 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
 from datetime import datetime
 from pathlib import Path
 from unittest import mock
@@ -278,16 +277,24 @@ socket.socket.connect = connect
 """
 
 
+RUN_SCRIPT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = ""
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
-    """As a person does it after the installation, each command in a fresh Python."""
+    """As a person does it after the installation, the first command in a fresh Python."""
     home = changed(tmp_path / "nightshift", {})
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(OFFLINE)
 
-    def begin(*arguments: str) -> subprocess.Popen:
-        return start(*arguments, cwd=home, cold=True, PYTHONPATH=str(tmp_path / "site"))
+    def begin(*arguments: str):
+        return start("-c", OFFLINE + RUN_SCRIPT, *arguments, cwd=home, only_torch=True)
 
-    def end(process: subprocess.Popen) -> str:
+    def end(process) -> str:
         result = finish(process, timeout=300)
         assert result.code == 0, result.err
         assert "Traceback" not in result.err
@@ -296,7 +303,8 @@ def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
     run_folder = home / "out" / "quickstart"
     shorter = ("--max_iters=30", "--eval_interval=30", "--warmup_iters=3", "--log_interval=10")
     shorter += ("--eval_tokens=4096",)
-    out = end(begin("train.py", "config/quickstart.py", *shorter))
+    fresh = dict(cwd=home, cold=True, PYTHONPATH=str(tmp_path / "site"))
+    out = end(start("train.py", "config/quickstart.py", *shorter, **fresh))
     assert "sample 30:" in out
     losses = column(run_folder, "eval", "val_loss")
     assert losses[0] == pytest.approx(math.log(256), abs=0.4)  # docs/training.md
