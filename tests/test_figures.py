@@ -63,9 +63,11 @@ def peer_figures():
         yield index, row, [*sides[0], *sides[1]]
         shipped.append(sides[0][0])
         same.append(sides[1][0])
-    yield "README.md", "On CPUs it trains", [min(shipped), max(shipped)]
-    row = "| tokens per second, 12 layers of width 768 | 1 |"
-    yield "docs/from_nanogpt.md", row, [min(shipped), max(shipped), min(same), max(same)]
+    for page, start in (
+        ("README.md", "On CPUs it trains"),
+        ("docs/from_nanogpt.md", "| tokens per second, 12 layers of width 768 | 1 |"),
+    ):
+        yield page, start, [min(shipped), max(shipped), min(same), max(same)]
 
 
 def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:
