@@ -162,7 +162,7 @@ def choose_held_out(source: Source, groups: list[Group], tokens: int, token_byte
     number = max(LEAST_GROUPS, math.ceil(tokens / GROUP_TOKENS))
     share = math.ceil(wanted / number)
     if number <= MOST_HELD_OUT * len(groups):
-        sizes = [source.group_bytes(group) for group in groups]
+        sizes = source.group_bytes()
         ends = [*itertools.accumulate(sizes)]
         middles = ((2 * n + 1) * ends[-1] / (2 * number) for n in range(number))
         chosen = [*dict.fromkeys(bisect.bisect_left(ends, middle) for middle in middles)]

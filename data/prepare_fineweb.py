@@ -144,8 +144,10 @@ def main(argv: list[str]) -> None:
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         cuts_documents=is_records,
-        hint=f"give more text, or a lower --{'shard' if is_records else 'val'}_tokens",
+        hint="give more text, or a lower --val_tokens",
     )
+    if is_records:  # validation is a whole shard
+        plan.hint = "give more text, or a lower --shard_tokens"
     if allowance:
         plan.run_id = arguments.run_id
         plan.wait = allowance.wait

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,16 +187,20 @@ class Source:
         files = tqdm(self.files, desc="row groups", unit="file", disable=None)
         return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
 
-    def group_bytes(self, group: Group) -> int:
-        """The size of a row group's text, about: of a compressed file the size that it has."""
-        name = self.files[group[0]]
-        if not is_parquet(name):
-            return patiently(name, lambda: file_size(name))
-        columns = self.footer(name).row_group(group[1])
-        for n in range(columns.num_columns):
-            if columns.column(n).path_in_schema == self.field:
-                return columns.column(n).total_uncompressed_size
-        return 0
+    def group_bytes(self) -> list[int]:
+        """
+        About the size of the text in each row group, file by file: of a file that is not parquet,
+        the size that it has.
+        """
+        sizes: list[int] = []
+        for name in tqdm(self.files, desc="sizes", unit="file", disable=None):
+            if is_parquet(name):
+                footer = self.footer(name)  # once per file: it may have a thousand row groups
+                groups = map(footer.row_group, range(footer.num_row_groups))
+                sizes += [text_bytes(group, self.field) for group in groups]
+            else:
+                sizes.append(patiently(name, partial(file_size, name)))
+        return sizes
 
     def footer(self, name: str):
         """A parquet file's metadata, downloaded once, kept packed: of 100B tokens, 150 files."""
@@ -235,6 +240,12 @@ class Source:
         if name.lower().endswith(TEXT_FILES):
             return read_text(name, place, self.encoding)
         return read_jsonl(name, place, self.field, self.keeps_blank)
+
+
+def text_bytes(row_group, field: str) -> int:
+    """Of a parquet file's row group, uncompressed; 0 without this field."""
+    columns = map(row_group.column, range(row_group.num_columns))
+    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
 
 
 def is_parquet(name: str) -> bool:

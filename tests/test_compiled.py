@@ -35,6 +35,11 @@ fast_attend = model_fast.attend
 norm = model_fast.norm
 
 
+def right(call):
+    """A compiler that makes no mistake."""
+    return lambda *batch: call.__self__.forward(*batch)
+
+
 def without_gradient(name: str):
     """A compiler that loses the gradient of a weight."""
 
@@ -179,7 +184,7 @@ def test_a_fault_of_the_compiler_is_found_in_a_fresh_model(fault, dtype):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_computes_the_same_passes_and_leaves_no_trace(name):
     """Weights, gradients, buffers and random states are the same bits afterwards."""
-    gpt = compiled_by(lambda call: lambda *batch: call.__self__.forward(*batch), name)
+    gpt = compiled_by(right, name)
     hw = hardware_in("bfloat16")
     weights = {n: p.clone() for n, p in gpt.state_dict().items()}
     states = hardware.get_rng_state(hw.device)
@@ -195,7 +200,7 @@ def test_what_computes_the_same_passes_and_leaves_no_trace(name):
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
     mean_loss = model.mean_loss
-    gpt = compiled_by(lambda call: lambda *batch: call.__self__.forward(*batch), "gpt2")
+    gpt = compiled_by(right, "gpt2")
 
     def with_term(x: Tensor, *rest) -> Tensor:
         return mean_loss(x, *rest) + 0.1 * x.float().square().mean()
@@ -207,8 +212,8 @@ def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
 def test_with_dropout_the_evaluation_is_compared():
     config = replace(MODELS["gpt2"], dropout=0.3)
     with mock.patch.dict(MODELS, gpt2=config):
-        right = compiled_by(lambda call: lambda *batch: call.__self__.forward(*batch), "gpt2")
-        compare_with_eager(right, BATCH, 500, hardware_in("float32"))
+        gpt = compiled_by(right, "gpt2")
+        compare_with_eager(gpt, BATCH, 500, hardware_in("float32"))
         wrong = compiled_by(of_loss(lambda loss: 1.01 * loss), "gpt2")
         with pytest.raises(ArithmeticError, match="evaluation"):
             compare_with_eager(wrong, BATCH, 500, hardware_in("float32"))

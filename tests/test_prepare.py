@@ -41,6 +41,7 @@ from data.tokenizer import Tokenizer
 FINEWEB = "data/prepare_fineweb.py"
 EOT = 50256
 TEXTS = [text for text in documents(700) if text]
+SMALL = ["--n_head=1", "--n_embd=8", "--block_size=16", "--eval_tokens=16", "--compile=False"]
 ON_WINDOWS = sys.platform == "win32"
 
 
@@ -717,6 +718,14 @@ def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
     assert last.replace('"', "'") == f"next: python train.py {words}"
     again = prepare("my notes.txt", script="data/prepare_text.py").out.splitlines()
     assert again == ["data/my notes: complete, nothing to do", *result.out.splitlines()]
+    # beside a data/NAME the folder is not taken for it
+    flags = ["--source=my notes.jsonl", "--tokenizer=byte", "--val_tokens=100", "--out=my notes"]
+    write_jsonl(Path("my notes.jsonl"), TEXTS)
+    *_, last = prepare(*flags).out.splitlines()
+    dataset = "--dataset=./my notes"
+    assert dataset in last
+    train = run("train.py", dataset, "--device=cpu", "--eval_only=True", "--n_layer=1", *SMALL)
+    assert train.code == 0 and "data: my notes, " in train.out, train
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
