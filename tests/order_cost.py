@@ -2,7 +2,7 @@
 What the shuffle of a preparation costs beside the order of the files: time, memory and downloaded
 bytes, in turn in one run, from a hub on this machine.
 
-    python tests/order_cost.py --tokens=40e6 --rounds=3 --json=results/order_cost.json
+    python tests/order_cost.py --tokens=40e6 --rounds=4 --json=results/order_cost_40M.json
 
 The source is Python's standard library, cut into documents of 6 kB, in four parquet files. Tokens
 are GPT-2's if its vocabulary is here (TIKTOKEN_CACHE_DIR), else bytes.
