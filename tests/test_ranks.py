@@ -283,7 +283,8 @@ LEAVING = """
 
     def leaves():
         leave()
-        print("has left", torch.distributed.is_initialized(), file=sys.stderr)
+        # in one piece, as both ranks of torchrun write into one file
+        sys.stderr.write(f"has left {torch.distributed.is_initialized()}\\n")
 
     torch.distributed.destroy_process_group = leaves
 """
