@@ -281,8 +281,8 @@ def test_bench_that_is_killed_leaves_no_process(way, tmp_path):
     while not (found := bench_process.children()):
         assert process.poll() is None
     getattr(process, way)()
-    process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(found, timeout=60)
+    process.communicate(timeout=120)
+    _, alive = psutil.wait_procs(found, timeout=120)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 

