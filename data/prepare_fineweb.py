@@ -24,13 +24,13 @@ if __name__ == "__main__":
     # Import from the root. Python has put data/ here, and a file there may hide a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.console import Parser, parse_count, run_main, say
+from common.console import Parser, count, parse_count, run_main, say, warn
 from data.order import ORDERS, Shuffled, choose_held_out, list_groups
 from data.shards import read_manifest
 from data.sources import FIELD, FIRST_ROWS, ROW_FILES, Place, Source, hub_files, local_files
 from data.stream import Allowance
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
-from data.writer import Document, Plan, made_from, prepare, say_what_it_holds
+from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # of FineWeb and FineWeb-Edu: tokens, in the order of 10B's
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         cuts_documents=is_records,
-        hint="give more text, or a lower --val_tokens",
+        hint="give more text, or a lower --val_tokens, such as a twentieth of these tokens",
     )
     if is_records:  # validation is a whole shard
         plan.hint = "give more text, or a lower --shard_tokens"
@@ -154,7 +154,12 @@ def main(argv: list[str]) -> None:
         plan.expected_tokens = 0
         plan.train_tokens = None  # as many as the run asks for
         plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
-    say_what_it_holds(out, prepare(plan, arguments.workers))
+    manifest = prepare(plan, arguments.workers)
+    val, total = tokens_of(manifest)["val"], sum(tokens_of(manifest).values())
+    if order == "shuffled" and manifest["next"] is None and val > total / 4:
+        more = f"delete {out} and add --val_tokens={count(total / 20, 1)}"
+        warn(f"{val:,} of {total:,} tokens are held out for validation; to train on more, {more}")
+    say_what_it_holds(out, manifest)
 
 
 if __name__ == "__main__":

@@ -277,6 +277,11 @@ FIGURES = [
         "| gpt124m_a100, 100 Gbit/s |",
         lambda: speed_ups("gpt124m_a100", 2, 4, 8, 16, link="100"),
     ),
+    (
+        "several_gpus",
+        "| gpt124m_4090, 10 Gbit/s |",
+        lambda: speed_ups("gpt124m_4090", 2, 4, 8, 16, link="10"),
+    ),
     ("several_gpus", "Faster is not cheaper: ", gpu_hours),
     ("several_gpus", "| gpt350m |", lambda: larger_model("gpt350m")),
     ("several_gpus", "| gpt774m |", lambda: larger_model("gpt774m")),

@@ -7,6 +7,8 @@ command lines: test_bad_starts.py.
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -537,6 +539,18 @@ def test_a_folder_of_other_files_is_refused_before_anything_is_read_by_its_notes
     result = run(FINEWEB, "--source=rows.jsonl", *flags, "--val_tokens=3k")
     assert "val_tokens 2000, asked for 3000" in result.err
     assert contents(Path("out")) == before
+
+
+def test_validation_that_takes_much_of_a_small_source_is_warned_of(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"document {n:04d}" for n in range(1000)])
+    flags = [f"--source={source}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"]
+    result = run(FINEWEB, *flags)
+    assert result.code == 2 and "0 for training" in result.err
+    assert "a lower --val_tokens, such as a twentieth" in result.err
+    result = run(FINEWEB, *flags, "--val_tokens=7k")
+    held = re.search(r"7,\d{3} of 14,000 tokens are held out .* --val_tokens=(\S+)\n", result.err)
+    shutil.rmtree(tmp_path / "out")
+    assert not run(FINEWEB, *flags, f"--val_tokens={held[1]}").err
 
 
 HOLDS_THE_LOCK = """
