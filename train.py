@@ -342,7 +342,11 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     if c.lr_schedule == "wsd":
         start = max(start, end - round(c.decay_fraction * end))
     done = 1.0 if it >= end else max(0, it - start) / max(1, end - start)
-    left = dict(cosine=0.5 * (1 + math.cos(math.pi * done)), linear=1 - done, wsd=1 - done)
+    left = dict(
+        cosine=0.5 * (1 + math.cos(math.pi * done)),
+        linear=1 - done,
+        wsd=1 - done,
+    )
     return c.min_lr + left[c.lr_schedule] * (peak - c.min_lr)
 
 
