@@ -8,8 +8,8 @@ tokens, and training/ the machine around the run, one job a file.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + signal: stopped by it, and saved
-unless it came twice or before the loop.
+Exit codes: 0 done or max_minutes over, 1 failed, 2 bad configuration or data, 128 + signal: stopped
+by it, and saved unless it came twice or before the loop.
 """
 
 import contextlib
@@ -58,14 +58,15 @@ from training.ranks import Ranks, StopSignals, check_shares, end_process, lost_r
 # What decides the weights' shapes and names. vocab_size is no key: it follows from the dataset.
 NOT_A_SHAPE = FREE_ON_RESUME | {"vocab_size"}
 ARCHITECTURE = ["model", *(f.name for f in fields(FastConfig) if f.name not in NOT_A_SHAPE)]
-# What a resumed run must keep
+# What a resume takes from the checkpoint; to ask for another value is an error. settle() takes some
+# more unless they are given. All other keys come from the command, as at a first launch
 FIXED_ON_RESUME = [*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream"]
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
 RETRY_SECONDS = 60  # between two tries of the last save; for those before, see training/clock.py
-# Ends that complete a run, after a last evaluation. After others the same command resumes it.
+# Ends that complete a run, after a last evaluation. After others init_from=auto resumes it.
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 
@@ -321,10 +322,11 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
 
 def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     """
-    The learning rate of iteration `it`: linear warmup to `peak`, then decay to min_lr. `share`:
-    how far the schedule of a run with hours or until is, from 0 to 1.
+    The learning rate of iteration `it`: linear warmup to `peak`, then decay to min_lr. With hours
+    or until, `share` of the schedule is done, from 0 to 1: it tells in which iteration the decay
+    ends, and warmup takes at most a tenth of these iterations.
     """
-    # where the decay ends; with hours or until both are endless, unless a flag sets them
+    # where the decay ends; with hours or until both keys are endless, unless flags set them
     end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
     if c.by_clock:
@@ -541,9 +543,10 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
 
 def save(state: dict, c: Config, log: Log, signals: StopSignals, last: bool) -> bool:
     """
-    Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk: a full disk does
-    not stop the run. The `last` save is tried each minute until there is room. A signal ends that
-    with RunError; after one that ended the run there is a single try.
+    Rank 0 saves `state`; all ranks take part. Returns whether it is on the disk: on a full disk the
+    run goes on, and the loop tries again with newer state (now.retry). The `last` save is tried
+    each minute until there is room. A signal ends that with RunError; after one that ended the run
+    there is a single try.
     """
     it = state["progress"]["iter_num"]
     while problem := log.ranks.on_main(try_to_save, state, c, log):
@@ -580,12 +583,14 @@ def try_to_save(state: dict, c: Config, log: Log) -> str:
 
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
-    ranks = Ranks()  # the processes of torchrun; without it, rank 0 of 1. Only rank 0 prints
+    # The processes of torchrun; without it, rank 0 of 1. on_main(): rank 0 calls the function, and
+    # all ranks get its result. main_first(): all call it, rank 0 before the others
+    ranks = Ranks()
     asked = ranks.on_main(read_config, argv)
     newest = ranks.on_main(newest_checkpoint, asked)
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
-    resumed, initial = ranks.main_first(find_start, asked, newest)  # on a resume the same one
+    resumed, initial = ranks.main_first(find_start, asked, newest)  # on a resume one object
     c = ranks.on_main(settle, asked, resumed, initial, ranks.world_size)
     keep_awake()  # Windows would sleep
     hw = hardware.set_up(c, ranks.local_rank)
@@ -616,7 +621,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         on_disk = (p.iter_num, p.evaluated_at)
     eval_model = model  # its weights are evaluated, sampled from, saved as "model" and exported
 
-    # Clock, log and batches. From here on out_dir belongs to this run
+    # Clock, log and batches. From here on out_dir belongs to this run. `hours` counts all launches
+    # from their start, but not the time between them
     clock = Clock(c, began, hw.synchronize, resumed)
     log = Log(c, clock, hw, ranks)
     ranks.on_main(log.open, resumed)
@@ -652,10 +658,16 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     while True:
         it = p.iter_num
 
-        # between two iterations: does the run end here? Rank 0's clock counts for all ranks. It
-        # says how long this launch has lasted, how far the schedule is (share: at 1 the rate is the
-        # last one), what is due by time (an evaluation, a save ten minutes after the last, another
-        # try half a minute after one that failed), has_time for them, and whether the time is_over
+        # between two iterations: does the run end here? Rank 0's clock says for all ranks, before
+        # the evaluation and the save below:
+        #   minutes   that this launch has lasted
+        #   share     of the schedule by time that is done: 1 at the last update, after which there
+        #             is time for an evaluation and a save
+        #   is_over   no further update
+        #   evaluate  by time without eval_interval: at each twentieth of share
+        #   save      without checkpoint_interval: ten minutes after the last one
+        #   retry     half a minute after a save that failed
+        #   has_time  for an evaluation or a save besides those at the end
         now = ranks.on_main(clock.decide, it)
         stop: str | None
         if c.eval_only:
@@ -664,10 +676,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = "max_iters"
         elif now.is_over:
             stop = "until" if c.until else "hours"
-        elif c.max_minutes and now.minutes >= c.max_minutes:
+        elif c.max_minutes and now.minutes >= c.max_minutes:  # the last save takes longer
             stop = "max_minutes"
         else:
-            # only here and in an evaluation a signal is looked for: its name, "data", or None
+            # why no iteration can follow: a signal's name, "data", or None. An evaluation and a
+            # last save that fails look for signals, too
             stop = wait_for_data(batches, accum, signals)
 
         # once in a while, and at the end: evaluate, on all ranks
@@ -688,7 +701,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                     print_sample(eval_model, data, p, c, hw, log)
             clock.lap("evaluation", done=not cut_short)
 
-        # once in a while, after an evaluation, and at the end: rank 0 saves what is not on the disk
+        # by iterations or time, after an evaluation (always_save_checkpoint=False: the best one),
+        # after a save that failed, and at the end: rank 0 saves what is not on the disk
         is_unsaved = on_disk != (it, p.evaluated_at) and not c.eval_only
         is_evaluated = p.evaluated_at == it
         is_best = is_evaluated and p.val_loss < p.best_val_loss
@@ -727,9 +741,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         p.sequences = batches.consumed
 
         # every log_interval, and after the last update of the schedule: a line. Only here do
-        # iterations wait for the device. `time`: the mean of the iterations since the last line,
-        # waits for data included; laps of evaluations, saves and compiling are not in it. `tok/s`:
-        # of all ranks in that time. `loss`: of this iteration, on all ranks
+        # iterations wait for the device, so only here skipped updates are seen. `time`: the mean of
+        # the iterations since the last line, waits for data included; laps of evaluations, saves
+        # and compiling are not in it. `tok/s`: of all ranks in that time. `loss`: of this
+        # iteration, on all ranks
         is_last = p.iter_num == c.max_iters or now.share >= 1  # 1: the clock's last update
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")
