@@ -676,7 +676,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = "max_iters"
         elif now.is_over:
             stop = "until" if c.until else "hours"
-        elif c.max_minutes and now.minutes >= c.max_minutes:  # the last save takes longer
+        elif c.max_minutes and now.minutes >= c.max_minutes:  # its last save comes on top
             stop = "max_minutes"
         else:
             # why no iteration can follow: a signal's name, "data", or None. An evaluation and a

@@ -110,7 +110,8 @@ class Shuffled:
         The rows of each window from a place on, until nobody needs them. A window ends with a row
         group, of which otherwise a part would be downloaded twice, or within a very large one.
         """
-        window, size = [], 0
+        window = []
+        size = 0
         place = begin._replace(given=None)
         for group in self.training[self.training.index((begin.file, begin.group)) :]:
             place = place if place[:2] == group else Place(*group)
@@ -121,10 +122,12 @@ class Shuffled:
                 size += len(text or "")
                 if len(window) == 2 * WINDOW_ROWS or size >= 2 * WINDOW_CHARACTERS:
                     yield window
-                    window, size = [], 0
+                    window = []
+                    size = 0
             if len(window) >= WINDOW_ROWS or size >= WINDOW_CHARACTERS:
                 yield window
-                window, size = [], 0
+                window = []
+                size = 0
         if window:
             yield window
 

@@ -89,7 +89,7 @@ def order_of(asked: str | None, out: Path, started: dict) -> str:
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     allowance = Allowance() if arguments.run_id else None
-    out, field = arguments.out or default_folder(arguments), arguments.text_field
+    out = arguments.out or default_folder(arguments)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     started = read_manifest(out) if (out / "manifest.json").exists() else {}
     order = order_of(arguments.order, out, started)
@@ -108,15 +108,15 @@ def main(argv: list[str]) -> None:
         files, revision = hub_files(dataset, name, revision)
     if started.get("source") != title:
         started = {}  # of another source; prepare() refuses the folder
-    source = Source(files, field, keeps_blank=is_records)
+    source = Source(files, arguments.text_field, keeps_blank=is_records)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # raises before anything is written
         pass
-    settings: dict[str, Any] = dict(revision=revision, text_field=field, val_tokens=val_tokens)
-    settings |= dict(shard_tokens=arguments.shard_tokens, order=order)
+    settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
+    settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
     documents: Callable[[Place], Iterator[Document]]
     documents = lambda place: starmap(Document, source.rows(place))  # noqa: E731
-    # of prefix, what a tokenizer's training skips: at most 6 bytes per token
-    begin, skipped = Place(), 6 * val_tokens
+    begin = Place()
+    skipped = 6 * val_tokens  # of prefix, what a tokenizer's training skips: 6 bytes per token
     if order == "shuffled":
         # a folder that was begun has noted both; local files may have been written again
         counts = started.get("row_groups", []) if revision else []
@@ -130,10 +130,15 @@ def main(argv: list[str]) -> None:
             held_out = choose_held_out(source, groups, val_tokens, per_token)
         shuffled = Shuffled(source, groups, held_out, arguments.seed)
         settings |= dict(seed=arguments.seed, row_groups=counts, held_out=held_out)
-        documents, begin, skipped = shuffled.documents, shuffled.training_begin(), 0
+        documents = shuffled.documents
+        begin = shuffled.training_begin()
+        skipped = 0
     if not tokenizer:
         texts = (text for _, text, _ in documents(begin))
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=skipped)
+    hint = "give more text, or a lower --val_tokens, such as a twentieth of these tokens"
+    if is_records:  # validation is a whole shard
+        hint = "give more text, or a lower --shard_tokens"
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),
@@ -144,10 +149,8 @@ def main(argv: list[str]) -> None:
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         cuts_documents=is_records,
-        hint="give more text, or a lower --val_tokens, such as a twentieth of these tokens",
+        hint=hint,
     )
-    if is_records:  # validation is a whole shard
-        plan.hint = "give more text, or a lower --shard_tokens"
     if allowance:
         plan.run_id = arguments.run_id
         plan.wait = allowance.wait
@@ -155,10 +158,12 @@ def main(argv: list[str]) -> None:
         plan.train_tokens = None  # as many as the run asks for
         plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
     manifest = prepare(plan, arguments.workers)
-    val, total = tokens_of(manifest)["val"], sum(tokens_of(manifest).values())
-    if order == "shuffled" and manifest["next"] is None and val > total / 4:
+    tokens = tokens_of(manifest)
+    total = sum(tokens.values())
+    if order == "shuffled" and manifest["next"] is None and tokens["val"] > total / 4:
+        held = f"{tokens['val']:,} of {total:,} tokens are held out for validation"
         more = f"delete {out} and add --val_tokens={count(total / 20, 1)}"
-        warn(f"{val:,} of {total:,} tokens are held out for validation; to train on more, {more}")
+        warn(f"{held}; to train on more, {more}")
     say_what_it_holds(out, manifest)
 
 

@@ -42,11 +42,15 @@ LOG_LINES = 200  # of each row, the last ones
 
 def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tuple[int, list]]:
     """name: the most seconds and the command of each row, the most valuable ones first."""
-    tokens, eval_tokens, machine, sizes, tables, only = 65536, 65536, [], [], [], []
+    tokens = eval_tokens = 65536
+    machine, sizes, tables, only = [], [], [], []  # more flags
     if options.dry_run:
-        tokens, eval_tokens, sizes, only = 32, 256, TINY, ["--collect-only"]
+        tokens = 32
+        eval_tokens = 256
         machine = ["--device=cpu", "--compile=False"]
+        sizes = TINY
         tables = ["--value_tables=1", "--bigram_rows=64"]
+        only = ["--collect-only"]
     elif device == "mps":
         machine = sizes = ["--dtype=float32", "--compile=False"]
     classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]

@@ -229,7 +229,8 @@ def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     t = Trainee(**keys, n_embd=256, tie_weights=False, loss_chunk="off")
     # the part of the compiler that decides it, without its kernels
     backend = "aot_eager_decomp_partition"
-    forward, storages = torch.compile(t.model, backend=backend) if compiled else t.model, {}
+    forward = torch.compile(t.model, backend=backend) if compiled else t.model
+    storages = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         storages[x.untyped_storage().data_ptr()] = x
