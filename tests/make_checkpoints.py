@@ -24,8 +24,9 @@ from unittest import mock
 
 import torch
 from program import column, finish_ranks, flags, start, start_ranks, write_tokens
-from same_run import check_out
 from torch.optim import optimizer
+
+from dev.same_run import check_out
 
 TESTS = Path(__file__).resolve().parent
 COMMON = dict(

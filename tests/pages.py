@@ -12,7 +12,12 @@ from unittest import mock
 from program import ROOT, Night, run
 
 README = ROOT / "README.md"
-GUIDES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "dev/simulate_gpu/results.md",
+]
 PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # of results: names of older versions
 
 

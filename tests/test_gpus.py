@@ -28,7 +28,7 @@ N = 124_373_760  # parameters of GPT-2 124M
 CONFIG_FILES = [
     path for path in sorted((ROOT / "config").glob("*.py")) if "# estimated: " in read(path)
 ]
-# rows of tests/nullgpu/run.py, but nanoGPT's
+# rows of dev/simulate_gpu/run.py, but nanoGPT's
 SIMULATED = json.loads(read("results/nullgpu.json"))["rows"]
 SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] != "nanoGPT"}
 

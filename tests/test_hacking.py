@@ -20,8 +20,9 @@ import pytest
 import torch
 from helpers import TINY
 from program import ROOT, changed, checkpoint, column, finish, flags, same, start, write_tokens
-from same_run import check_out
 from torch import Tensor
+
+from dev.same_run import check_out
 
 pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it again
 IN_GIT = (ROOT / ".git").exists()  # not in an unpacked archive, whose files are tried as they are

@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from faults_planted import FAULTS
 from program import ROOT, finish, start
+
+from dev.mutants.faults import FAULTS
 
 LIBRARY = ["common", "configurator", "data", "model", "model_fast", "training"]
 # a folder, or a module of the root -> what it may import besides itself

@@ -2,7 +2,7 @@
 What the check of compiled code costs and sees: its time beside a cold compile, its memory beside
 an iteration, and the table of planted faults.
 
-    python tests/measure_check.py config/gpt124m_cpu.py --batch_size=4 --json=check.json
+    python dev/measure_check.py config/gpt124m_cpu.py --batch_size=4 --json=check.json
 
 Each row of times is a process of its own, with an empty cache of compiled code.
 """

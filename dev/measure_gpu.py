@@ -2,10 +2,10 @@
 Measure a GPU: ten minutes, and one file to send (docs/status.md says where). Among the rows are the
 first five commands of docs/first_hour.md.
 
-    python tests/measure_gpu.py                an RTX 4070, or any card of 8 GB and more
-    python tests/measure_gpu.py 4090           the configs of another card: 3060, a100, h200, t4
-    python tests/measure_gpu.py --minutes=40   on a rented card: all rows
-    python tests/measure_gpu.py --dry_run      on a CPU with tiny models: whether the rows run
+    python dev/measure_gpu.py                an RTX 4070, or any card of 8 GB and more
+    python dev/measure_gpu.py 4090           the configs of another card: 3060, a100, h200, t4
+    python dev/measure_gpu.py --minutes=40   on a rented card: all rows
+    python dev/measure_gpu.py --dry_run      on a CPU with tiny models: whether the rows run
 
 It needs requirements-dev.txt, 4 GB of disk and no network. A row is a command in a process of its
 own. One that fails or takes too long does not stop the next. The file is written after each row:
@@ -88,7 +88,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     }
     if options.nanogpt:
         nanogpt = f"--nanogpt={options.nanogpt.resolve()}"
-        found["peer"] = (600, bench(*classic, nanogpt, script="tests/compare_nanogpt.py"))
+        found["peer"] = (600, bench(*classic, nanogpt, script="dev/compare_nanogpt.py"))
     if not Path(fast[0]).exists():
         del found["fast_step"]
     return found
@@ -100,7 +100,7 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     figures.unlink(missing_ok=True)
     if command[1:] and command[1] in (
         f"{ROOT / 'bench.py'}",
-        f"{ROOT / 'tests/compare_nanogpt.py'}",
+        f"{ROOT / 'dev/compare_nanogpt.py'}",
     ):
         command = [*command, f"--json={figures}"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}

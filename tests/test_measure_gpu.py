@@ -8,9 +8,10 @@ import os
 import sys
 from pathlib import Path
 
-import measure_gpu
 import pytest
 from helpers import ROOT
+
+from dev import measure_gpu
 
 PYTHON = sys.executable
 

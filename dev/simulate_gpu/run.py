@@ -1,11 +1,11 @@
 """
-Train on GPUs that are not here: `python tests/nullgpu/run.py [ROW...]`.
+Train on GPUs that are not here: `python dev/simulate_gpu/run.py [ROW...]`.
 
 Each row trains a shipped configuration for a few iterations, in a process of its own, on a card
 that counts instead of computing (nullgpu.c). KERNELS ARE NOT RUN: nothing here is a time, a loss or
 a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of the code that they
 ran; the command runs those that are missing or stale, or the ones that are named. What it tells and
-what not: docs/internals/simulated_gpus.md.
+what not: dev/simulate_gpu/results.md.
 """
 
 import argparse
@@ -214,7 +214,7 @@ def read_results() -> dict[str, dict]:
 
 def write_results(rows: dict[str, dict]) -> None:
     """A line for each row and each of its figures, so that differences can be read."""
-    note = "Simulated by tests/nullgpu/run.py: kernels not run. No figure here is a time."
+    note = "Simulated by dev/simulate_gpu/run.py: kernels not run. No figure here is a time."
     text = json.dumps(dict(note=note, torch=TORCH, rows=rows), indent=1)
     unfinished = RESULTS.with_suffix(".tmp")
     unfinished.write_text(text + "\n", encoding="utf-8")
@@ -542,14 +542,14 @@ def parameters(row: dict) -> int:
 
 TABLES = {
     "docs/internals/memory_model.md": [memory_table],
-    "docs/internals/simulated_gpus.md": [iteration_table, traffic_table, projection_table],
+    "dev/simulate_gpu/results.md": [iteration_table, traffic_table, projection_table],
 }
 
 
 def with_tables(text: str, tables: list) -> str:
     """A page with each table in its place, between two comments that name it."""
     for make in tables:
-        begin, end = f"<!-- {make.__name__}: tests/nullgpu/run.py -->\n\n", "\n<!-- end -->"
+        begin, end = f"<!-- {make.__name__}: dev/simulate_gpu/run.py -->\n\n", "\n<!-- end -->"
         lines = make(read_results())
         lines.insert(1, ["---"] * len(lines[0]))
         markdown = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)

@@ -1,11 +1,12 @@
-"""What training asked of simulated cards (tests/nullgpu), and that the docs say just that."""
+"""What training asked of simulated cards (dev/simulate_gpu), and that the docs say just that."""
 
 import subprocess
 import sys
 
 import pytest
 from helpers import ROOT
-from nullgpu import run
+
+from dev.simulate_gpu import run
 
 ROWS = run.read_results()
 
@@ -27,14 +28,19 @@ def test_an_iteration_waits_nowhere_and_compiles_nothing_again(name):
 
 @pytest.mark.parametrize("page", run.TABLES)
 def test_the_docs_tables_are_those_of_the_rows(page):
-    """`python tests/nullgpu/run.py --docs` writes them."""
+    """`python dev/simulate_gpu/run.py --docs` writes them."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert run.with_tables(text, run.TABLES[page]) == text
 
 
 def test_without_nanogpt_its_row_says_what_it_needs_and_nothing_is_downloaded(tmp_path):
     folder = tmp_path / "folder"
-    command = [sys.executable, ROOT / "tests/nullgpu/run.py", "4070-nanogpt", f"--folder={folder}"]
+    command = [
+        sys.executable,
+        ROOT / "dev/simulate_gpu/run.py",
+        "4070-nanogpt",
+        f"--folder={folder}",
+    ]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
     assert "--nanogpt= (git clone https://github.com/karpathy/nanoGPT)" in process.stdout

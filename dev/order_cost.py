@@ -2,7 +2,7 @@
 What the shuffle of a preparation costs beside the order of the files: time, memory and downloaded
 bytes, in turn in one run, from a hub on this machine.
 
-    python tests/order_cost.py --tokens=40e6 --rounds=4 --json=results/order_cost_40M.json
+    python dev/order_cost.py --tokens=40e6 --rounds=4 --json=results/order_cost_40M.json
 
 The source is Python's standard library, cut into documents of 6 kB, in four parquet files. Tokens
 are GPT-2's if its vocabulary is here (TIKTOKEN_CACHE_DIR), else bytes.
@@ -22,11 +22,13 @@ from http.server import ThreadingHTTPServer
 from itertools import cycle, islice
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from documents import Hub
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+from documents import Hub  # noqa: E402
+
 FILES, DOCUMENT, GROUP = 4, 6000, 40  # parquet files, bytes of a document, documents of a group
 # prints the figures of the process behind those of the preparation
 MEASURED = """

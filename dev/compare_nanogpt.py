@@ -2,7 +2,7 @@
 This model and nanoGPT's in the same training step, in turn: tokens/s and memory. On a CPU twice:
 with our allocator settings for both, and with the system's for nanoGPT, which sets none.
 
-    python tests/compare_nanogpt.py CONFIG --nanogpt=../nanoGPT [--trials=5] [--json=PATH]
+    python dev/compare_nanogpt.py CONFIG --nanogpt=../nanoGPT [--trials=5] [--json=PATH]
 
 CONFIG stands for config files and --key=value flags, as for train.py. All sides are train.py, each
 time in a new process, with the same weights, batches, dtype, compile setting and optimizer;
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> None:
         say("tokens per second of CPU time, because other programs change the wall time")
     if options.json:
         result = dict(
-            command=command_line("python", "tests/compare_nanogpt.py", *argv),
+            command=command_line("python", "dev/compare_nanogpt.py", *argv),
             speed_ratio={side: speed[0] for side, speed in speeds.items()},
             speed_ratio_range={side: speed[1:] for side, speed in speeds.items()},
             seconds_per_iter={s: [r["step_ms"] / 1000 for r in rows[s]] for s in rows},

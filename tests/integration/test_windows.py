@@ -1,5 +1,5 @@
 """
-The scripts where Windows is simulated (tests/notwindows): what they find there, and what it refuses
+The scripts where Windows is simulated (dev/simulate_windows): what they find, and what it refuses
 them. And what the program says and does only there, or on a Mac.
 """
 
@@ -34,7 +34,7 @@ simulated = pytest.mark.skipif(sys.platform != "linux", reason="simulates Window
 BEGIN = f"""
 import importlib, os, signal, sys, threading, time
 import torch
-sys.path[:0] = [{str(ROOT / "tests/notwindows")!r}, {str(ROOT)!r}]
+sys.path[:0] = [{str(ROOT / "dev/simulate_windows")!r}, {str(ROOT)!r}]
 import notwindows
 notwindows.install()
 from common.console import run_main

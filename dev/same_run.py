@@ -1,9 +1,9 @@
 """
 Does this checkout train exactly as another commit did? No test: run it after a change.
 
-    python tests/same_run.py                              # equal to b22bbcc, to the last bit?
-    python tests/same_run.py HEAD~3 --rows=gpt2,ranks     # to another commit, some rows only
-    python tests/same_run.py --loss_tolerance=2e-6        # or are the losses this close?
+    python dev/same_run.py                              # equal to b22bbcc, to the last bit?
+    python dev/same_run.py HEAD~3 --rows=gpt2,ranks     # to another commit, some rows only
+    python dev/same_run.py --loss_tolerance=2e-6        # or are the losses this close?
 
 Both programs train the same small models on the same tokens, on one CPU thread, once straight and
 once stopped halfway and resumed. What they log and what their last checkpoints hold is compared,
@@ -23,11 +23,13 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-import numpy as np
-import torch
-from program import finish_ranks, flags, start, start_ranks
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from program import finish_ranks, flags, start, start_ranks  # noqa: E402
+
 ITERATIONS, HALFWAY = 60, 30
 VOCAB = 257  # no multiple of 128, so that the models pad it
 # The 720 sequences of a run are more than one epoch, which ends in its second half.

@@ -1,5 +1,5 @@
 """
-Draw the two pictures of the recipe study from results/transfer*.json: `python tests/draw_study.py`.
+Draw the two pictures of the recipe study from results/transfer*.json: `python dev/draw_study.py`.
 
 results/loss_over_tokens.png is the final loss of each run over its tokens, at one size;
 results/transfer.png is the token ratio over the size of the model.

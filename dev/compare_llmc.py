@@ -1,7 +1,7 @@
 """
 Compare --order=records with the shards of llm.c's own script, on a local sample of the same form:
 
-    python tests/compare_llmc.py --script=../llm.c/dev/data/fineweb.py sample.parquet
+    python dev/compare_llmc.py --script=../llm.c/dev/data/fineweb.py sample.parquet
 
 Its script, whose path you give, runs as it is; load_dataset gives it the local files instead of the
 hub's. Prints JSON: for each shard its tokens and whether the bytes are equal.

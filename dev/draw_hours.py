@@ -2,7 +2,7 @@
 Draw results/hours.png for docs/hours.md: the learning rate of config/fast124m_4070.py over time,
 at three speeds, as train.get_lr gives it.
 
-    python tests/draw_hours.py
+    python dev/draw_hours.py
 """
 
 import sys

@@ -1,10 +1,10 @@
 """
-Do the tests see? Plants the faults of faults_planted.py one by one in copies of the program, and
+Do the tests see? Plants the faults of faults.py one by one in copies of the program, and
 runs the test that must fail there.
 
-    python tests/plant_faults.py                    all of them
-    python tests/plant_faults.py --only=clip        those with this in their names
-    python tests/plant_faults.py --jobs=2           two at a time
+    python dev/mutants/plant.py                    all of them
+    python dev/mutants/plant.py --only=clip        those with this in their names
+    python dev/mutants/plant.py --jobs=2           two at a time
 
 Prints a row for each: its name, the test that saw it, after how many seconds and by what, or NOT
 SEEN. A test that hangs or takes its process down has seen it too, and the row says so. Before that,
@@ -23,9 +23,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from faults_planted import FAULTS, Fault
+from faults import FAULTS, Fault
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 100  # one fault's test may take
 FAILED = 1  # pytest's exit code
 
@@ -111,7 +111,7 @@ def main() -> int:
     if not faults:
         parser.error(f"no fault has {arguments.only!r} in its name")
     if not all([is_plantable(fault) for fault in faults]):
-        print("not planted: the program has changed; faults_planted.py must follow it")
+        print("not planted: the program has changed; faults.py must follow it")
         return 1
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         unchanged = Path(folder) / "unchanged"

@@ -1,7 +1,7 @@
 """
 What a prefix and a shuffle of the same size stand for, on a sample whose vocabulary drifts:
 
-    python tests/drift.py > results/order_drift.json
+    python dev/drift.py > results/order_drift.json
 
 It writes 16 parquet files, whose words move from one end of a vocabulary to the other, prepares a
 tenth of them in each order, trains a small model on it, and evaluates it on its own validation
@@ -92,7 +92,7 @@ def main() -> None:
                 rows.append(
                     dict(order=order, seed=seed, own_val=val_loss(own), whole=val_loss(all_of_it))
                 )
-        print(json.dumps(dict(command="python tests/drift.py", losses=rows), indent=1))
+        print(json.dumps(dict(command="python dev/drift.py", losses=rows), indent=1))
 
 
 if __name__ == "__main__":
