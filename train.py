@@ -515,9 +515,9 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     """All of a checkpoint but the weights. Hyperparameters are those of the configuration."""
     saved = resumed["optimizer"]
     ours = optimizer.param_groups  # load_state_dict() makes new ones
-    names = [group.get("param_names") for group in saved["param_groups"]]  # None: of b22bbcc
+    names = [group["param_names"] for group in saved["param_groups"]]
     try:
-        if None not in names and names != [group["param_names"] for group in ours]:
+        if names != [group["param_names"] for group in ours]:
             raise ValueError("its groups hold other weights")
         optimizer.load_state_dict(saved)  # compares the groups' sizes
     except ValueError as error:

@@ -1,7 +1,7 @@
 """
 Does this checkout train exactly as another commit did? No test: run it after a change.
 
-    python dev/same_run.py                              # equal to b22bbcc, to the last bit?
+    python dev/same_run.py HEAD~1                       # equal to it, to the last bit?
     python dev/same_run.py HEAD~3 --rows=gpt2,ranks     # to another commit, some rows only
     python dev/same_run.py --loss_tolerance=2e-6        # or are the losses this close?
 
@@ -246,7 +246,7 @@ def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("commit", nargs="?", default="b22bbcc")
+    parser.add_argument("commit")
     parser.add_argument("--loss_tolerance", type=float, help="accept losses this far apart")
     parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s")
     arguments = parser.parse_args()

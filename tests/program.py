@@ -279,7 +279,7 @@ def write_tokens(
 ) -> Path:
     """
     A dataset of tokens with a little structure to learn, in shards of the given sizes. Its bytes
-    must stay as they are: test_old_checkpoints.py resumes on them.
+    must stay as they are: the checkpoints in tests/golden resume on them.
     """
     folder.mkdir(parents=True)
     rng, shards = np.random.RandomState(1), []

@@ -24,8 +24,6 @@ from model_fast import FastConfig
 from train import model_config
 from training.hardware import count_flops
 
-pytestmark = pytest.mark.upstream  # figures of the shipped models, and changes of their lines
-
 # 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
 # attention
 LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024

@@ -267,7 +267,6 @@ def test_a_run_whose_groups_differ_is_not_resumed(change, tokens, half, tmp_path
     assert (half / "ckpt-00000004.pt").read_bytes() == before
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "made",
     [
@@ -290,7 +289,6 @@ def test_an_optimizer_that_is_not_fused_trains_and_resumes_bit_for_bit(made, tok
     assert_same_run(halves, out_dir, 8)
 
 
-@pytest.mark.upstream
 def test_an_optimizer_that_is_not_fused_skips_the_update_of_a_gradient_of_nan(tokens, tmp_path):
     adamw, backward = torch.optim.AdamW, torch.Tensor.backward
     passes = itertools.count()

@@ -327,7 +327,6 @@ LAPTOP = {
 }
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize("words, fits", LAPTOP.items())
 def test_a_laptops_4070_has_room_for_what_the_install_page_gives_it(words, fits):
     """With 1 GiB for its desktop, of the memory that plan takes for free."""

@@ -121,7 +121,6 @@ def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     return sum(parts.values()) - parts["fragmentation"] - parts["context"]
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize("name", SIMULATED)
 def test_memory_is_within_a_twentieth_of_the_allocators(name):
     """Of the tensors at the peak, and within a tenth of what the allocator reserves for them."""
@@ -208,7 +207,6 @@ SLOW_SHAPES += [
 ]
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "changes",
     [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)],
@@ -244,7 +242,6 @@ def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     return sum(x.untyped_storage().nbytes() for x in storages.values()), t.model.config
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "model, dtype, compiled",
     [
@@ -269,7 +266,6 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled):
     assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, dtype, compiled), rel=0.002)
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     ("dtype", "compiled"),
     [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],

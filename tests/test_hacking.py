@@ -24,7 +24,6 @@ from torch import Tensor
 
 from dev.same_run import check_out
 
-pytestmark = pytest.mark.upstream  # a fork that has taken a diff cannot take it again
 IN_GIT = (ROOT / ".git").exists()  # not in an unpacked archive, whose files are tried as they are
 
 

@@ -53,7 +53,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "name, flash",
     [
@@ -77,7 +76,6 @@ def test_logits_equal_transformers_gpt2(name, flash):
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "n_layer, n_head, n_embd, parameters",
     [
@@ -193,7 +191,6 @@ def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
     assert (chunked_gradients - gradients).norm() / gradients.norm() < tolerance
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 49])
@@ -217,7 +214,6 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "dtype, backend, tolerance",
     [
@@ -457,7 +453,6 @@ def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
 OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
 
 
-@pytest.mark.upstream
 def test_every_field_is_tried():
     assert OTHERWISE.keys() == FREE_ON_RESUME
     assert ANOTHER.keys() == {f.name for f in fields(GPTConfig)} - FREE_ON_RESUME

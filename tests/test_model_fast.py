@@ -126,7 +126,6 @@ def plain_logits(
     return torch.stack(rows)
 
 
-@pytest.mark.upstream
 def test_logits_equal_the_plain_formulas():
     config = replace(SMALL, n_layer=5, value_tables=2)
     model, idx = perturbed(config).double(), tokens(2, 9)
@@ -161,7 +160,6 @@ def test_gradients_equal_finite_differences(monkeypatch):
     )
 
 
-@pytest.mark.upstream
 def test_first_loss_is_that_of_a_fair_die():
     torch.manual_seed(0)
     assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(
@@ -169,7 +167,6 @@ def test_first_loss_is_that_of_a_fair_die():
     )
 
 
-@pytest.mark.upstream
 def test_parameters_of_the_124m_by_hand():
     """
     Five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x 768^2,

@@ -98,7 +98,6 @@ def test_results_names_every_data_file_and_every_entry_of_rows_json_and_no_other
     assert {name for name in named if name.endswith((".json", ".png"))} == files - {"rows.json"}
 
 
-@pytest.mark.upstream
 def test_the_keys_page_explains_every_key_once_with_its_default():
     found = re.findall(r"\*\*`(\w+)`\*\* \(`([^`]*)`\)", read("docs/keys.md"))
     assert sorted(name for name, _ in found) == sorted(FIELDS)

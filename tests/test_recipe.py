@@ -58,7 +58,6 @@ TOLERANCES = dict(
 )
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "dtype, computed",
     [

@@ -53,7 +53,6 @@ def small_model(**changes) -> GPT:
 # generate
 
 
-@pytest.mark.upstream
 def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
     model = small_model()
     reference = as_transformers(model)
@@ -204,7 +203,6 @@ def test_on_a_terminal_a_start_is_the_only_prompt(made):
     assert result.code == 0 and result.out.startswith("def") and "import" not in result.out
 
 
-@pytest.mark.upstream
 def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(made, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(made, folder)
@@ -250,7 +248,6 @@ def test_end_of_text_in_a_prompt_is_one_token(prompt, count, made):
     assert f"start: {count} tokens" in result.err
 
 
-@pytest.mark.upstream
 def test_gpt2_weights_and_bpe_from_a_hugging_face_folder(tmp_path):
     try:
         tokens = gpt2_bpe().encode_ordinary("Hello world")

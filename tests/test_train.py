@@ -38,7 +38,6 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
-@pytest.mark.upstream
 def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):
     """
     aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at

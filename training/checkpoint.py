@@ -33,7 +33,10 @@ from common.files import (
 # One file
 
 
-class TooOld(UserError):
+FORMAT = 1  # raise it when a checkpoint of the version before cannot be resumed any more
+
+
+class OtherFormat(UserError):
     """A checkpoint of a format that this version does not read."""
 
 
@@ -46,7 +49,7 @@ def save(state: dict, path: Path) -> None:
         raise OSError(errno.ENOSPC, shortage)
     with replacing(path) as file:
         try:
-            torch.save(state, file)
+            torch.save(dict(format=FORMAT) | state, file)
         except RuntimeError as error:
             # torch's archive writer, closing after a failed write, hides the OSError behind its own
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
@@ -70,25 +73,11 @@ def load(path: Path) -> dict:
     except Exception as error:  # another program's, or one that holds code
         problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
         raise UserError(f"{path}: {problem}") from None
-    return upgrade(state, path)
-
-
-def upgrade(state: dict, path: Path) -> dict:
-    """
-    A checkpoint as this version writes it. This is the one door for older files: it knows those of
-    release b22bbcc. Raises TooOld for still older ones.
-    """
-    if "progress" in state and "shards_read" not in state:
-        hint = "git checkout b22bbcc reads it, and writes one that this version reads"
-        raise TooOld(f"{path}: its format is too old for this version; {hint}")
-    # b22bbcc lost the records that a full disk had not taken, and measured no peak
-    state = dict(unwritten="", peak=None) | state
-    if state.get("model_config", {}).get("model") != "gpt2":
-        return state
-    # b22bbcc gave GPT-2's config the fast model's fields too, as 0
-    only_fast = ("value_tables", "bigram_rows")
-    kept = {name: v for name, v in state["model_config"].items() if name not in only_fast}
-    return state | dict(model_config=kept)
+    if "progress" in state and state.get("format") != FORMAT:  # a run's, not only weights
+        theirs = state.get("format")
+        hint = f"this version reads format {FORMAT}, so use the version that wrote it"
+        raise OtherFormat(f"{path}: its format is {theirs}; {hint}")
+    return state
 
 
 # -----------------------------------------------------------------------------
@@ -129,8 +118,8 @@ def find_newest(out_dir: Path) -> Path | None:
         try:
             load(path)
             return path
-        except TooOld:
-            raise  # the one before is no younger
+        except OtherFormat:
+            raise  # resuming from an earlier one would lose iterations
         except UserError as error:
             warn(f"{error}; trying the one before")
     if paths:

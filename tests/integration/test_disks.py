@@ -740,16 +740,19 @@ def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
     assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
 
 
-def test_a_newest_checkpoint_that_is_too_old_is_not_passed_over(tokens, tmp_path):
-    """The one before is older still: a run must not lose its iterations without a word."""
+@pytest.mark.parametrize("other", [0, 2, None])
+def test_a_newest_checkpoint_of_another_format_is_refused_and_not_passed_over(
+    other, tokens, tmp_path
+):
+    """The run must not continue from the one before: it would lose iterations without a word."""
     train_tiny(tokens, tmp_path)
     newest = tmp_path / "ckpt-00000008.pt"
     state = torch.load(newest)
-    del state["shards_read"]  # as before b22bbcc
-    torch.save(state, newest)
+    assert state.pop("format") == 1
+    torch.save(state if other is None else state | dict(format=other), newest)
     before = contents(tmp_path)
     code, _, err = run_tiny(tokens, tmp_path, init_from="auto", max_iters=10)
-    assert code == 2 and "too old" in err and contents(tmp_path) == before
+    assert code == 2 and "format" in err and contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

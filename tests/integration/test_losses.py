@@ -134,7 +134,6 @@ KINDS = dict(
 SLOW_KINDS = ("compiled",)
 
 
-@pytest.mark.upstream
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW_KINDS else []) for k in KINDS]
 )
@@ -396,7 +395,6 @@ SMALL_SHARDS = {
 }
 
 
-@pytest.mark.upstream
 def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
     """It is in the next shard, which is not there yet."""
     monkeypatch.chdir(tmp_path)

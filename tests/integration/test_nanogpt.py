@@ -119,7 +119,6 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [200])
 
 
-@pytest.mark.upstream
 def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(tokens, tmp_path):
     """GPT-2's 50257 are not padded to 50304 on the way."""
     random_gpt2(tmp_path / "hf", vocab_size=61)
@@ -213,7 +212,6 @@ def test_a_batch_of_two_is_no_pair(rows, calls):
     assert model(idx, half)[1].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-@pytest.mark.upstream
 def test_its_other_calls(calls, tmp_path):
     random_gpt2(tmp_path / "hf")
     model = calls.GPT.from_pretrained(tmp_path / "hf", dict(dropout=0.1))
