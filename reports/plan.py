@@ -41,9 +41,9 @@ from reports.memory import (
     memory_bytes,
 )
 from reports.runs import Run, open_run, percentile
-from train import model_config
+from train import SAVE_EVERY, model_config
 from training import hardware
-from training.clock import SAVE_EVERY, next_time
+from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.hardware import count_flops
 from training.log import LARGE_CORPUS, MANY_EPOCHS

@@ -6,26 +6,23 @@ Console lines begin as nanoGPT's do, so its parsers still work. Warnings go to s
 
 import contextlib
 import hashlib
-import json
 import math
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
-from common.files import lack_of_space, plain, read_record, replacing
-from configurator import FIELDS, NEVER, Config, config_values
+from common.files import lack_of_space, plain
+from configurator import FIELDS, NEVER, Config, config_values, rounding_line
 from data.shards import Dataset
-from training.checkpoint import claim_folder
-from training.clock import Clock, clock_time
+from training.checkpoint import checkpoint_path
+from training.clock import Schedule, Speed, clock_time
 from training.hardware import MEASURED, Hardware, count_flops, cuda_hint, old_driver
 from training.ranks import Ranks
 
@@ -47,50 +44,69 @@ NANOGPT_NAMES = {
 
 class Log:
     """
-    The log of one run, which rank 0 writes for all. The other ranks, and all of them with
-    eval_only, have no files.
+    The log of one run, which rank 0 writes for all. With eval_only it has no files. Nothing here
+    decides or changes anything: a run that logs nothing trains the same weights.
     """
 
-    def __init__(self, config: Config, clock: Clock, hw: Hardware, ranks: Ranks):
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        hw: Hardware,
+        ranks: Ranks,
+        write_record: Callable[[dict], None],
+    ):
+        """`write_record` writes a line of metrics.jsonl."""
         self.config = config
-        self.clock = clock
+        self.schedule = schedule
+        self.clock = schedule.clock
         self.hw = hw
-        self.ranks = ranks
-        self.out_dir = Path(config.out_dir)
-        self.file: BinaryIO | None = None
-        self.unwritten = b""  # records that a full disk has not taken; a checkpoint has them too
+        self.is_main = ranks.is_main
+        self.world_size = ranks.world_size
+        self.write_record = write_record
+        self.has_files = ranks.is_main and not config.eval_only
         self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
-        self.has_saved = False  # in this launch
-        self.total_gib = hw.memory_gib()
         self.uncompiled = ""  # why the run is not compiled, if it should be
 
-    def open(self, resumed: dict | None) -> None:
-        """
-        Take the run's folder, and open the files in it. On resume, the records that the run will
-        write again are removed, so that the file reads as one run. Raises UserError and OSError.
-        """
-        if self.config.eval_only:
+    def open(self, it: int) -> None:
+        """Open log.txt, and the tracker of a run that is at iteration `it`. Raises OSError."""
+        if not self.has_files:
             return
-        progress = resumed["progress"] if resumed else None
-        self.lock = claim_folder(self.out_dir, progress)
-        metrics = self.out_dir / "metrics.jsonl"
-        if resumed:
-            drop_records(metrics, resumed["progress"])
-            self.unwritten = missing_lines(metrics, resumed["unwritten"])
-        self.file = open(metrics, "ab", buffering=0)
-        keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
+        path = Path(self.config.out_dir, "log.txt")
+        keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
         # the evaluation at the resumed iteration stands; later records are written again
-        self.tracker = Tracker(self.config, purge_from=progress["iter_num"] + 1 if progress else 0)
+        self.tracker = Tracker(self.config, purge_from=it + 1 if it else 0)
 
     # -------------------------------------------------------------------------
     # The beginning
 
+    def begin(
+        self,
+        model,
+        data: Dataset,
+        it: int,
+        tokens: int,
+        compiles: bool,
+        resumed: dict | None,
+        weights: dict | None,
+    ) -> None:
+        """The first lines of a run that is at iteration `it` and has trained on so many tokens."""
+        self.first_iter = it
+        self.first_tokens = tokens
+        self.first_steps = self.clock.seconds["steps"]
+        self.train_tokens = None if data.stream else len(data.train)  # a stream's are unknown
+        self.bytes_per_token = data.bytes_per_token
+        self.flops_per_token = count_flops(model.config) if self.is_main else None
+        self.say_settings(compiles, model.config.flash)
+        self.say_start(resumed, weights)
+        self.say_model(model, data, it, tokens)
+
     def say_settings(self, compiles: bool, flash: bool) -> None:
         """
-        The first lines, which can be pasted: the command, the keys that are not defaults, and the
-        switches in use; `compiles` and `flash` are what this machine makes of the keys.
+        Lines that can be pasted: the command, the keys that are not defaults, and the switches in
+        use; `compiles` and `flash` are what this machine makes of the keys.
         """
         c = self.config
         values = config_values(c)
@@ -102,23 +118,32 @@ class Log:
         say(f"switches: {sizes}, {switches}")
 
     def command(self) -> str:
-        script = "python" if self.ranks.world_size == 1 else "torchrun ..."
+        script = "python" if self.world_size == 1 else "torchrun ..."
         return f"{script} {command_line(*sys.argv)}"
 
-    def begin(self, data: Dataset, model, it: int, tokens: int) -> None:
-        """
-        The first lines: the model, the device, the data, and the length of the run, which is at
-        iteration `it` after so many tokens.
-        """
+    def say_start(self, resumed: dict | None, weights: dict | None) -> None:
+        """Print where the run begins, and on a resume what has changed since the checkpoint."""
+        c = self.config
+        if not resumed:
+            if c.rounded_from:
+                say(rounding_line(c))
+            if weights:
+                rest = "" if c.eval_only else "; iterations and learning rate start from 0"
+                say(f"weights: {weights['source']}{rest}")
+            elif c.eval_only:
+                say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
+            return
+        it = resumed["progress"]["iter_num"]
+        say(f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}")
+        for name, value in config_values(c).items():
+            before = resumed["config"].get(name, FIELDS[name].default)
+            is_news = name not in ("init_from", "wandb_run_name") and NEVER not in (value, before)
+            if value != before and is_news:
+                say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+
+    def say_model(self, model, data: Dataset, it: int, tokens: int) -> None:
+        """Lines about the model, the device, the data, and the length of the run."""
         c, hw = self.config, self.hw
-        self.first_iter = it
-        self.first_tokens = tokens
-        self.first_steps = self.clock.seconds["steps"]
-        # at the last line: iterations, tokens, and seconds of steps and of waiting
-        self.reported = (it, tokens, self.first_steps, 0.0)
-        self.train_tokens = None if data.stream else len(data.train)  # a stream's are unknown
-        self.bytes_per_token = data.bytes_per_token
-        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
         parameters = sum(p.numel() for p in model.parameters())
         say(f"start: {date()}")
         flops = "FLOPs not counted, so mfu n/a"
@@ -136,14 +161,14 @@ class Log:
         if not c.eval_only:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
             self.warn_of_epochs(tokens)
-        if self.ranks.world_size > 1:
-            say(f"processes: {self.ranks.world_size}, each with its share of the micro-batches")
+        if self.world_size > 1:
+            say(f"processes: {self.world_size}, each with its share of the micro-batches")
         self.warn_of_space(parameters)
         is_meant = c.iter_tokens <= CPU_TOKENS and not old_driver()
         if hw.device.type == "cpu" and c.device == "auto" and not is_meant:
             warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
-        if c.until and self.clock.left_of_run() > FAR_AWAY and self.ranks.is_main:
-            hours = self.clock.left_of_run() / 3600
+        if c.until and self.schedule.left() > FAR_AWAY and self.is_main:
+            hours = self.schedule.left() / 3600
             warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
         self.record(
             "start",
@@ -157,7 +182,7 @@ class Log:
             peak_source=hw.peak_source,
             flops_per_token=self.flops_per_token,
             tokens_per_iter=c.iter_tokens,
-            world_size=self.ranks.world_size,
+            world_size=self.world_size,
             tokenizer=tokenizer_name(data.tokenizer),
             data_fingerprint=data.fingerprint,
             val_fingerprint=data.val_fingerprint,
@@ -168,13 +193,14 @@ class Log:
 
     def warn_of_space(self, parameters: int) -> None:
         """Warn if the disk cannot hold all checkpoints of the run."""
-        if not self.file:
+        if not self.has_files:
             return
         files = max(2, self.config.keep_checkpoints) + 1  # the newest stays during a write; best.pt
         size = 12 * parameters  # weights and two moments in float32
+        out_dir = Path(self.config.out_dir)
         # best.pt is usually a link to one of them
-        there = {path.stat().st_ino: path.stat().st_size for path in self.out_dir.glob("*.pt")}
-        if shortage := lack_of_space(self.out_dir, files * size - sum(there.values())):
+        there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
+        if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
     def tokens_at_end(self, tokens: int) -> int:
@@ -199,8 +225,8 @@ class Log:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == NEVER else f" or {iterations}"
-        stops = f"stops by about {clock_time(self.clock.left())}"
-        return f"hours {self.clock.hours_text()}{bound}; {stops}"
+        stops = f"stops by about {clock_time(self.left())}"
+        return f"hours {self.hours_text()}{bound}; {stops}"
 
     def report_compile(self, it: int, seconds: float, problem: str) -> None:
         """After compiling; with why the run goes on uncompiled, if it does."""
@@ -215,82 +241,83 @@ class Log:
     def report_step(
         self,
         it: int,
-        tokens: int,
-        tokens_after: int,
+        tokens: tuple[int, int],
         loss: float,
         lr: float,
         grad_norm: float,
-        waited: float,
+        speed: Speed,
+        mem_gib: float,
     ) -> None:
         """
-        One line and record. loss, lr and grad_norm are of iteration `it`, `tokens` of training
-        before it and `tokens_after` after it; time, tok/s and mfu are means of the iterations since
-        the previous line. `waited`: seconds that this launch has waited for data. All ranks take
-        part.
+        One line and record. `tokens`, trained on before and after it, loss, lr and grad_norm are
+        those of iteration `it`; time, tok/s and mfu are means of the iterations since the previous
+        line.
         """
-        c, clock, ranks = self.config, self.clock, self.ranks
-        now = (it + 1, tokens_after, clock.seconds["steps"], waited)
-        iterations, trained, elapsed, waited = (
-            after - before for after, before in zip(now, self.reported, strict=True)
-        )
-        self.reported = now
-        # the maximum over the ranks, of each value
-        elapsed, waited, mem = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
-        pace = elapsed / iterations  # seconds
-        clock.took("iteration", pace)
-        tokens_per_sec = trained / elapsed
-        mfu = self.hw.mfu(self.flops_per_token, tokens_per_sec, ranks.world_size)
-
+        c = self.config
+        mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
-        epoch = f"{tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
-        of_all = f" of {self.total_gib:.1f}" if self.total_gib else ""
-        mem_text = f"{mem:.1f}{of_all}GiB" if mem else "n/a"
-        hours = f"hours {clock.hours_text()}, " if c.by_clock else ""
+        epoch = f"{tokens[0] / self.train_tokens:.2f}" if self.train_tokens else "n/a"
+        total_gib = self.hw.memory_gib()
+        of_all = f" of {total_gib:.1f}" if total_gib else ""
+        mem_text = f"{mem_gib:.1f}{of_all}GiB" if mem_gib else "n/a"
+        hours = f"hours {self.hours_text()}, " if c.by_clock else ""
         is_tenth = it % (UNCOMPILED_LINES * c.log_interval) == 0
         end = ", not compiled" if self.uncompiled and is_tenth else ""
         say(
-            f"iter {it}: loss {loss:.4f}, time {1000 * pace:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
-            f"tokens {count(tokens)}, epoch {epoch}, mem {mem_text}, "
+            f"iter {it}: loss {loss:.4f}, time {1000 * speed.iter_seconds:.2f}ms, mfu {mfu_text}, "
+            f"tok/s {speed.tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
+            f"tokens {count(tokens[0])}, epoch {epoch}, mem {mem_text}, "
             f"{hours}eta {duration(self.eta(it))}{end}"
         )
         self.record(
             "step",
             iter=it,
-            tokens=tokens,
-            tokens_after=tokens_after,
+            tokens=tokens[0],
+            tokens_after=tokens[1],
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,
-            step_ms=1000 * pace,
-            tokens_per_sec=tokens_per_sec,
+            step_ms=1000 * speed.iter_seconds,
+            tokens_per_sec=speed.tokens_per_sec,
             mfu=mfu,
-            mem_gib=mem or None,
-            data_wait_ms=1000 * waited / iterations,
-            hours=clock.training_hours(),
+            mem_gib=mem_gib or None,
+            data_wait_ms=1000 * speed.wait_seconds,
+            hours=self.clock.training_hours(),
         )
+
+    def left(self) -> float:
+        """Seconds until `hours`, `until` or `max_minutes` is reached; infinite without them."""
+        minutes = self.config.max_minutes
+        of_launch = 60 * minutes - self.clock.of_launch() if minutes else math.inf
+        return max(0.0, min(self.schedule.left(), of_launch))
+
+    def hours_text(self) -> str:
+        """The hours used, and all that there are."""
+        used = self.clock.used()
+        return f"{used / 3600:.2f} of {(used + max(0.0, self.schedule.left())) / 3600:.2f}"
 
     def eta(self, it: int) -> float:
         """
         Seconds to the end: the iterations left at the mean pace of this launch, and an evaluation
         and a save per interval left; at most what the clock allows.
         """
-        c, clock = self.config, self.clock
-        pace = (clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
+        c = self.config
+        pace = (self.clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
         intervals = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        pause = sum(clock.seconds_per.get(name, 0.0) for name in ("evaluation", "checkpoints"))
+        estimates = self.schedule.estimates
+        pause = sum(estimates.get(name, 0.0) for name in ("evaluation", "checkpoints"))
         left = (c.max_iters - it - 1) * pace + intervals * pause
-        return max(0.0, min(left, clock.left()))
+        return max(0.0, min(left, self.left()))
 
-    def report_eval(self, it: int, tokens: int, train_loss: float, val_loss: float) -> None:
-        """After an evaluation, before its lap. Losses are in nats per token."""
-        seconds = self.clock.since_lap()
+    def report_eval(self, it: int, tokens: int, losses: dict[str, float], seconds: float) -> None:
+        """After an evaluation that took so long. The losses are in nats per token."""
+        train_loss, val_loss = losses["train"], losses["val"]
         # a float holds no more than exp(709)
         perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
         bits = self.bits_per_byte(val_loss)
         end = "" if bits is None else f", {bits:.4f} bits per byte"
-        losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
-        say(f"step {it}: {losses}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
+        text = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+        say(f"step {it}: {text}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
         self.record(
             "eval",
             iter=it,
@@ -310,13 +337,14 @@ class Log:
             return None
         return val_loss / math.log(2) / self.bytes_per_token
 
-    def report_save(self, it: int, path: Path) -> None:
-        """After a save, before its lap."""
-        size, seconds = path.stat().st_size, self.clock.since_lap()
+    def report_save(self, it: int, path: Path, seconds: float) -> None:
+        """After a save that took so long."""
+        if not self.has_files:
+            return
+        size = path.stat().st_size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
-        self.has_saved = True
 
     def report_sample(self, it: int, text: str) -> None:
         say(f"sample {it}:", *text.split("\n"), "")
@@ -324,41 +352,27 @@ class Log:
 
     def warn(self, it: int, message: str) -> None:
         """A warning that belongs to an iteration."""
-        if self.ranks.is_main:
+        if self.is_main:
             warn(f"iter {it}: {message}")
         self.record("event", iter=it, message=message)
 
     def record(self, kind: str, **values) -> None:
-        """One line of metrics.jsonl, flushed, and the tracker's share of it."""
-        if not self.file:
+        """A line of metrics.jsonl, flushed, and the tracker's share of it."""
+        if not self.has_files:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        lines = self.unwritten + json.dumps(record).encode() + b"\n"
-        end = self.file.seek(0, os.SEEK_END)
-        try:
-            left = lines
-            while left:
-                left = left[self.file.write(left) :]
-            self.unwritten = b""
-        except OSError as error:  # a full disk: the run matters more than its records
-            with contextlib.suppress(OSError):
-                self.file.truncate(end)  # or half a line would stay
-            waiting = bool(self.unwritten)
-            self.unwritten = lines
-            if not waiting:
-                rest = "keeping its records in memory until there is room"
-                warn(f"metrics.jsonl: {error.strerror}; {rest}")
+        self.write_record(record)
         if self.tracker:
             self.tracker.log(record)
 
     def draw(self) -> None:
         """Start a process that draws loss.png, one at a time; its failure cannot hurt the run."""
-        if not self.file or self.clock.used() < SHORTEST_RUN:
+        if not self.has_files or self.clock.used() < SHORTEST_RUN:
             return
         if self.picture and self.picture.poll() is None:  # still drawing
             return
-        command = ("-m", "reports.picture", self.out_dir.resolve())
+        command = ("-m", "reports.picture", Path(self.config.out_dir).resolve())
         try:
             self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
         except OSError:  # no memory for a process, say
@@ -369,15 +383,22 @@ class Log:
     # The end
 
     def finish(
-        self, reason: str, complete: bool, it: int, tokens: int, val_loss: float, waited: float
+        self,
+        reason: str,
+        complete: bool,
+        it: int,
+        tokens: int,
+        val_loss: float,
+        waited: float,
+        mem_gib: float,
     ) -> None:
         """
         The last lines: where the time went, what came out, why the run ended, and if it is not
-        complete, what to type.
+        complete, what to type. `waited`: seconds for data in this launch.
         """
         seconds = self.clock.seconds
         total = sum(seconds.values())
-        launch = duration(time.perf_counter() - self.clock.began)
+        launch = duration(self.clock.of_launch())
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items()]
         spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
         say(f"time: {duration(total)} wall (this launch {launch}) = {spent}")
@@ -385,7 +406,7 @@ class Log:
         if self.uncompiled:
             hint = "--compile=required ends such a run at its start"
             say(f"not compiled: {self.uncompiled}; {hint}")
-        say(*self.results(tokens, val_loss))
+        say(*self.results(tokens, val_loss, mem_gib))
         said = "the schedule is complete" if reason in ("hours", "until") else reason
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         hours = self.clock.training_hours()
@@ -398,22 +419,17 @@ class Log:
         if not reason.startswith("SIG"):  # a signal must not wait for a picture
             self.draw_end()
         keep_transcript(None)
-        if self.file:
-            self.file.close()
-            self.lock.close()
 
-    def results(self, tokens: int, val_loss: float) -> list[str]:
+    def results(self, tokens: int, val_loss: float, mem_gib: float) -> list[str]:
         """
         What a script reads at the end of a run, one `name: value` a line. mfu, tokens_per_sec and
-        the peak memory are of this launch, the others of the whole run. All ranks take part.
+        the peak memory are of this launch, the others of the whole run.
         """
         clock = self.clock
-        # the last evaluation and save may have needed more than the iterations
-        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib() or 0.0)
         steps = clock.seconds["steps"] - self.first_steps
         trained = tokens - self.first_tokens
         rate = trained / steps if trained else None
-        mfu = self.hw.mfu(self.flops_per_token, rate, self.ranks.world_size) if rate else None
+        mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size) if rate else None
         hours_per_epoch = None
         if self.train_tokens and tokens:
             hours_per_epoch = clock.training_hours() * self.train_tokens / tokens
@@ -439,7 +455,8 @@ class Log:
         self.draw()
         self.wait_for_picture()
         if self.picture_failed:
-            warn(f"loss.png is not drawn; python compare.py {self.out_dir} draws it, or says why")
+            hint = f"python compare.py {self.config.out_dir} draws it, or says why"
+            warn(f"loss.png is not drawn; {hint}")
 
     def wait_for_picture(self) -> None:
         if self.picture is None:
@@ -510,39 +527,6 @@ class Tracker:
                 self.writer.finish()
             elif self.kind == "tensorboard":
                 self.writer.close()
-
-
-# -----------------------------------------------------------------------------
-# Records
-
-
-def drop_records(path: Path, progress: dict) -> None:
-    """
-    Rewrite metrics.jsonl without the records that a resumed run will write again, and without lines
-    that are not records, such as half a line left by a kill.
-    """
-    # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
-    it, evaluated_at = progress["iter_num"], progress["evaluated_at"]
-    last = {"step": it - 1, "event": it - 1, "checkpoint": it, "start": it}
-    last |= {"eval": evaluated_at, "sample": evaluated_at}  # and no end
-    if not path.exists():
-        return
-    try:
-        with replacing(path) as file, open(path, "rb") as lines:
-            for line in lines:
-                record = read_record(line)
-                at, kind = record.get("iter"), record.get("kind", "")
-                if isinstance(at, int) and at <= last.get(kind, -1):
-                    file.write(line.rstrip() + b"\n")
-    except OSError as error:  # a full disk
-        warn(f"{path}: {error.strerror}; repeated records remain")
-
-
-def missing_lines(path: Path, lines: str) -> bytes:
-    """The lines that are not in the file, which need not exist."""
-    there = set(path.read_bytes().splitlines()) if path.exists() else set()
-    missing = [line for line in lines.encode().splitlines() if line not in there]
-    return b"".join(line + b"\n" for line in missing)
 
 
 def peak_text(hw: Hardware) -> str:

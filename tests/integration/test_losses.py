@@ -660,10 +660,10 @@ def test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed(
 DOUBLED = {
     "train.py": [
         (
-            "    while True:\n        it = p.iter_num\n",
+            "    while True:\n        it = progress.iter_num\n",
             "    once = accum\n"
             "    while True:\n"
-            "        it = p.iter_num\n"
+            "        it = progress.iter_num\n"
             "        accum = 2 * once if it >= 10 else once\n",
         )
     ]
