@@ -135,7 +135,7 @@ def weights_hint(out_dir: Path) -> str:
     return f"--init_from={weights[0]} with another --out_dir starts from its weights"
 
 
-def config_of_run(c: Config, resumed: dict | None, weights: dict | None, world_size: int) -> Config:
+def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     """
     Return the configuration with what the checkpoint, the weights and this machine decide. Nothing
     changes it afterwards. Raises UserError with a line for each problem, before anything is
@@ -421,15 +421,7 @@ class CutShort(Exception):
 
 
 @torch.no_grad()
-def estimate_loss(
-    model,
-    data: Dataset,
-    batches: Batches,
-    c: Config,
-    hw: Hardware,
-    ranks: Ranks,
-    signals: StopSignals,
-) -> dict[str, float]:
+def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, float]:
     """
     Return the mean losses on fixed windows of the train and val splits, in nats per token, without
     dropout. The tokens are the same at any micro-batch size and number of ranks. All ranks take
@@ -451,9 +443,7 @@ def estimate_loss(
     return losses
 
 
-def sum_losses(
-    model, micro_batches: list[Batch], hw: Hardware, signals: StopSignals
-) -> tuple[float, int]:
+def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
     """Return the summed loss over all targets in nats, and their number. Raises CutShort."""
     losses, counts = [], []
     for x, y in micro_batches:  # as many on each rank, so that all ranks look for signals together
@@ -497,17 +487,7 @@ def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
             ranks.fail(f"{problem}; with a lower learning_rate, {hint}")
 
 
-def state_to_save(
-    c: Config,
-    data: Dataset,
-    model,
-    optimizer,
-    scaler,
-    progress: Progress,
-    schedule: Schedule,
-    hw: Hardware,
-    ranks: Ranks,
-) -> dict:
+def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ranks) -> dict:
     """Return what a checkpoint holds: all that a resume needs. All ranks take part."""
     return dict(
         model=model.state_dict(),
@@ -619,7 +599,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.on_main(log.open, progress.iter_num)
     log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    speedometer = Speedometer(clock, progress.iter_num, progress.tokens)
+    speedometer = Speedometer(clock, hw, progress.iter_num, progress.tokens)
     del resumed, weights  # frees the loaded checkpoint
     clock.lap("start-up")
 
@@ -706,7 +686,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             # if the save fails, progress stays: a best that is not on the disk does not count
             to_save = replace(progress)
             if is_best:
-                to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
+                to_save.best_val_loss = progress.val_loss
+                to_save.best_iter = it
             state = state_to_save(
                 c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
             )
@@ -719,16 +700,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 signals.wait(LAST_RETRY_SECONDS)
                 problem = ranks.on_main(saver.save, state, is_best)
             del state
-            if problem and not save_failed:  # said once, until one is saved
-                log.warn(it, f"{problem}; trying again within a minute")
-            save_failed = bool(problem)
-            if not save_failed:
+            if not problem:
                 progress = to_save
                 saved = (it, progress.evaluated_at)
                 log.report_save(it, saver.path(it), clock.since_lap())
-            seconds = clock.lap("checkpoints")
-            if not save_failed:
-                schedule.estimate("checkpoints", seconds)
+                schedule.estimate("checkpoints", clock.since_lap())
+            elif not save_failed:  # said once, until one is saved
+                log.warn(it, f"{problem}; trying again within a minute")
+            save_failed = bool(problem)
+            clock.lap("checkpoints")
 
         if stop:
             break
@@ -757,10 +737,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = total / (len(micro_batches) * ranks.world_size)
             speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
             schedule.estimate("iteration", speed.iter_seconds)
-            (mem_gib,) = ranks.max(hw.peak_memory_gib() or 0.0)
             lr = optimizer.param_groups[0]["lr"]
-            tokens = (tokens_before, progress.tokens)
-            log.report_step(it, tokens, loss, lr, grad_norm.item(), speed, mem_gib)
+            norm = grad_norm.item()
+            log.report_step(it, tokens_before, progress.tokens, loss, lr, norm, speed)
             if skipped := int(skips_since_line):
                 reason = "a gradient was not finite"
                 log.warn(it, f"{skipped} updates skipped since the last line: {reason}")

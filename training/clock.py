@@ -74,6 +74,7 @@ class Speed:
     iter_seconds: float  # waits for data included
     wait_seconds: float  # of these, waiting for data
     tokens_per_sec: float  # of all ranks together
+    mem_gib: float  # the most in use so far, on any rank; 0: unknown
 
 
 class Speedometer:
@@ -82,8 +83,9 @@ class Speedometer:
     however long they take, because the clock books them elsewhere.
     """
 
-    def __init__(self, clock: Clock, iter_num: int, tokens: int):
+    def __init__(self, clock: Clock, hw, iter_num: int, tokens: int):
         self.clock = clock
+        self.hw = hw
         self.before = (iter_num, tokens, clock.seconds["steps"], 0.0)
 
     def read(self, iter_num: int, tokens: int, waited: float, ranks) -> Speed:
@@ -96,8 +98,8 @@ class Speedometer:
             after - before for after, before in zip(now, self.before, strict=True)
         )
         self.before = now
-        elapsed, waited = ranks.max(elapsed, waited)
-        return Speed(elapsed / iterations, waited / iterations, trained / elapsed)
+        elapsed, waited, mem_gib = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
+        return Speed(elapsed / iterations, waited / iterations, trained / elapsed, mem_gib)
 
 
 # -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import hashlib
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -48,23 +48,16 @@ class Log:
     decides or changes anything: a run that logs nothing trains the same weights.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        hw: Hardware,
-        ranks: Ranks,
-        write_record: Callable[[dict], None],
-    ):
-        """`write_record` writes a line of metrics.jsonl."""
-        self.config = config
+    def __init__(self, c: Config, schedule: Schedule, hw: Hardware, ranks: Ranks, write_record):
+        """`write_record`, called with a dict, writes a line of metrics.jsonl."""
+        self.config = c
         self.schedule = schedule
         self.clock = schedule.clock
         self.hw = hw
         self.is_main = ranks.is_main
         self.world_size = ranks.world_size
         self.write_record = write_record
-        self.has_files = ranks.is_main and not config.eval_only
+        self.has_files = ranks.is_main and not c.eval_only
         self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
@@ -82,16 +75,7 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(
-        self,
-        model,
-        data: Dataset,
-        it: int,
-        tokens: int,
-        compiles: bool,
-        resumed: dict | None,
-        weights: dict | None,
-    ) -> None:
+    def begin(self, model, data: Dataset, it, tokens, compiles, resumed, weights) -> None:
         """The first lines of a run that is at iteration `it` and has trained on so many tokens."""
         self.first_iter = it
         self.first_tokens = tokens
@@ -238,49 +222,40 @@ class Log:
     # -------------------------------------------------------------------------
     # While it runs
 
-    def report_step(
-        self,
-        it: int,
-        tokens: tuple[int, int],
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        speed: Speed,
-        mem_gib: float,
-    ) -> None:
+    def report_step(self, it, tokens, tokens_after, loss, lr, grad_norm, speed: Speed) -> None:
         """
-        One line and record. `tokens`, trained on before and after it, loss, lr and grad_norm are
-        those of iteration `it`; time, tok/s and mfu are means of the iterations since the previous
-        line.
+        One line and record. loss, lr and grad_norm are those of iteration `it`, `tokens` those of
+        training before it and `tokens_after` after it; time, tok/s and mfu are means of the
+        iterations since the previous line.
         """
         c = self.config
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
-        epoch = f"{tokens[0] / self.train_tokens:.2f}" if self.train_tokens else "n/a"
+        epoch = f"{tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
         total_gib = self.hw.memory_gib()
         of_all = f" of {total_gib:.1f}" if total_gib else ""
-        mem_text = f"{mem_gib:.1f}{of_all}GiB" if mem_gib else "n/a"
+        mem_text = f"{speed.mem_gib:.1f}{of_all}GiB" if speed.mem_gib else "n/a"
         hours = f"hours {self.hours_text()}, " if c.by_clock else ""
         is_tenth = it % (UNCOMPILED_LINES * c.log_interval) == 0
         end = ", not compiled" if self.uncompiled and is_tenth else ""
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * speed.iter_seconds:.2f}ms, mfu {mfu_text}, "
             f"tok/s {speed.tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
-            f"tokens {count(tokens[0])}, epoch {epoch}, mem {mem_text}, "
+            f"tokens {count(tokens)}, epoch {epoch}, mem {mem_text}, "
             f"{hours}eta {duration(self.eta(it))}{end}"
         )
         self.record(
             "step",
             iter=it,
-            tokens=tokens[0],
-            tokens_after=tokens[1],
+            tokens=tokens,
+            tokens_after=tokens_after,
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,
             step_ms=1000 * speed.iter_seconds,
             tokens_per_sec=speed.tokens_per_sec,
             mfu=mfu,
-            mem_gib=mem_gib or None,
+            mem_gib=speed.mem_gib or None,
             data_wait_ms=1000 * speed.wait_seconds,
             hours=self.clock.training_hours(),
         )
@@ -382,16 +357,7 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(
-        self,
-        reason: str,
-        complete: bool,
-        it: int,
-        tokens: int,
-        val_loss: float,
-        waited: float,
-        mem_gib: float,
-    ) -> None:
+    def finish(self, reason: str, complete: bool, it, tokens, val_loss, waited, mem_gib) -> None:
         """
         The last lines: where the time went, what came out, why the run ended, and if it is not
         complete, what to type. `waited`: seconds for data in this launch.

@@ -1,0 +1,128 @@
+"""
+The log only writes: a run whose log does nothing trains, saves and ends as any other. And what each
+of its lines says.
+"""
+
+import contextlib
+import re
+from unittest import mock
+
+import pytest
+from moments import Clock, before_updates, fill, free
+from program import Night, best, checkpoint, checkpoints, column, same, train, write_tokens
+
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=2,
+    max_iters=12,
+    eval_interval=4,
+    eval_tokens=160,
+    sample_tokens=5,
+    dropout=0.1,
+    learning_rate=0.01,
+    warmup_iters=2,
+    keep_checkpoints=9,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+
+
+class NoLog:
+    """A log whose methods all do nothing."""
+
+    def __init__(self, *arguments, **named):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: None
+
+
+def no_log():
+    return mock.patch("training.log.Log", NoLog)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
+
+
+def assert_same_files(left, right) -> None:
+    """The folders hold equal checkpoints and an equal best.pt, but for the seconds in them."""
+    assert checkpoints(left) == checkpoints(right)
+    pairs = [(checkpoint(left, it), checkpoint(right, it)) for it in checkpoints(left)]
+    for a, b in [*pairs, (best(left), best(right))]:
+        for key in ("model", "optimizer", "scaler", "rng", "progress", "val_loss"):
+            assert same(a[key], b[key]), key
+
+
+def test_a_run_without_a_log_is_the_same_run(tokens, tmp_path):
+    for name, log in (("logged", contextlib.nullcontext()), ("silent", no_log())):
+        with log:
+            train(**TINY | dict(max_iters=6), dataset=tokens, out_dir=tmp_path / name)
+            train(**TINY, dataset=tokens, out_dir=tmp_path / name, init_from="resume")
+    assert_same_files(tmp_path / "logged", tmp_path / "silent")
+    assert checkpoints(tmp_path / "silent") == [4, 6, 8, 12]
+    assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
+
+
+def rates_of(out_dir, **keys) -> list[float]:
+    """The learning rate of each update of a run on a turned clock."""
+    rates = []
+    with before_updates(lambda n, optimizer: rates.append(optimizer.param_groups[0]["lr"])):
+        assert Night(turned=True).launch(**keys, out_dir=out_dir).code == 0
+    return rates
+
+
+@pytest.mark.parametrize("log_interval", [1, 7])
+def test_with_hours_the_rates_do_not_depend_on_the_log(log_interval, tokens, tmp_path):
+    keys = TINY | dict(lr_schedule="linear", hours=0.25, log_interval=log_interval, dataset=tokens)
+    del keys["max_iters"], keys["eval_interval"]
+    logged = rates_of(tmp_path / "logged", **keys)
+    with no_log():
+        silent = rates_of(tmp_path / "silent", **keys)
+    assert logged == silent
+    assert len(silent) > 50
+    assert_same_files(tmp_path / "logged", tmp_path / "silent")
+
+
+def test_a_run_without_a_log_still_tries_a_failed_save_again(tokens, make_disk):
+    """Iterations of 20 seconds; the disk is full at the save of iteration 10, until 12."""
+    disk, clock, first = make_disk(1 << 20), Clock(), []
+
+    def act(n, optimizer):
+        clock.ahead += 20
+        if n == 10:
+            fill(disk)
+        if n == 12:
+            free(disk)
+        first.extend(checkpoints(disk / "run")[:1])
+
+    keys = TINY | dict(max_iters=21, eval_interval=100, checkpoint_interval=10, sample_tokens=0)
+    with before_updates(act), clock.turned(), no_log():
+        train(**keys, dataset=tokens, out_dir=disk / "run")
+    assert 11 <= first[0] <= 12 + 3
+    assert checkpoints(disk / "run")[-2:] == [20, 21]
+
+
+@pytest.mark.parametrize("log_interval", [1, 3])
+def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_alone(
+    log_interval, tokens, tmp_path
+):
+    keys = TINY | dict(log_interval=log_interval, peak_tflops=0.001, dataset=tokens)
+    lines = {}
+    for name, pause in (("quick", 0.5), ("slow", 5000.0)):
+        night = Night(turned=True)
+        night.seconds = dict(iteration=10.0, evaluation=pause, save=pause)
+        result = night.launch(**keys, out_dir=tmp_path / name)
+        figures = r"^iter (\d+): loss (\S+), time (\S+)ms, mfu (\S+)%, tok/s ([\d,]+), "
+        lines[name] = re.findall(figures, result.out, re.MULTILINE)
+        assert len(lines[name]) == result.out.count("\niter ")
+        assert sum(column(tmp_path / name, "eval", "seconds")) == pytest.approx(4 * pause)
+    assert lines["quick"] == lines["slow"]
+    assert len(lines["slow"]) == (12 if log_interval == 1 else 5)
+    assert {time for _, _, time, _, _ in lines["slow"]} == {"10000.00"}
