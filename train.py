@@ -66,7 +66,7 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
-SAVE_EVERY = 600  # between saves, unless checkpoint_interval is set
+SAVE_EVERY = 600  # seconds between saves, unless checkpoint_interval is set
 RETRY_SECONDS = 30  # from a save that failed to the next try
 LAST_RETRY_SECONDS = 60  # the same at the end of the run, which waits for room
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
@@ -76,13 +76,13 @@ COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 @dataclass
 class Progress:
-    """How far a run is: what changes besides the weights and the optimizer."""
+    """How far a run is. The loop changes it; checkpoints keep it."""
 
     iter_num: int = 0  # iterations done, those with a skipped update included
     tokens: int = 0  # trained on
     sequences: int = 0  # read: the position in the order of the data
     evaluated_at: int = -1  # iteration of the last evaluation
-    evaluated_share: float = -1.0  # of a run with hours or until: its share done at that time
+    evaluated_share: float = -1.0  # with hours or until: the share of the time done at that point
     val_loss: float = math.inf  # of the last evaluation
     best_val_loss: float = math.inf  # the lowest of the start and of the checkpoints on the disk
     best_iter: int = -1  # its iteration; best.pt is the checkpoint of it
@@ -137,9 +137,9 @@ def weights_hint(out_dir: Path) -> str:
 
 def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     """
-    Return the configuration with what the checkpoint, the weights and this machine decide. Nothing
-    changes it afterwards. Raises UserError with a line for each problem, before anything is
-    written.
+    Return the configuration with what the checkpoint or the weights (both None from scratch) and
+    this machine decide. Nothing changes it afterwards. Raises UserError with a line for each
+    problem, before anything is written.
     """
     problems: list[str] = []
     if resumed:
@@ -171,8 +171,8 @@ def keep_values(
     c: Config, names: tuple[str, ...], saved: dict, source: str
 ) -> tuple[Config, list[str]]:
     """
-    The configuration with the saved values of these keys, and a problem if a file or flag sets one
-    of them to something else. A key that is newer than the saved values had its default.
+    Return the configuration with the saved values of these keys, and a problem if a file or flag
+    sets one of them to something else. A key that is newer than the saved values had its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
     different = [
@@ -259,8 +259,8 @@ def model_config(
     c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
 ) -> GPTConfig:
     """
-    The model that a configuration describes. `vocab` is rounded up; loaded `weights`
-    keep their size. `flash` and `compiled`: whether this machine does what the keys ask for.
+    Return the model that a configuration describes. `vocab` is rounded up, unless loaded `weights`
+    have a size of their own. `flash` and `compiled`: whether this machine does what the keys ask.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
@@ -627,12 +627,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     while True:
         it = progress.iter_num
-        # Rank 0 looks at the clock for all ranks: with clocks of their own they would disagree,
-        # and wait for each other for ever
+        # Rank 0 looks at the clock for all ranks. If each rank looked at its own, they would decide
+        # differently and wait for each other forever. For the fields see clock.Now
         now = ranks.on_main(schedule.look, it)
 
-        # end?
-        stop: str | None = None  # why no iteration follows
+        # end? The reason stays None if the run goes on
+        stop: str | None = None
         if c.eval_only:
             stop = "eval_only"
         elif it >= c.max_iters:  # never, with hours or until alone
@@ -644,9 +644,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         elif not wait_for_data(batches, accum, signals):
             stop = signals.name or "data"
 
-        # evaluate: every eval_interval iterations or twentieth of the time, and when complete
+        # evaluate: every eval_interval iterations, with hours or until every twentieth of the time,
+        # and when the run is complete
         eval_due = it % c.eval_interval == 0
-        if c.eval_interval == NEVER:  # with hours or until
+        if c.eval_interval == NEVER:
             eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)
         eval_due = eval_due and now.has_spare_time and not stop
         if (eval_due or stop in COMPLETE) and (progress.evaluated_at != it or c.eval_only):
@@ -669,7 +670,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                     print_sample(eval_model, data, it, c, hw, log)
                 schedule.estimate("evaluation", clock.lap("evaluation"))
 
-        # save: on schedule, after an evaluation, soon after a save that failed, and at the end
+        # save: every checkpoint_interval iterations or ten minutes, after an evaluation, half a
+        # minute after a save that failed, and at the end
         is_evaluated = progress.evaluated_at == it
         is_best = is_evaluated and progress.val_loss < progress.best_val_loss
         if c.checkpoint_interval:
@@ -683,16 +685,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if is_unsaved and (save_due or retry_due or stop):
             clock.lap("steps")
             check_finite(eval_model, it, c, ranks)
-            # if the save fails, progress stays: a best that is not on the disk does not count
-            to_save = replace(progress)
-            if is_best:
+            to_save = replace(progress)  # becomes progress if it is saved
+            if is_best:  # a best that is not on the disk does not count
                 to_save.best_val_loss = progress.val_loss
                 to_save.best_iter = it
             state = state_to_save(
                 c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
             )
-            problem = ranks.on_main(saver.save, state, is_best)  # such as a full disk
-            while problem and stop:  # at the end: wait for room, unless a signal comes
+            problem = ranks.on_main(saver.save, state, is_best)  # "", or such as a full disk
+            while problem and stop:  # nothing follows, so wait for room until a signal comes
                 if signals.stop_asked():
                     ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
                 hint = "trying again each minute; Ctrl-C gives up, and frees the device"
@@ -705,7 +706,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 saved = (it, progress.evaluated_at)
                 log.report_save(it, saver.path(it), clock.since_lap())
                 schedule.estimate("checkpoints", clock.since_lap())
-            elif not save_failed:  # said once, until one is saved
+            elif not save_failed:  # warn once, until one is saved
                 log.warn(it, f"{problem}; trying again within a minute")
             save_failed = bool(problem)
             clock.lap("checkpoints")
@@ -728,15 +729,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
 
-        # log: every log_interval iterations, and after the last one. Only here the loop waits for
-        # the device, so only here it notices skipped updates
+        # log: every log_interval iterations, and after the last one. The loop waits for the device
+        # only here, so this is also where it notices skipped updates
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
-            schedule.estimate("iteration", speed.iter_seconds)
+            schedule.estimate("iteration", speed.iter_seconds)  # moves the rates of an --hours run
             lr = optimizer.param_groups[0]["lr"]
             norm = grad_norm.item()
             log.report_step(it, tokens_before, progress.tokens, loss, lr, norm, speed)

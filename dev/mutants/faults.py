@@ -349,8 +349,8 @@ FAULTS = [
     Fault(
         "the_log_tells_the_schedule_the_pace",
         "train.py",
-        '            schedule.estimate("iteration", speed.iter_seconds)\n',
-        '            if log.__class__.__name__ == "Log":\n                schedule.estimate("iteration", speed.iter_seconds)\n',
+        'schedule.estimate("iteration", speed.iter_seconds)',
+        'type(log).__name__ == "Log" and schedule.estimate("iteration", speed.iter_seconds)',
         "integration/test_log.py::test_with_hours_the_rates_do_not_depend_on_the_log[1]",
     ),
     Fault(
