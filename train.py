@@ -47,7 +47,6 @@ from data.tokenizer import Tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
-from training.checkpoint import Saver
 from training.clock import Clock, Schedule, Speedometer
 from training.compiled import compile_and_check
 from training.hardware import Hardware
@@ -108,7 +107,7 @@ def newest_checkpoint(c: Config) -> Path | None:
     return path
 
 
-def load_initial(c: Config) -> dict | None:
+def initial_weights(c: Config) -> dict | None:
     """
     Load the weights that a new run starts from; None for random ones. Raises UserError, also if
     another run is in out_dir.
@@ -558,7 +557,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
     resumed = ranks.main_first(checkpoint.load, newest) if newest else None  # this run's own state
-    weights = resumed or ranks.main_first(load_initial, asked)  # fills the model; None: random
+    weights = resumed or ranks.main_first(initial_weights, asked)  # fills the model; None: random
     c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
 
     # Device and data
@@ -589,7 +588,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     eval_model = model  # the weights to evaluate, sample and save; an average would go here
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
-    saver = Saver(Path(c.out_dir), c.keep_checkpoints)
+    saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints)
     if not c.eval_only:
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
@@ -673,7 +672,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # save: every checkpoint_interval iterations or ten minutes, after an evaluation, half a
         # minute after a save that failed, and at the end
         is_evaluated = progress.evaluated_at == it
-        is_best = is_evaluated and progress.val_loss < progress.best_val_loss
+        is_improved = progress.val_loss < progress.best_val_loss
+        is_best = is_evaluated and (is_improved or progress.best_iter == it)
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
         else:
@@ -704,7 +704,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if not problem:
                 progress = to_save
                 saved = (it, progress.evaluated_at)
-                log.report_save(it, saver.path(it), clock.since_lap())
+                log.report_save(it, checkpoint.checkpoint_path(c.out_dir, it), clock.since_lap())
                 schedule.estimate("checkpoints", clock.since_lap())
             elif not save_failed:  # warn once, until one is saved
                 log.warn(it, f"{problem}; trying again within a minute")

@@ -201,9 +201,6 @@ class Saver:
             self.unwritten = missing_lines(path, resumed["unwritten"])
         self.metrics = open(path, "ab", buffering=0)
 
-    def path(self, iter_num: int) -> Path:
-        return checkpoint_path(self.out_dir, iter_num)
-
     def save(self, state: dict, is_best: bool) -> str:
         """
         Save `state` as the newest checkpoint, and as best.pt if it is the best. Returns "", or if
@@ -213,9 +210,10 @@ class Saver:
         it = state["progress"]["iter_num"]
         if not self.out_dir.exists():
             warn(f"iter {it}: {self.out_dir} was deleted, with the log in it; making it again")
+        path = checkpoint_path(self.out_dir, it)
         state = state | dict(unwritten=self.unwritten.decode())
         try:
-            save_newest(state, self.path(it), self.keep, is_best, check=not self.has_saved)
+            save_newest(state, path, self.keep, is_best, check=not self.has_saved)
         except OSError as error:
             return f"checkpoint {it} is not saved: {error.strerror or error}"
         except UserError as error:  # the first one, read back
@@ -292,7 +290,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     path = checkpoint_path(out_dir, it)
     best = path.with_name("best.pt")
     if progress["best_iter"] == it:
-        # a kill may have come between the two steps of Saver.save()
+        # a kill may have come between the two steps of save_newest()
         if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
             link(path, best)
     return lock

@@ -210,7 +210,7 @@ class Log:
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == NEVER else f" or {iterations}"
         stops = f"stops by about {clock_time(self.left())}"
-        return f"hours {self.hours_text()}{bound}; {stops}"
+        return f"hours {self.used_of_total()}{bound}; {stops}"
 
     def report_compile(self, it: int, seconds: float, problem: str) -> None:
         """After compiling; with why the run goes on uncompiled, if it does."""
@@ -235,7 +235,7 @@ class Log:
         total_gib = self.hw.memory_gib()
         of_all = f" of {total_gib:.1f}" if total_gib else ""
         mem_text = f"{speed.mem_gib:.1f}{of_all}GiB" if speed.mem_gib else "n/a"
-        hours = f"hours {self.hours_text()}, " if c.by_clock else ""
+        hours = f"hours {self.used_of_total()}, " if c.by_clock else ""
         is_tenth = it % (UNCOMPILED_LINES * c.log_interval) == 0
         end = ", not compiled" if self.uncompiled and is_tenth else ""
         say(
@@ -266,8 +266,8 @@ class Log:
         of_launch = 60 * minutes - self.clock.of_launch() if minutes else math.inf
         return max(0.0, min(self.schedule.left(), of_launch))
 
-    def hours_text(self) -> str:
-        """The hours used, and all that there are."""
+    def used_of_total(self) -> str:
+        """The hours used of those that the run has: 1.25 of 8.00."""
         used = self.clock.used()
         return f"{used / 3600:.2f} of {(used + max(0.0, self.schedule.left())) / 3600:.2f}"
 
