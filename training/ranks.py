@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import RunError, UserError, print_err
 from configurator import Config
 
-# For one collective; longer than any evaluation or save that a rank waits for
+# For one collective: longer than any evaluation or save that a rank waits for
 TIMEOUT = timedelta(minutes=10)
 LEAVE_SECONDS = 10.0  # for leaving the others after an error; then this process ends with code 1
-SHARE_PATIENCE = 30.0  # seconds until a network share must show a file to all machines
+SHARE_PATIENCE = 30.0  # seconds to wait for a network share to show a new file
 
 
 class Ranks:
@@ -67,8 +67,9 @@ class Ranks:
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
-        The model; with several ranks, its gradients are averaged over all of them. Gradients are
-        then views of the buckets that are averaged, so they take no memory of their own.
+        Return the model; with several ranks, wrapped so that its gradients are averaged over all of
+        them. Gradients are then views of the buckets that are averaged, and take no memory of
+        their own.
         """
         if self.world_size == 1:
             return model
@@ -77,10 +78,10 @@ class Ranks:
         return ddp_model
 
     # -------------------------------------------------------------------------
-    # What the ranks tell each other. All ranks must make each of these calls.
+    # Collectives. Every rank must call them, in the same order.
 
     def sum(self, *values: float, op=dist.ReduceOp.SUM) -> list[float]:
-        """Each value's sum (or op) over all ranks, in float64."""
+        """Return each value's sum (or op) over all ranks, in float64."""
         if self.world_size == 1:
             return [*values]
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -88,11 +89,11 @@ class Ranks:
         return tensor.tolist()
 
     def max(self, *values: float) -> list[float]:
-        """Each value's maximum over all ranks."""
+        """Return each value's maximum over all ranks."""
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list:
-        """Every rank's value, in order, on every rank."""
+        """Return every rank's value, in order, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
@@ -127,11 +128,11 @@ class Ranks:
         return mine[0] if self.is_main else function(*args)
 
     def fail(self, line: str) -> NoReturn:
-        """Raises RunError; only rank 0 prints why."""
+        """End the run on all ranks with RunError; only rank 0 prints why."""
         raise RunError(line) if self.is_main else RunError()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
-        """Raises UserError on every rank if any rank's value differs from rank 0's."""
+        """Raise UserError on every rank if any rank's value differs from rank 0's."""
         everywhere = self.gather(value)
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
@@ -139,7 +140,7 @@ class Ranks:
                 raise UserError(line) if self.is_main else UserError()
 
     def check_shared(self, file: Path, hint: str) -> None:
-        """Raises UserError on every rank if some rank's machine sees another file than rank 0's."""
+        """Raise UserError on every rank if some rank's machine sees another file than rank 0's."""
         if self.world_size == 1:
             return
         self.on_main(file.touch)
@@ -209,8 +210,8 @@ SAME_STOP = 0.5  # seconds in which torchrun, systemd and Slurm may each pass on
 
 class StopSignals:
     """
-    The signals that this process has received. The loop looks at them between two iterations, and
-    at each batch of an evaluation, on all ranks together, so that all of them stop at one place.
+    The signals that this process has received. All ranks look at them together, between two
+    iterations and at each batch of an evaluation, so that all of them stop at the same place.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -254,7 +255,7 @@ class StopSignals:
         reader.close()
 
     def close(self) -> None:
-        """After the run: from here on signals are not answered."""
+        """Stop answering signals, after the run."""
         signal.set_wakeup_fd(-1)
         self.writer.close()
 
@@ -271,12 +272,12 @@ class StopSignals:
         return most
 
     def stop_asked(self) -> bool:
-        """Whether any rank has received a signal. All ranks look together."""
+        """Return whether any rank has received a signal. All ranks look together."""
         self.agree()
         return self.name is not None
 
     def wait(self, seconds: int) -> None:
-        """Wait, but not longer than until a signal comes. All ranks wait together."""
+        """Wait so long, or until a signal comes. All ranks wait together."""
         for _ in range(seconds):
             if self.stop_asked():
                 return
