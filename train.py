@@ -525,22 +525,16 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     """Restore the optimizer's state. Its hyperparameters stay the configuration's."""
-    groups = optimizer.state_dict()["param_groups"]
-    if not same_groups(groups, saved["param_groups"]):
+    ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
         problem = f"the optimizer in {c.out_dir} is not this one (its groups hold other weights)"
         raise UserError(f"init_from: {problem}; a new --out_dir takes its weights alone")
-    optimizer.load_state_dict(saved | dict(param_groups=groups))
+    optimizer.load_state_dict(saved | dict(param_groups=ours))
     # copy: CPU tensors are memory-mapped to the checkpoint, which could otherwise never be freed
     for moments in optimizer.state.values():
         for name, moment in moments.items():
             if isinstance(moment, Tensor) and moment.device.type == "cpu":
                 moments[name] = moment.clone()
-
-
-def same_groups(ours: list[dict], saved: list[dict]) -> bool:
-    """Whether the groups hold the same weights. Release b22bbcc saved no names."""
-    key = "param_names" if all("param_names" in group for group in saved) else "params"
-    return [group[key] for group in ours] == [group[key] for group in saved]
 
 
 # -----------------------------------------------------------------------------
