@@ -102,6 +102,23 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_resume_on_a_folder_of_which_one_file_has_changed_is_refused(split, letters, tmp_path):
+    """nanoGPT's own folder, without a manifest; the file has its name and its size."""
+    data, out_dir = tmp_path / "letters", tmp_path / "run"
+    shutil.copytree(letters, data)
+    keys = TINY | dict(dataset=data, out_dir=out_dir, max_iters=2)
+    train(**keys)
+    before = files(out_dir)
+    ids = np.fromfile(data / f"{split}.bin", "<u2")
+    ids[::-1].tofile(data / f"{split}.bin")
+    result = run("train.py", *flags(**keys | dict(max_iters=4, init_from="resume")))
+    assert result.code == 2
+    (error,) = result.err.splitlines()
+    assert str(data) in error
+    assert files(out_dir) == before
+
+
 # -----------------------------------------------------------------------------
 # Samples
 

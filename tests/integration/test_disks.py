@@ -326,6 +326,42 @@ def test_a_disk_with_the_room_that_the_page_names_is_enough(
     assert (best_iter(disk / "run") == 10) != worse_later
 
 
+def test_a_resumed_run_does_not_hold_the_room_of_deleted_checkpoints(tokens, straight, make_disk):
+    """Its tensors come from a file that is deleted later, and is not best.pt."""
+    size = (straight / "ckpt-00000008.pt").stat().st_size
+    disk = make_disk(3 * size + (48 << 10))
+    train_tiny(tokens, disk / "run", eval_interval=2, max_iters=2)
+    with no_wait():
+        train_tiny(tokens, disk / "run", eval_interval=2, max_iters=10, init_from="resume")
+    assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
+    assert best_iter(disk / "run") == 4
+
+
+def test_records_that_a_checkpoint_kept_are_not_written_twice(tokens, make_disk, tmp_path):
+    """The disk of metrics.jsonl is full at a save, has room later, and then the run is killed."""
+    options = dict(max_iters=50, eval_interval=20, keep_checkpoints=3)
+    disk, out_dir, there = make_disk(1 << 20), tmp_path / "run", []
+    out_dir.mkdir()
+    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+
+    def act(n, optimizer):
+        if n == 2:
+            fill(disk)
+        if n in (42, 45):
+            there.append(39 in column(out_dir, "step", "iter"))
+        if n == 42:
+            free(disk)
+        if n == 45:
+            raise ValueError("as good as killed")
+
+    with before_updates(act):
+        assert run_tiny(tokens, out_dir, **options).code == 1
+    assert there == [False, True]
+    train_tiny(tokens, out_dir, **options, init_from="resume")
+    train_tiny(tokens, tmp_path / "straight", **options)
+    assert_same_run(tmp_path / "straight", out_dir, 50)
+
+
 def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, straight, make_disk):
     disk = make_disk(1 << 20)
     train_tiny(tokens, disk / "run", max_iters=4)
@@ -354,6 +390,28 @@ def test_a_disk_too_small_for_the_run_is_said_at_the_start(
     size = (straight / "ckpt-00000008.pt").stat().st_size
     result = train_tiny(tokens, make_disk(files * size) / "run", max_iters=1)
     assert bool([line for line in lines(result.err, "warning:") if "disk" in line]) == warned
+
+
+def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_path):
+    """The one before is of other weights."""
+    train_tiny(tokens, tmp_path, checkpoint_interval=3, keep_checkpoints=9)
+    losses = dict(column(tmp_path, "eval", "iter", "val_loss"))
+    found = {it: checkpoint(tmp_path, it)["val_loss"] for it in checkpoints(tmp_path)}
+    assert [it for it, loss in found.items() if loss is None] == [3, 6]
+    assert found[4] == pytest.approx(losses[4])
+    assert found[8] == pytest.approx(losses[8])
+
+
+@pytest.mark.parametrize("launches", [[10], [6, 10]])
+def test_an_evaluation_worse_than_the_best_leaves_best_pt_also_if_it_beats_the_start(
+    launches, tokens, tmp_path
+):
+    for max_iters in launches:
+        options = dict(eval_interval=2, max_iters=max_iters, init_from="auto")
+        train_tiny(tokens, tmp_path, **options)
+    losses = dict(column(tmp_path, "eval", "iter", "val_loss"))
+    assert losses[4] < losses[10] < losses[0]
+    assert best_iter(tmp_path) == best_logged(tmp_path) == 4
 
 
 # -----------------------------------------------------------------------------

@@ -197,6 +197,14 @@ def test_warmup_takes_at_most_a_tenth_of_the_time(night, tiny, tmp_path):
     assert rate[-1] == 0.0
 
 
+def test_a_given_lr_decay_iters_ends_the_decay_earlier(night, tiny, tmp_path):
+    night.launch(**tiny | dict(min_lr=0.1), hours=HOURS, lr_decay_iters=20)
+    rate = rates(tmp_path)
+    assert rate[10] == pytest.approx(0.55)
+    assert rate[20:] == [0.1] * (len(rate) - 20)
+    assert len(rate) > 50
+
+
 def test_a_given_max_iters_ends_the_schedule_earlier(night, tiny, tmp_path):
     night.launch(**tiny, hours=HOURS, max_iters=41)
     assert end_of(tmp_path)["reason"] == "max_iters"
@@ -352,6 +360,34 @@ def test_a_resume_after_until_ends_and_does_not_take_the_next_day(night, tiny, t
     assert column(tmp_path, "eval", "iter")[-1] == 31
 
 
+def test_an_until_of_this_minute_is_that_of_tomorrow(night, tiny, tmp_path):
+    """Typed half a minute after it."""
+    night.EVENING += 30
+    night.launch(**tiny, until="23:00", max_iters=5)
+    assert end_of(tmp_path)["reason"] == "max_iters"
+    assert len(rates(tmp_path)) == 5
+
+
+def test_a_plain_stop_costs_no_evaluation(night, tiny, tmp_path):
+    """Neither one more nor one less than the 21 of an unbroken run."""
+    night.at["iteration", 42] = sigterm
+    night.launch(**tiny, hours=HOURS)
+    assert column(tmp_path, "eval", "iter")[-1] == 40  # the next one is due at 44
+    night.launch(**tiny, hours=HOURS, init_from="auto")
+    assert len(records(tmp_path, "eval")) == 21
+
+
+def test_a_late_resume_leaves_time_for_a_slow_evaluation(night, tiny, tmp_path):
+    """It knows from the launch before what the last evaluation will take."""
+    night.seconds["evaluation"] = 60.0
+    night.at["iteration", 75] = sigterm
+    night.launch(**tiny, hours=HOURS, eval_interval=1000)
+    assert SECONDS - 100 < night.now < SECONDS - 80
+    night.launch(**tiny, hours=HOURS, eval_interval=1000, init_from="auto")
+    assert SECONDS - 20 <= night.now <= SECONDS
+    assert end_of(tmp_path)["reason"] == "hours"
+
+
 @pytest.mark.parametrize("number", [10, 21])
 def test_an_evaluation_that_a_signal_ended_is_made_again(number, night, tiny, tmp_path):
     night.at["evaluation", number] = sigterm
@@ -430,6 +466,22 @@ def test_without_an_interval_a_checkpoint_is_saved_every_ten_minutes(night, tiny
     assert column(tmp_path, "checkpoint", "iter") == [10, 20, 30, 35]
 
 
+def test_a_failed_save_is_tried_each_half_minute_and_not_at_each_iteration(night, tiny, tmp_path):
+    """A full disk is no reason for a slow night."""
+
+    def fail():
+        if night.now < 130:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    night.seconds |= dict(iteration=2.0, save=0.0)
+    for number in range(1, 100):
+        night.at["save", number] = fail
+    night.launch(**tiny, max_iters=79, eval_interval=1000, checkpoint_interval=40)
+    # due at 84 s, after the first evaluation; tried again at 114 s, with success at 144 s; the end
+    assert night.count["save"] == 4
+    assert column(tmp_path, "checkpoint", "iter") == [70, 79]
+
+
 ETA = re.compile(r"^iter (\d+): .* eta (?:(\d+)m)?(\d+)s$", re.MULTILINE)
 
 
@@ -469,6 +521,29 @@ def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(night, tiny, tmp_pa
     assert sum(ledger.values()) == 40 * 10 + 6 * 4 + ledger["checkpoints"]
     assert night.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
     assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
+
+
+def test_the_last_lines_of_a_resumed_run_are_of_the_whole_run_or_of_this_launch(
+    night, tiny, tmp_path
+):
+    keys = tiny | dict(max_iters=40, eval_interval=8)
+    night.at["iteration", 20] = sigterm
+    night.launch(**keys)
+    night.seconds["iteration"] = 5.0
+    out = night.launch(**keys, init_from="auto").out
+    found = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
+    end, tokens = end_of(tmp_path), 40 * 64
+    epochs = tokens / (700 + 37 + 500)
+    assert int(found["tokens"]) == end["tokens"] == tokens
+    assert float(found["epochs"]) == pytest.approx(epochs, abs=0.005)
+    # 20 iterations at 10 s and 20 at 5 s, evaluations and saves
+    assert float(found["seconds"]) == pytest.approx(300 + 6 * 5, abs=2)
+    assert float(found["seconds"]) == pytest.approx(3600 * end["hours"])
+    assert float(found["hours_per_epoch"]) == pytest.approx(end["hours"] / epochs, rel=0.01)
+    assert float(found["tokens_per_sec"]) == pytest.approx(64 / 5, abs=0.5)  # of this launch
+    assert float(found["val_loss"]) == pytest.approx(
+        column(tmp_path, "eval", "val_loss")[-1], abs=1e-4
+    )
 
 
 AWAY = {"22:59": True, "01:00": False}
