@@ -701,6 +701,51 @@ step 900: train loss 5, val loss 6
     assert Table(log, "--gpu=4070").values("mfu") == pytest.approx([0.692], abs=5e-4)
 
 
+def write_two_gpus(path: Path) -> None:
+    """Without its own MFU. 1000 tokens of 1000 FLOPs in 100 ms, half of them on each GPU."""
+    a = write_run(path, {0: 8.0, 20: 3.0}, start=dict(world_size=2))
+    lines = (a / "metrics.jsonl").read_text()
+    (a / "metrics.jsonl").write_text(lines.replace('"mfu": 0.5', '"mfu": null'))
+
+
+def write_killed(path: Path) -> None:
+    """After its seventh iteration."""
+    a = write_run(path, {0: 8.0, 20: 3.0})
+    lines = (a / "metrics.jsonl").read_text().splitlines(keepends=True)
+    seventh = next(i for i, line in enumerate(lines) if '"step", "iter": 6,' in line)
+    (a / "metrics.jsonl").write_text("".join(lines[: seventh + 1]))
+
+
+def write_short_log(path: Path) -> None:
+    """Of nanoGPT, whose first line counts compiling."""
+    path.write_text(
+        """\
+tokens per iteration will be: 1,000
+iter 0: loss 10.9, time 32145.33ms, mfu -100.00%
+iter 10: loss 7.1, time 100.00ms, mfu 10.00%
+iter 20: loss 6.5, time 300.00ms, mfu 10.00%
+"""
+    )
+
+
+READ = {
+    "MFU is of one GPU": (write_two_gpus, dict(mfu=1000 * 10_000 / 2 / 58.3e12)),
+    "a killed run has its last iteration": (write_killed, dict(iterations=7, tokens=7000)),
+    "a short log without compiling": (
+        write_short_log,
+        dict(step_ms_p50=200, hours=21 * 0.2 / 3600, iterations=21),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_the_figures_of_a_run_are_those_that_happened(kind, tmp_path):
+    write, expected = READ[kind]
+    write(tmp_path / "a")
+    (figures,) = Table(tmp_path / "a", "--gpu=4070").runs.values()
+    assert {key: figures[key] for key in expected} == pytest.approx(expected)
+
+
 # -----------------------------------------------------------------------------
 # The picture
 

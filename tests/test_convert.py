@@ -693,6 +693,20 @@ def test_nanogpts_checkpoint_is_read_within_its_gelu(tmp_path):
     assert_same_logits(model, reference, 128)  # with nanoGPT's own GELU: the same function
 
 
+def test_the_padding_of_nanogpts_vocabulary_is_no_token_and_is_not_exported(tmp_path):
+    """GPT-2's 50,257 tokens, rounded up to 50,304 rows: tiktoken knows none of the others."""
+    sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, bias=False, vocab_size=50304)
+    weights = GPT(GPTConfig(**sizes)).state_dict()
+    state = dict(model=weights, model_args=sizes | dict(dropout=0.0), iter_num=7, config={})
+    torch.save(state, tmp_path / "ckpt.pt")
+    convert("nanogpt-to-ckpt", tmp_path / "ckpt.pt", tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["vocab"] == 50257
+    convert("ckpt-to-hf", tmp_path / "x.pt", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
+    (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape
+    assert rows == 50257
+
+
 def test_nanogpts_characters_come_with_it_and_run_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nanogpt_checkpoint(Path("ckpt.pt"))

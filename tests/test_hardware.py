@@ -81,6 +81,24 @@ def test_a_system_that_does_not_tell_its_peak_memory(monkeypatch):
     assert hw(None).peak_memory_gib() is None
 
 
+def test_the_memory_of_a_gpu_is_the_most_that_was_in_use(monkeypatch):
+    """In GiB, as cards are sold, and not what is in use at the end."""
+    for name, gib in dict(memory_allocated=1, max_memory_allocated=3, memory_reserved=5).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, gib=gib: gib * 2**30)
+    assert Hardware(torch.device("cuda"), BF16, "a card", None, None).peak_memory_gib() == 3
+
+
+def test_the_random_state_of_a_gpu_is_saved_and_restored(monkeypatch):
+    """Dropout draws on it. Two functions of torch stand for the GPU."""
+    here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: here[0].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: here.append(state))
+    states = hardware.get_rng_state(torch.device("cuda"))
+    here[0] = torch.zeros(3, dtype=torch.uint8)
+    hardware.set_rng_state(states, torch.device("cuda"))
+    assert here[-1].tolist() == [1, 2, 3]
+
+
 def test_mfu_of_the_users_two_runs_on_a_4070():
     """
     Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 %

@@ -126,6 +126,22 @@ def test_no_token_sees_its_future():
         torch.testing.assert_close(model(idx)[:, :25], model(changed)[:, :25], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("cap", [None, 15.0])
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
+    """In bfloat16 a loss of 5 would be off by up to 0.016, and the sum of many by far more."""
+    torch.manual_seed(0)
+    x, head = torch.randn(1, 64, 8).bfloat16(), torch.randn(211, 8).bfloat16()
+    targets = tokens(1, 64, 211)
+    logits = (x[0] @ head.T).float()
+    if cap:
+        logits = cap * logits / (logits**2 + cap**2).sqrt()
+    expected = torch.nn.functional.cross_entropy(logits, targets[0]).item()
+    loss = mean_loss(x, head, targets, chunk, cap)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_targets_of_minus_one_count_for_nothing():
     model = perturbed(GPTConfig(**SMALL))
     block = tokens(2, 33, SMALL["vocab_size"])

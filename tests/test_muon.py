@@ -122,6 +122,22 @@ def test_each_neuron_moves_by_its_mean_square_over_time():
         torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
 
 
+def test_a_matrix_moves_along_nesterovs_look_ahead():
+    """
+    A matrix of one row keeps its direction. Of the gradients (1, 0) and (0, 1) the momentum is
+    (0.25, 0.5), and the look-ahead (0.125, 0.75). NorMuon's mean squares are equal to 0.4%.
+    """
+    p = nn.Parameter(torch.zeros(1, 2))
+    keys = dict(params=[p], parts=1, lr=0.1, momentum=0.5, weight_decay=0.0)
+    optimizer = Muon([keys], torch.float32)
+    for gradient in ([1.0, 0.0], [0.0, 1.0]):
+        before = p.detach().clone()
+        p.grad = torch.tensor([gradient])
+        optimizer.step()
+    x, y = (before - p.detach())[0].tolist()
+    assert y / x == pytest.approx(0.75 / 0.125, rel=0.01)
+
+
 def test_a_matrix_without_a_gradient_yet_stays_finite():
     """What feeds a matrix of zeros has a gradient of zeros in the first iteration."""
     p = nn.Parameter(torch.randn(8, 4))

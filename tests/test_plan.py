@@ -268,6 +268,15 @@ def test_several_gpus_share_the_work_and_average_their_gradients(gpu, flags, exc
     assert "averaging gradients" in p["out"] and "averaging gradients" not in one["out"]
 
 
+@pytest.mark.parametrize("length", [["--max_iters=1000"], ["--hours=10"]])
+def test_the_hours_of_several_gpus_hold_the_exchange_of_each_iteration(length):
+    """A slow link: of 10 s on one GPU, 5 s on each of two, and as long for the gradients."""
+    link = f"--link_gbits={10 * LINK / 2 / 5 / 1e9}"
+    p = plan("gpt124m_4070", "--gpu=4070", "--gpus=2", "--iter_seconds=10", link, *length)
+    assert p["hours"] == pytest.approx(p["max_iters"] * 10 / 3600, rel=1e-4)
+    assert p["max_iters"] <= 3600
+
+
 def test_the_power_and_the_rent_are_those_of_all_gpus():
     """Eight GPUs of 300 W and of 1.50 an hour."""
     p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", "--watts=300", "--price_hour=1.5")

@@ -371,10 +371,11 @@ def test_without_a_whole_checkpoint_nothing_is_started(tiny, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_never_saved(value, tiny, tmp_path):
     def spoil(model):
         with torch.no_grad():
-            next(model.parameters()).fill_(torch.nan)
+            next(model.parameters()).fill_(value)
 
     night = Night()
     night.at["iteration", 6] = lambda: spoil(night.model)

@@ -312,6 +312,16 @@ def test_the_vocabulary_is_rounded_up(multiple, rows, tokens, tmp_path):
     assert len(checkpoint(tmp_path, 0)["model"]["lm_head.weight"]) == rows
 
 
+def test_an_evaluation_reads_the_whole_windows_that_its_tokens_hold(tokens, tmp_path):
+    def losses(eval_tokens: int) -> list:
+        out_dir = tmp_path / str(eval_tokens)
+        keys = dict(max_iters=0, eval_tokens=eval_tokens)
+        train(**BASE | keys, dataset=tokens, out_dir=out_dir)
+        return column(out_dir, "eval", "train_loss", "val_loss")
+
+    assert losses(6 * T + 4) == losses(6 * T) != losses(7 * T)
+
+
 def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
     """Its train.py's optimizer, whose beta2 is not torch's."""
     expected = dict(learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0)

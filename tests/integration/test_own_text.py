@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +21,7 @@ import train
 from common.console import UserError
 from configurator import load_config
 from data import prepare_text
+from data.tokenizer import Tokenizer
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 CPU = ["--device=cpu", "--dtype=float32"]
@@ -185,6 +186,13 @@ def written(path: Path, kind: str, tokens: int):
     tokenizer = SimpleNamespace(kind=kind, vocab=dict(byte=256, bpe=4096)[kind])
     prepare_text.write_config(path, path.parent / "data", tokenizer, tokens)
     return load_config([str(path)])
+
+
+def test_a_config_written_on_windows_names_its_dataset_as_everywhere(tmp_path):
+    dataset = PureWindowsPath("data") / "my_notes"
+    tokenizer = Tokenizer(dict(kind="byte"))
+    prepare_text.write_config(tmp_path / "my.py", dataset, tokenizer, 10**6)
+    assert load_config([str(tmp_path / "my.py")]).dataset == "data/my_notes"
 
 
 def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
