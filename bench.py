@@ -96,6 +96,7 @@ BARE_CPU = [
 # but the evaluation before its first iteration
 MEASURED: dict[str, Any] = dict(
     init_from="scratch",
+    tokens_per_iter=0,  # gradient_accumulation_steps says it
     max_iters=NEVER,
     lr_decay_iters=0,
     hours=0.0,
@@ -427,6 +428,7 @@ def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) ->
     values = config_values(config) | dict(out_dir=f"out/{path.stem}")
     values |= batch_keys(config, fastest["batch_size"])
     if config.tokens_per_iter:
+        values["tokens_per_iter"] = config.iter_tokens
         del values["gradient_accumulation_steps"]  # it follows from the tokens
     machine = fastest["machine"]
     lines = [

@@ -101,12 +101,9 @@ class Config:
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
     peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv, else measured
-    # no keys: the names of the keys that a file or flag has set; whether the last one of them that
-    # is about the batch is batch_size or block_size alone; and the tokens_per_iter before it if
-    # that has rounded them, else 0
+    # no keys, but names of keys: those that a file or a flag sets, and those that a flag sets
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    is_resized: bool = field(default=False, compare=False)
-    rounded_from: int = field(default=0, compare=False)
+    typed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def by_clock(self) -> bool:
@@ -204,10 +201,10 @@ def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]]
     """
     config = read_config(argv)
     problems = [line for check in checks for line in check(config)]
-    config, impossible = resolve(config)
+    config, impossible = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
     raise_if_any(problems + impossible)
-    if config.rounded_from:
-        print_err(rounding_line(config))
+    if config.tokens_per_iter not in (0, config.iter_tokens):
+        print_err(batch_line(config))
     return config
 
 
@@ -221,68 +218,32 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
-    flags: set[str] = set()  # the keys that flags have set, not files
+    typed: set[str] = set()
     problems: list[str] = []
-    is_resized = False  # see Config
     left = list(argv)
     while left:
         argument = left.pop(0)
         try:
             if argument.startswith("-") or "=" in argument:
-                found = read_flag(argument, known, left)
-                flags |= found.keys()
+                found = from_nanogpt(read_flag(argument, known, left))
+                typed |= found.keys()
             else:
-                found = read_file(Path(argument), known, values)
+                found = from_nanogpt(read_file(Path(argument), known, values))
         except UserError as error:
             problems += error.problems
             continue
-        values |= from_nanogpt(found)
-        # of tokens_per_iter and gradient_accumulation_steps the last one wins
-        if found.get("tokens_per_iter"):
-            is_resized = False
-            problems += check_accumulation(argument, found, values)
-        elif "gradient_accumulation_steps" in found:
-            values["tokens_per_iter"] = 0
-            is_resized = False
-        elif "batch_size" in found or "block_size" in found:
-            is_resized = "tokens_per_iter" not in flags
+        values |= found
+        if "gradient_accumulation_steps" in found:
+            if found.get("tokens_per_iter"):  # a file with both
+                problems += check_both(argument, Config(**values))
+            else:  # the last one wins
+                values["tokens_per_iter"] = 0
     raise_if_any(problems)
     if values.get("hours") or values.get("until"):
-        # config files have these for runs by iterations
-        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}
+        # the max_iters of a config file is for runs by iterations
+        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in typed}
         values.setdefault("eval_interval", NEVER)
-    config = keys(**values, given=frozenset(values))
-    if not is_resized or keys is not Config:
-        return config
-    return round_tokens(replace(config, is_resized=True))
-
-
-def check_accumulation(source: str, found: dict[str, Any], values: dict[str, Any]) -> list[str]:
-    """The problem, if a file has a gradient_accumulation_steps beside another tokens_per_iter."""
-    sizes = [values.get(name, FIELDS[name].default) for name in ("batch_size", "block_size")]
-    steps, rest = divmod(found["tokens_per_iter"], math.prod(sizes))
-    if rest or found.get("gradient_accumulation_steps", steps) == steps:
-        return []
-    makes = (
-        f"{found['tokens_per_iter']:,} tokens per iteration are {steps} x {sizes[0]} x {sizes[1]}"
-    )
-    return [f"{source}: {makes}; write gradient_accumulation_steps = {steps}"]
-
-
-def round_tokens(c: Config) -> Config:
-    """The nearest tokens_per_iter that the micro-batches and processes can share."""
-    if not c.tokens_per_iter:
-        return c
-    unit = c.batch_size * c.block_size * int(os.environ.get("WORLD_SIZE", 1))
-    nearest = max(1, round(c.tokens_per_iter / unit)) * unit
-    if nearest == c.tokens_per_iter:
-        return c
-    return replace(c, tokens_per_iter=nearest, rounded_from=c.tokens_per_iter)
-
-
-def rounding_line(c: Config) -> str:
-    sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-    return f"tokens_per_iter: {c.iter_tokens:,} = {sizes}, the nearest to {c.rounded_from:,}"
+    return keys(**values, given=frozenset(values), typed=frozenset(typed))
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -411,24 +372,22 @@ def check_value(value: Any, f: Field, where: str) -> Any:
 # What follows from the keys
 
 
-def resolve(c: Config) -> tuple[Config, list[str]]:
-    """The configuration with what follows from its keys, and the combinations that cannot work."""
+def resolve(
+    c: Config, world_size: int, saved: dict[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """
+    The configuration with what follows from its keys, and the combinations that cannot work. For
+    `world_size` and `saved` see count_micro_batches().
+    """
     if c.model == "fast" and "tie_weights" not in c.given:
         c = replace(c, tie_weights=False)
     if c.optimizer == "muon" and "learning_rate" not in c.given:
         c = replace(c, learning_rate=MUON_LEARNING_RATE)
     problems = check_model(c)
 
-    micro_batch = c.batch_size * c.block_size  # tokens
-    steps, rest = divmod(c.tokens_per_iter, micro_batch)
-    if rest:
-        below = f"{steps * micro_batch} or " if steps else ""
-        problems.append(
-            f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * block_size "
-            f"= {micro_batch:,}; nearest: {below}{(steps + 1) * micro_batch}"
-        )
-    elif steps:
-        c = replace(c, gradient_accumulation_steps=steps)
+    accum, uneven = count_micro_batches(c, world_size, saved)
+    problems += uneven
+    c = replace(c, gradient_accumulation_steps=accum)
 
     # a rate must not rise to min_lr
     highest = c.learning_rate
@@ -444,6 +403,76 @@ def resolve(c: Config) -> tuple[Config, list[str]]:
     if c.tokenizer != "gpt2" and not c.stream:
         problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
     return c, problems
+
+
+def count_micro_batches(
+    c: Config, world_size: int, saved: dict[str, Any] | None = None
+) -> tuple[int, list[str]]:
+    """
+    The micro-batches of an iteration, on all processes together, and the problem if there is one.
+
+    A resumed run, whose configuration is `saved`, keeps its tokens per iteration unless the command
+    asks for others. Otherwise a tokens_per_iter that is typed counts exactly, one from a file as
+    nearly as batch_size and world_size allow, and without it gradient_accumulation_steps.
+    """
+    accum = c.gradient_accumulation_steps
+    micro_batch = c.batch_size * c.block_size  # tokens
+    is_typed = not c.typed.isdisjoint(("tokens_per_iter", "gradient_accumulation_steps"))
+    is_kept = (
+        saved
+        and not is_typed
+        and ("batch_size" in c.typed or 0 < c.tokens_per_iter == saved.get("tokens_per_iter"))
+    )
+    if saved and is_kept:
+        sequences = saved["gradient_accumulation_steps"] * saved["batch_size"]
+        accum, rest = divmod(sequences, c.batch_size)
+        if rest:
+            sizes = divisors(sequences)
+            below = [n for n in sizes if n < c.batch_size][-1:]
+            above = [n for n in sizes if n > c.batch_size][:1]
+            nearest = " or ".join(map(str, below + above))
+            return accum, [
+                f"batch_size: {c.batch_size} does not divide the {sequences} sequences of this "
+                f"run's iterations; nearest: {nearest}"
+            ]
+    elif "tokens_per_iter" in c.typed and c.tokens_per_iter % micro_batch:
+        steps = c.tokens_per_iter // micro_batch
+        below = f"{steps * micro_batch} or " if steps else ""
+        return accum, [
+            f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * block_size "
+            f"= {micro_batch:,}; nearest: {below}{(steps + 1) * micro_batch}"
+        ]
+    elif "tokens_per_iter" in c.typed and c.tokens_per_iter:
+        accum = c.tokens_per_iter // micro_batch
+    elif c.tokens_per_iter:
+        accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
+    if accum % world_size:
+        return accum, [
+            f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
+            f"{world_size} processes; a multiple of {world_size} can"
+        ]
+    return accum, []
+
+
+def check_both(path: str, c: Config) -> list[str]:
+    """The problem, if the gradient_accumulation_steps of a file do not make its tokens_per_iter."""
+    accum, _ = count_micro_batches(c, world_size=1)
+    if accum == c.gradient_accumulation_steps:
+        return []
+    sizes = f"{accum} x {c.batch_size} x {c.block_size}"
+    return [
+        f"{path}: {c.tokens_per_iter:,} tokens per iteration are {sizes}; "
+        f"write gradient_accumulation_steps = {accum}"
+    ]
+
+
+def batch_line(c: Config) -> str:
+    """What a run prints about its batch. `c` is resolved."""
+    sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+    line = f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)"
+    if c.tokens_per_iter not in (0, c.iter_tokens):
+        line += f", the nearest to {c.tokens_per_iter:,}"
+    return line
 
 
 def check_model(c: Config) -> list[str]:

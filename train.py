@@ -36,7 +36,6 @@ from configurator import (
     NEVER,
     Config,
     config_values,
-    divisors,
     read_config,
     resolve,
 )
@@ -52,7 +51,7 @@ from training.compiled import compile_and_check
 from training.hardware import Hardware
 from training.log import Log
 from training.pretrained import load_pretrained, load_weights
-from training.ranks import Ranks, StopSignals, check_shares, end_process, lost_rank
+from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
 # Keys that decide the shapes and names of the weights. A new field of the models' configs is one of
 # them, unless FREE_ON_RESUME names it. The vocabulary's size is no key: it follows from the dataset
@@ -146,9 +145,6 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
-        if c.is_resized:
-            c, indivisible = keep_tokens(c, resumed["config"])
-            problems += indivisible
     elif weights:
         saved = weights["model_config"]
         names = ARCHITECTURE
@@ -158,8 +154,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         c, problems = keep_values(c, names, saved, c.init_from)
     problems += hardware.check_device(c)
     problems += [] if c.stream else check_dataset(c)
-    c, impossible = resolve(c)
-    raise_if_any(problems + impossible + check_shares(c, world_size))
+    c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
+    raise_if_any(problems + impossible)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))
@@ -183,22 +179,6 @@ def keep_values(
         return replace(c, **values), []
     hint = "leave them out, or give another --out_dir or --init_from"
     return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
-
-
-def keep_tokens(c: Config, saved: dict) -> tuple[Config, list[str]]:
-    """The configuration with the saved tokens per iteration, if the new batch_size divides them."""
-    sequences = saved["gradient_accumulation_steps"] * saved["batch_size"]
-    accum, rest = divmod(sequences, c.batch_size)
-    if not rest:
-        kept = dict(gradient_accumulation_steps=accum, tokens_per_iter=saved["tokens_per_iter"])
-        return replace(c, **kept, rounded_from=0), []
-    sizes = divisors(sequences)
-    near = [
-        *[n for n in sizes if n < c.batch_size][-1:],
-        *[n for n in sizes if n > c.batch_size][:1],
-    ]
-    problem = f"{c.batch_size} does not divide the {sequences} sequences of this run's iterations"
-    return c, [f"batch_size: {problem}; nearest: {' or '.join(map(str, near))}"]
 
 
 def is_done(c: Config, resumed: dict) -> bool:
@@ -762,11 +742,11 @@ def explain(error: Exception, argv: list[str]) -> str:
     if not hardware.is_out_of_memory(error):
         return lost_rank(error)
     c = read_config(argv)
-    if newest := newest_checkpoint(c):  # which decides some keys
-        resumed = checkpoint.load(newest)
-        c = config_of_run(c, resumed, resumed, world_size=1)
-    c, _ = resolve(c)
-    return hardware.out_of_memory_line(c, int(os.environ.get("WORLD_SIZE", 1)))
+    newest = newest_checkpoint(c)
+    resumed = checkpoint.load(newest) if newest else None  # it decides some keys
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    c = config_of_run(c, resumed, resumed, world_size)
+    return hardware.out_of_memory_line(c, world_size)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from common.console import (
     table_lines,
     warn,
 )
-from configurator import NEVER, Config
+from configurator import NEVER, Config, resolve
 from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
@@ -47,7 +47,6 @@ from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.hardware import count_flops
 from training.log import LARGE_CORPUS, MANY_EPOCHS
-from training.ranks import check_shares
 
 # MFU assumed of a GPU without a published one in gpus.csv, by the first of these words that its
 # name has. Published: four other GeForce cards 55% to 84%, 18 kinds of others 25% to 58%. A laptop
@@ -535,7 +534,8 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     Print the plan and return it for --json. `options`: plan's flags, None where not given.
     `measure` times some iterations of train.py on this machine.
     """
-    raise_if_any(check_shares(config, options.gpus))
+    config, uneven = resolve(config, options.gpus)
+    raise_if_any(uneven)
     vocab = vocab_where_missing(config)
     if vocab is None:
         data = open_dataset(config.dataset)

@@ -102,7 +102,9 @@ def test_tokens_per_iter_that_is_typed_must_divide(order, config):
 def test_a_resume_keeps_its_tokens_per_iteration(config, tmp_path):
     out_dir = tmp_path / "run"
     first = run_tiny(config, "--batch_size=3", out_dir=out_dir, max_iters=2)
-    assert [line for line in first.out.splitlines() if line.startswith("tokens_per_iter: 528 = ")]
+    assert [
+        line for line in first.out.splitlines() if ": 528 = 11 x 3 x 16 " in line and "512" in line
+    ]
     resume = dict(out_dir=out_dir, init_from="resume")
     refused = run_tiny(config, "--batch_size=5", **resume)
     assert refused.code == 2

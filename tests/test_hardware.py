@@ -19,12 +19,11 @@ from program import column, finish, flags, run, start, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.torch_version import TorchVersion
 
-from configurator import Config
+from configurator import Config, resolve
 from model import GPTConfig
 from training import hardware
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware, count_flops
-from training.ranks import check_shares
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -427,7 +426,7 @@ def test_out_of_memory_names_the_next_smaller_batch_that_does_as_much(asked, sma
     assert [tuple(map(int, pair)) for pair in found] == ([smaller] if smaller else [])
     if smaller:
         assert smaller[0] * smaller[1] == batch_size * accumulation and smaller[0] < batch_size
-        assert check_shares(Config(gradient_accumulation_steps=smaller[1]), world_size) == []
+        assert resolve(Config(gradient_accumulation_steps=smaller[1]), world_size)[1] == []
     else:
         assert "--recompute=True" in line
 

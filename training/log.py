@@ -19,7 +19,7 @@ import torch
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
-from configurator import FIELDS, NEVER, Config, config_values, rounding_line
+from configurator import FIELDS, NEVER, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path
 from training.clock import Schedule, Speed, clock_time
@@ -109,8 +109,6 @@ class Log:
         """Print where the run begins, and on a resume what has changed since the checkpoint."""
         c = self.config
         if not resumed:
-            if c.rounded_from:
-                say(rounding_line(c))
             if weights:
                 rest = "" if c.eval_only else "; iterations and learning rate start from 0"
                 say(f"weights: {weights['source']}{rest}")
@@ -140,8 +138,7 @@ class Log:
         held = f"{train} train and {count(len(data.val))} val tokens"
         order = f", order {data.order}" if data.order else ""
         say(f"data: {data.source}, {held}{order}")
-        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-        say(f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)")
+        say(batch_line(c))
         if not c.eval_only:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
             self.warn_of_epochs(tokens)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import RunError, UserError, print_err
-from configurator import Config
 
 # For one collective: longer than any evaluation or save that a rank waits for
 TIMEOUT = timedelta(minutes=10)
@@ -177,15 +176,6 @@ def end_process(code: int) -> NoReturn:
     group = dist.group.WORLD  # noqa: F841  kept
     dist.destroy_process_group()
     os._exit(code)
-
-
-def check_shares(config: Config, n: int) -> list[str]:
-    """The problem, if `n` processes cannot divide an iteration's micro-batches equally."""
-    accum = config.gradient_accumulation_steps
-    if accum % n == 0:
-        return []
-    shared = f"{accum} micro-batches cannot be divided among {n} processes"
-    return [f"gradient_accumulation_steps: {shared}; a multiple of {n} can"]
 
 
 def lost_rank(error: BaseException) -> str:
