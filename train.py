@@ -521,7 +521,14 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 # The run
 
 
-def main(argv: list[str], import_seconds: float = 0.0) -> int:
+def main(
+    argv: list[str],
+    import_seconds: float = 0.0,
+    *,
+    build_model=build_model,  # bench.py measures runs with a model, batches and a step of its own
+    make_batches=Batches,
+    train_step=train_step,
+) -> int:
     began = time.perf_counter() - import_seconds
 
     # Which run is this? Rank 0 reads the command and finds the checkpoint; all ranks load it
@@ -571,7 +578,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log = Log(c, schedule, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)
     log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
-    batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
+    batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     speedometer = Speedometer(clock, hw, progress.iter_num, progress.tokens)
     del resumed, weights  # frees the loaded checkpoint
     clock.lap("start-up")

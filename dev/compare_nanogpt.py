@@ -27,9 +27,9 @@ import torch
 from tqdm import tqdm
 
 import bench
-import train
 from common.console import Parser, UserError, command_line, parse_count, run_main, say
 from configurator import Config, load_config
+from model_fast import build_model
 from reports import bench_child
 from training import hardware
 
@@ -78,11 +78,9 @@ def nanogpts(folder: str, build_ours):
 
 def run_side(side: str, nanogpt: str) -> None:
     """What reports/bench_child.py does; with nanoGPT's model on nanoGPT's sides."""
-    if side != OURS:
-        train.build_model = nanogpts(nanogpt, train.build_model)
     if side == AS_SHIPPED:
         hardware.keep_freed_memory = lambda: None
-    bench_child.main()
+    bench_child.main(build_model if side == OURS else nanogpts(nanogpt, build_model))
 
 
 # -----------------------------------------------------------------------------

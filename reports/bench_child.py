@@ -21,6 +21,7 @@ import train
 from common.child import end_with_parent
 from common.console import Parser, run_main, say
 from data.loader import Batches
+from model_fast import build_model
 
 CPU_SECONDS = "cpu_seconds"  # the name of that file
 PROFILE_HEADING = "profile of one iteration:"
@@ -41,7 +42,7 @@ class LateBatches(Batches):
 
 
 def wait_before_each_micro_step(build_model):
-    """build_model() of train.py, for a model that waits for the device before each forward pass."""
+    """build_model(), for a model that waits for the device before each forward pass."""
 
     def build(config):
         def wait(module, arguments) -> None:
@@ -85,7 +86,7 @@ class WatchedStep:
         sys.exit(0)
 
 
-def main() -> None:
+def main(build_model=build_model) -> None:
     parser = Parser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--host_sync", action="store_true")
@@ -93,13 +94,15 @@ def main() -> None:
     options = parser.parse_args()
     step = WatchedStep(train.train_step, options.config.with_name(CPU_SECONDS))
     end_with_parent(step.ask_for_profile)
-    train.train_step = step
     if options.host_sync:
-        train.build_model = wait_before_each_micro_step(train.build_model)
-    if options.read_late:
-        train.Batches = LateBatches  # type: ignore[misc]  # a class, and mypy forbids that
-    sys.argv[1:] = [str(options.config)]
-    run_main(train.main, train.explain)
+        build_model = wait_before_each_micro_step(build_model)
+    argv = [str(options.config)]
+
+    def run(_: list[str]) -> int:
+        batches = LateBatches if options.read_late else Batches
+        return train.main(argv, build_model=build_model, make_batches=batches, train_step=step)
+
+    run_main(run, lambda error, _: train.explain(error, argv))
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:
     ]
 
 
-def run_here(dataset: Path, out_dir: Path, **changes) -> int:
+def run_here(dataset: Path, out_dir: Path, train_step=train.train_step, **changes) -> int:
     """train.py in this process; returns its exit code."""
-    return train.main(flags(dataset, out_dir, **changes))
+    return train.main(flags(dataset, out_dir, **changes), train_step=train_step)
 
 
 def run_process(

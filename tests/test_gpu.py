@@ -188,7 +188,7 @@ def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, da
     ],
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
-def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, monkeypatch):
+def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path):
     """CUDA itself complains of every synchronisation inside train_step."""
     original = train.train_step
     calls = iter(range(100))
@@ -202,11 +202,11 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path, mon
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(train, "train_step", watched)
     assert (
         run_here(
             dataset,
             tmp_path,
+            watched,
             device="cuda",
             dtype="bfloat16",
             **dict(dropout=0.1, n_embd=64) | changes,

@@ -70,8 +70,8 @@ FAULTS = [
     Fault(
         "ladder_reads_ahead_in_every_row",
         "reports/bench_child.py",
-        "        train.Batches = LateBatches",
-        "        pass",
+        "LateBatches if options.read_late else Batches",
+        "Batches",
         "test_bench.py::test_the_lower_rows_of_the_ladder_lose_time_and_no_number",
     ),
     Fault(
@@ -906,7 +906,7 @@ FAULTS = [
     Fault(
         "config_file_bounds_a_run_by_hours",
         "configurator.py",
-        '        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in flags}\n',
+        '        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in typed}\n',
         '        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in values}\n',
         "integration/test_time_limits.py::test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock",
     ),
