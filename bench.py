@@ -598,10 +598,12 @@ def main(argv: list[str]) -> int:
     options.is_bare = not keys
     needs_sizes = mode not in ("plan", "check")
     if needs_sizes and all(key.startswith("-") for key in keys):  # no config file
-        device = hardware.choose_device(read_config(keys), local_rank=0)
+        asked = read_config(keys, other_flags=vars(options))
+        device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     # a plan may be for another machine: it needs no device
-    config = load_config(keys, [] if mode == "plan" else [hardware.check_device])
+    checks = [] if mode == "plan" else [hardware.check_device]
+    config = load_config(keys, checks, other_flags=vars(options))
     if getattr(options, "write", None) and Path(options.write).exists():
         raise UserError(f"write: {options.write} exists; remove it or choose another name")
     for name in ("json", "write", "profile"):  # files to write

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -194,12 +194,17 @@ KIND_NAMES = {
 # Files and flags
 
 
-def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]] = ()) -> Config:
+def load_config(
+    argv: list[str],
+    checks: Sequence[Callable[[Config], list[str]]] = (),
+    other_flags: Iterable[str] = (),
+) -> Config:
     """
     The Config of a command line, with everything that follows from its keys filled in. `checks` are
-    functions from a Config to a list of problems. Raises UserError with one line per problem.
+    functions from a Config to a list of problems, `other_flags` the names of the script's own
+    flags, for suggestions. Raises UserError with one line per problem.
     """
-    config = read_config(argv)
+    config = read_config(argv, other_flags=other_flags)
     problems = [line for check in checks for line in check(config)]
     config, impossible = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
     raise_if_any(problems + impossible)
@@ -208,7 +213,7 @@ def load_config(argv: list[str], checks: Sequence[Callable[[Config], list[str]]]
     return config
 
 
-def read_config(argv: list[str], keys: type = Config) -> Any:
+def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str] = ()) -> Any:
     """
     Read config files and --key=value flags, left to right, into an object of the dataclass `keys`.
     Raises UserError with one line per problem. A Config still needs `resolve`.
@@ -225,7 +230,7 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
         argument = left.pop(0)
         try:
             if argument.startswith("-") or "=" in argument:
-                found = from_nanogpt(read_flag(argument, known, left))
+                found = from_nanogpt(read_flag(argument, known, left, other_flags))
                 typed |= found.keys()
             else:
                 found = from_nanogpt(read_file(Path(argument), known, values))
@@ -261,7 +266,9 @@ def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[str, Any]:
+def read_flag(
+    argument: str, known: dict[str, Field], left: list[str], other_flags: Iterable[str]
+) -> dict[str, Any]:
     """
     The key and value of a flag; `--key` alone is True. A value that was typed without the = is the
     next argument; it is taken out of `left` and named in the error. Raises UserError.
@@ -272,7 +279,8 @@ def read_flag(argument: str, known: dict[str, Field], left: list[str]) -> dict[s
     if not equals and left and not left[0].startswith("--") and not left[0].endswith(".py"):
         text = left.pop(0)
     if name not in known:
-        raise UserError(f"--{name}: unknown key{did_you_mean(OTHER_NAMES.get(name, name), known)}")
+        meant = did_you_mean(OTHER_NAMES.get(name, name), [*known, *other_flags], "--")
+        raise UserError(f"--{name}: unknown key{meant}")
     kind: Any = known[name].type
     if not equals and (text or kind not in SWITCHES):
         example = text or repr(known[name].default)
@@ -296,7 +304,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # the values so far are among the builtins, so that `variables` holds only what the file sets
-    variables = {"__file__": str(path), "__builtins__": vars(builtins) | defaults | values}
+    variables = {"__builtins__": vars(builtins) | defaults | values}
+    variables |= {"__file__": str(path), "__name__": "__main__"}
     try:
         tree = ast.parse(read_text(path, errors="strict"), str(path))
         exec(compile(tree, str(path), "exec"), variables)
@@ -306,18 +315,20 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         # no frame of the file: a SyntaxError, before it ran
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         said = traceback.format_exception_only(error)[-1].strip()
+        if "relative import" in said:
+            said += f"; give both files instead: train.py base.py {path}"
         raise UserError(f"{path}:{line}: {said}") from None
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found = {}
     problems = []
     for name, value in variables.items():
-        plain = isinstance(value, bool | int | float | str)  # no module and no function
+        is_code = callable(value) or inspect.ismodule(value)  # functions, classes, imports
         if name in known:
             try:
                 found[name] = check_value(value, known[name], name)
             except UserError as error:
                 problems.append(f"{path}: {error}")
-        elif plain and name not in defaults and name not in used and not name.startswith("_"):
+        elif not (is_code or name in defaults or name in used or name.startswith("_")):
             meant = did_you_mean(OTHER_NAMES.get(name, name), known)
             hint = "a name of your own starts with _"
             problems.append(f"{path}: {name}: unknown key{meant or f'; {hint}'}")
@@ -349,6 +360,8 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
+    if isinstance(value, int) and value >= 2**63:  # more digits than numpy and torch take
+        raise UserError(f"{where}: must be below 2^63")
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise UserError(f"{where}: needs {KIND_NAMES[of_key]}, got {value!r:.60}")
     if f.name in CHOICES and value not in CHOICES[f.name]:

@@ -169,9 +169,9 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name
 
 
-def did_you_mean(name: str, known) -> str:
+def did_you_mean(name: str, known, dashes: str = "") -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
 def run_main(
