@@ -20,6 +20,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -35,72 +36,77 @@ NEVER = 2**40  # as a number of iterations: the clock decides
 
 @dataclass(frozen=True)
 class Config:
+    """
+    python train.py config/gpt124m_4070.py --batch_size=4
+    python train.py config/quickstart.py --max_iters=500 --out_dir=out/short
+    """
+
     # I/O
     out_dir: str = "out"  # folder for checkpoints, metrics.jsonl and loss.png
-    init_from: str = "scratch"  # scratch | resume | auto: resume if it can | gpt2* | path
+    init_from: str = "scratch"  # scratch, resume, auto: resume if possible, gpt2, or a path
     eval_interval: int = 2000  # iterations between evaluations
-    eval_iters: int = 200  # micro-batches to evaluate on if eval_tokens is 0
-    eval_tokens: int = 0  # tokens to evaluate on; 0: eval_iters micro-batches
+    eval_iters: int = 200  # micro-batches of an evaluation, if eval_tokens is 0
+    eval_tokens: int = 0  # tokens of an evaluation; 0: eval_iters micro-batches
     eval_only: bool = False  # evaluate once and exit
-    sample_tokens: int = 0  # length of the sample after each evaluation; 0: none
-    always_save_checkpoint: bool = True  # save at every evaluation, even if not improved
-    checkpoint_interval: int = 0  # iterations between saves; 0: ten minutes
-    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt
+    sample_tokens: int = 0  # print a sample this long after each evaluation; 0: none
+    always_save_checkpoint: bool = True  # save after every evaluation; False: only the best
+    checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
+    keep_checkpoints: int = 2  # how many of the newest to keep, besides best.pt
     # logging
     log_interval: int = 1  # iterations between log lines
-    tracker: str = "none"  # none | wandb | tensorboard: also log there
-    wandb_project: str = "owt"  # wandb project
-    wandb_run_name: str = "gpt2"  # wandb run name
+    tracker: str = "none"  # also log to wandb or tensorboard
+    wandb_project: str = "owt"  # project name in wandb
+    wandb_run_name: str = "gpt2"  # run name in wandb
     # data
-    dataset: str = "openwebtext"  # a folder in data/, or a path to a folder
-    stream: bool = False  # prepare while training; dataset: files, or ORG/NAME on the hub
-    tokenizer: str = "gpt2"  # with stream=True: gpt2, byte, or the path of a tokenizer.json
-    data_workers: int = 1  # threads that tokenise a stream
+    dataset: str = "openwebtext"  # a folder in data/, or the path of a folder
+    stream: bool = False  # tokenize while training; see docs/data.md
+    tokenizer: str = "gpt2"  # of a stream: gpt2, byte, or the path of a tokenizer.json
+    data_workers: int = 1  # threads that tokenize a stream
     batch_size: int = 12  # sequences in a micro-batch
     block_size: int = 1024  # tokens in a sequence (context length)
-    gradient_accumulation_steps: int = 40  # micro-batches per iteration
-    tokens_per_iter: int = 0  # sets gradient_accumulation_steps; 0: off
+    gradient_accumulation_steps: int = 40  # micro-batches of an iteration, on all GPUs together
+    tokens_per_iter: int = 0  # if set, gradient_accumulation_steps follows from it
     # model
-    model: str = "gpt2"  # gpt2 | fast: needs fewer tokens
+    model: str = "gpt2"  # gpt2, or fast, which needs fewer tokens
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads; must divide n_embd
     n_embd: int = 768  # width
-    dropout: float = 0.0  # 0.1 or more for fine-tuning and small texts
-    bias: bool = False  # biases in the linear layers and norms (GPT-2: True)
+    dropout: float = 0.0  # 0.1 or more helps with fine-tuning and small texts
+    bias: bool = False  # biases in linear layers and norms, as in GPT-2
     tie_weights: bool = True  # share token embedding and output head; fast: False
     flash: bool = True  # fused attention (scaled_dot_product_attention)
     loss_chunk: str = "auto"  # compute the loss this many tokens at a time: auto | off | N
     recompute: bool = False  # recompute activations in the backward pass: less memory, slower
-    value_tables: int = 0  # model=fast: value embeddings; cost no FLOPs
-    bigram_rows: int = 0  # model=fast: bigram embedding; 0: none
-    pad_vocab_multiple: int = 128  # round the vocabulary up; 1: off
+    value_tables: int = 0  # model=fast: number of value embeddings; they cost no FLOPs
+    bigram_rows: int = 0  # model=fast: rows of the bigram embedding; 0: none
+    pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # optimizer
-    optimizer: str = "adamw"  # adamw | muon: for hidden matrices
-    learning_rate: float = 6e-4  # peak rate (muon: of hidden matrices, 0.025)
-    head_lr: float = 0.004  # optimizer=muon: peak rate of the head
+    optimizer: str = "adamw"  # adamw, or muon for the hidden matrices
+    learning_rate: float = 6e-4  # peak; optimizer=muon: of hidden matrices, default 0.025
+    head_lr: float = 0.004  # optimizer=muon: peak learning rate of the output head
     muon_momentum: float = 0.95  # optimizer=muon: momentum
-    weight_decay: float = 0.1  # of matrices, embeddings; muon: embeddings, head
+    weight_decay: float = 0.1  # of matrices and embeddings; muon: of embeddings and head
     beta1: float = 0.9  # Adam's decay of the mean gradient
     beta2: float = 0.95  # Adam's decay of the mean squared gradient
     grad_clip: float = 1.0  # clip the gradient's norm at this value; 0: off
     # schedule
-    max_iters: int = 600000  # iterations
-    hours: float = 0.0  # train this many hours instead of max_iters
-    until: str = ""  # train until this time, such as 07:00
-    max_minutes: float = 0.0  # save and stop after this many minutes; 0: no limit
-    lr_schedule: str = "cosine"  # cosine | linear | constant | wsd: constant, then linear
-    decay_fraction: float = 0.2  # lr_schedule=wsd: share that decays
+    max_iters: int = 600000  # iterations to train
+    hours: float = 0.0  # train for this many hours instead of max_iters
+    until: str = ""  # train until this time, such as 07:00, instead of max_iters
+    max_minutes: float = 0.0  # save and stop this launch after so many minutes; 0: off
+    lr_schedule: str = "cosine"  # cosine, linear, constant, or wsd: constant, then linear
+    decay_fraction: float = 0.2  # lr_schedule=wsd: fraction of the run that decays
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
-    min_lr: float = 6e-5  # final rate; if unset, below the peak
+    min_lr: float = 6e-5  # final learning rate; a tenth of the peak if that is below it
     # system
-    device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
-    dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: the fastest here
-    compile: bool | str = True  # True | False | required: end the run if torch.compile fails
+    device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
+    dtype: str = "auto"  # float32, bfloat16, float16, or auto: the fastest here
+    compile: bool | str = True  # use torch.compile; required: stop if that fails
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # initial weights, dropout, order of the data
-    peak_tflops: float = 0.0  # dense peak, for MFU; 0: from gpus.csv, else measured
+    peak_tflops: float = 0.0  # of the device, for MFU; 0: from gpus.csv, else measured
     # no keys, but names of keys: those that a file or a flag sets, and those that a flag sets
     given: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
@@ -182,6 +188,14 @@ OTHER_NAMES = dict(
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
 SWITCHES = (bool, bool | str)  # the second is that of compile, which may also be "required"
+METAVARS: dict[Any, str] = {
+    bool | str: "True|False",
+    bool: "True|False",
+    int: "N",
+    float: "X",
+    str: "TEXT",
+}
+HELP_COLUMN = 39  # where the meanings begin in --help
 KIND_NAMES = {
     bool | str: "true, false or required",
     bool: "true or false",
@@ -531,15 +545,24 @@ def print_config(config: Config) -> str:
 
 
 def print_help(keys: type = Config) -> None:
-    """The table of the keys, as it stands in the code."""
+    """The keys as flags, under the headings and with the meanings that the dataclass has."""
     script = os.path.basename(sys.argv[0])
-    print(f"usage: python {script} [config.py ...] [--key=value ...]   (applied left to right)")
-    left = set(find_keys(keys))
+    print(f"usage: python {script} [config.py ...] [--key=value ...]   (the last one wins)\n")
+    print(inspect.cleandoc(keys.__doc__ or ""))
+    known = find_keys(keys)
     for line in inspect.getsource(keys).splitlines():
-        found = re.match(r"    (# |(\w+): [\w| ]+ = )", line)
-        if found and left:
-            print(line.strip())
-            left.discard(found[2])
+        if heading := re.fullmatch(r"    # (\w[\w/ ]*)", line):
+            print(f"\n{heading[1]}:")
+        elif key := re.match(r"    (\w+): .* = .*  # (.+)", line):
+            name, meaning = key.groups()
+            if name not in known:
+                continue
+            default = known[name].default
+            shown = repr(default) if default in ("", "\n") else default
+            flag = f"  --{name}={'PATH' if name in PATHS else METAVARS[known[name].type]}"
+            text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{shown})"
+            text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
+            print(text.replace("\xa0", " "))  # that kept the brackets on one line
 
 
 def main(argv: list[str]) -> None:

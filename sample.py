@@ -39,6 +39,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class SampleConfig:
+    """
+    python sample.py --out_dir=out/quickstart
+    python sample.py --init_from=gpt2 --start="Once upon a time"
+    """
+
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, or FILE:name; may hold <|endoftext|>

@@ -59,7 +59,7 @@ def command_lines(page: Path) -> list[list[str]]:
 def known_flags(script: str, mode: str = "") -> set[str]:
     """The names of the flags in a script's --help; `mode` is bench.py's or convert.py's."""
     told = run(script, *mode.split(), "--help").out
-    flags = {*re.findall(r"--(\w+)", told), *re.findall(r"^(\w+): [\w |]+ = ", told, re.MULTILINE)}
+    flags = {*re.findall(r"--(\w+)", told)}
     if script == "train.py":
         # the experiments of docs/hacking.md add keys
         added = re.findall(r"^\+    (\w+): \w+ = ", read("docs/hacking.md"), re.MULTILINE)
