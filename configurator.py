@@ -98,7 +98,7 @@ class Config:
     decay_fraction: float = 0.2  # lr_schedule=wsd: fraction of the run that decays
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
-    min_lr: float = 6e-5  # final learning rate; a tenth of the peak if that is below it
+    min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of it
     # system
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # float32, bfloat16, float16, or auto: the fastest here

@@ -141,7 +141,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     """
     problems: list[str] = []
     if resumed:
-        c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir)
+        other = "--out_dir for a new run"
+        c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
         kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
@@ -151,7 +152,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         if saved["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
             saved = saved | dict(pad_vocab_multiple=1)
             names = (*names, "pad_vocab_multiple")
-        c, problems = keep_values(c, names, saved, c.init_from)
+        c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
     problems += hardware.check_device(c)
     problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
@@ -163,22 +164,20 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
 
 
 def keep_values(
-    c: Config, names: tuple[str, ...], saved: dict, source: str
+    c: Config, names: tuple[str, ...], saved: dict, source: str, other: str
 ) -> tuple[Config, list[str]]:
     """
-    Return the configuration with the saved values of these keys, and a problem if a file or flag
-    sets one of them to something else. A key that is newer than the saved values had its default.
+    Return the configuration with the saved values of these keys, and a problem for each that a file
+    or flag sets to something else. A key that is newer than the saved values had its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
-    different = [
-        f"{name} {value!r} (asked for: {getattr(c, name)!r})"
+    problems = [
+        f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
+        f"Drop {'--' if name in c.typed else ''}{name}, or give another {other}"
         for name, value in values.items()
         if name in c.given and getattr(c, name) != value
     ]
-    if not different:
-        return replace(c, **values), []
-    hint = "leave them out, or give another --out_dir or --init_from"
-    return replace(c, **values), [f"init_from: {source} has {', '.join(different)}; {hint}"]
+    return replace(c, **values), problems
 
 
 def is_done(c: Config, resumed: dict) -> bool:

@@ -174,7 +174,7 @@ FOLDERS = [
     ("train.py tiny.py --init_from=run --dataset=chars", "dataset tokenizer char byte"),
     ("train.py tiny.py --init_from=run --dataset=wide", "dataset 99 61"),
     ("train.py tiny.py --init_from=run --n_layer=3", "n_layer 2 3 --init_from"),
-    ("train.py tiny.py --init_from=run --n_layer=3 --n_embd=64", "n_layer n_embd"),
+    ("train.py tiny.py --init_from=run --n_layer=3 --n_embd=64", "n_layer 2 3", "n_embd 32 64"),
 ]
 
 # the keys that weights keep for life, each set to something else
