@@ -318,7 +318,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # the values so far are among the builtins, so that `variables` holds only what the file sets
-    variables = {"__builtins__": vars(builtins) | defaults | values}
+    variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
     variables |= {"__file__": str(path), "__name__": "__main__"}
     try:
         tree = ast.parse(read_text(path, errors="strict"), str(path))
@@ -464,10 +464,10 @@ def count_micro_batches(
             ]
     elif "tokens_per_iter" in c.typed and c.tokens_per_iter % micro_batch:
         steps = c.tokens_per_iter // micro_batch
-        below = f"{steps * micro_batch} or " if steps else ""
+        nearest = f"{steps * micro_batch} or " if steps else ""
         return accum, [
             f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * block_size "
-            f"= {micro_batch:,}; nearest: {below}{(steps + 1) * micro_batch}"
+            f"= {micro_batch:,}; nearest: {nearest}{(steps + 1) * micro_batch}"
         ]
     elif "tokens_per_iter" in c.typed and c.tokens_per_iter:
         accum = c.tokens_per_iter // micro_batch

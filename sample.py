@@ -56,7 +56,9 @@ class SampleConfig:
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
     dtype: str = "auto"  # of the weights
     compile: bool = False  # torch.compile the model: slower at first
-    given: frozenset[str] = field(default=frozenset(), compare=False)  # keys that are set; no key
+    # no keys, but names of keys: those that a file or a flag sets, and those that a flag sets
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def read_prompt(start: str) -> str:

@@ -14,6 +14,7 @@ from configurator import (
     FIELDS,
     ONLY_WITH,
     Config,
+    count_micro_batches,
     load_config,
     print_config,
     read_config,
@@ -320,6 +321,13 @@ BAD_FILES = {
     "a function for a key": "max_iters = lambda: 4",
     "a class for a key": "class dataset:\n    pass",
     "a module for a key": "import math as model",
+    "an unknown tuple": "betas = (0.9, 0.99)",
+    "an unknown list": "layers = [12]",
+    "an unknown None": "lr = None",
+    "an unknown number of numpy": "import numpy\nsteps = numpy.int64(3)",
+    "a relative import": "from .base import *",
+    "a seed of 65 bits": "seed = 2**64",
+    "a rate that is no float": "learning_rate = 10**5000",
 }
 
 
@@ -328,6 +336,28 @@ def test_bad_config_file_is_one_clear_line_that_names_the_file(text, tmp_path):
     path = write(tmp_path, text)
     (line,) = problems_of(path)
     assert "\n" not in line and line.startswith(path)
+
+
+def test_a_file_is_run_as_main_and_may_have_classes(tmp_path):
+    text = "class Size:\n    n = 3\nif __name__ == '__main__':\n    n_layer = Size.n"
+    assert load_config([write(tmp_path, text)]).n_layer == 3
+
+
+def test_a_suggestion_is_a_flag_to_type_and_may_be_the_scripts_own():
+    assert problems_of("--max_iter=3")[0].endswith("did you mean --max_iters?")
+    result = run("bench.py", "sweep", "--trial=3")
+    assert result.code == 2 and "--trials?" in result.err
+
+
+def test_tokens_of_a_file_follow_the_processes_and_a_resume_keeps_its_own(tmp_path):
+    path = write(tmp_path, "batch_size = 8\nblock_size = 16\ntokens_per_iter = 1024")
+    asked = read_config([path])
+    assert [count_micro_batches(asked, n) for n in (1, 2, 3)] == [(8, []), (8, []), (9, [])]
+    saved = dict(batch_size=8, gradient_accumulation_steps=9, tokens_per_iter=1024)
+    assert count_micro_batches(asked, 1, saved) == (9, [])  # started by 3 processes
+    assert count_micro_batches(read_config([path, "--batch_size=12"]), 1, saved) == (6, [])
+    typed = read_config([path, "--gradient_accumulation_steps=5"])
+    assert count_micro_batches(typed, 1, saved) == (5, [])
 
 
 def test_a_rate_below_min_lr_does_not_rise():
