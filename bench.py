@@ -55,6 +55,7 @@ from common.console import (
     say,
     table_lines,
 )
+from common.files import replacing
 from configurator import (
     FIELDS,
     NEVER,
@@ -322,9 +323,16 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
         try:
             found[i].append(measure(config, options.seconds, [CHILD, *flags]))
             peaks[kind] = found[i][-1]["machine"]["peak_tflops"]
+            figure = f"{found[i][-1]['step_ms']:,.1f} ms"
         except OutOfMemory:
             found[i] = []
             too_large.add(i)
+            figure = "out of memory"
+        progress.clear()
+        say(f"{name}: {figure}")
+        if options.json:  # what a killed measurement leaves; the whole table replaces it
+            measured = [row_of(row, runs) for row, runs in zip(rows, found, strict=True) if runs]
+            write_json(options, dict(rows=measured))
     return found
 
 
@@ -445,7 +453,8 @@ def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) ->
         is_default = value in (FIELDS[name].default, NEVER)
         if name in ALWAYS_WRITTEN or name in config.given or not is_default:
             lines.append(f"{name} = {value!r}")
-    path.write_text("\n".join(lines) + "\n", "utf-8")
+    with replacing(path) as file:
+        file.write("\n".join([*lines, ""]).encode())
     say(f"wrote {path}")
 
 
@@ -584,6 +593,11 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+def write_json(options: Namespace, result: dict) -> None:
+    with replacing(Path(options.json)) as file:
+        file.write(json.dumps(dict(command=options.command) | result, indent=1).encode() + b"\n")
+
+
 def main(argv: list[str]) -> int:
     keep_awake()
     mode, rest = "", argv
@@ -595,6 +609,7 @@ def main(argv: list[str]) -> int:
                 f"{mode}: no such mode; check, sweep, ladder, plan or a config file{hint}"
             )
     options, keys = parse_arguments(mode, rest)
+    options.command = command_line("python", "bench.py", *argv)
     options.is_bare = not keys
     needs_sizes = mode not in ("plan", "check")
     if needs_sizes and all(key.startswith("-") for key in keys):  # no config file
@@ -611,8 +626,7 @@ def main(argv: list[str]) -> int:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     result = MODES[mode](config, options)
     if options.json:
-        result = dict(command=command_line("python", "bench.py", *argv)) | result
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        write_json(options, result)
     return 1 if result.get("wrong") else 0
 
 

@@ -186,6 +186,25 @@ def test_ladder_has_every_row_and_total_gains_are_products(recipe, children):
         assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
 
 
+def test_rows_are_printed_and_written_as_they_are_measured(children, monkeypatch):
+    """Ctrl-C in the third measurement leaves the first two."""
+    popen = subprocess.Popen
+
+    def interrupt(*arguments, **options):
+        if len(children) == 2:
+            raise KeyboardInterrupt
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupt)
+    keys = TINY | dict(dtype="bfloat16")
+    result = run("bench.py", "ladder", *flags(**keys), "--seconds=0", "--json=new/result.json")
+    assert result.code == 130 and len(children) == 2
+    rows = json.loads(Path("new/result.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["float32", "no host sync"]
+    for row in rows:
+        assert f"{row['name']}: {row['step_ms']:,.1f} ms" in result.out
+
+
 CHANGED = """
 import torch
 waits = []
