@@ -28,6 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, command_line, parse_count, run_main
+from common.files import replacing
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import FALLBACK, FIELD, ROW_FILES, TEXT_FILES, Place, Row, Source, local_files
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
@@ -122,6 +123,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):
         parser.error(f"--write={arguments.write}: give a .py file that does not exist yet")
+    if arguments.write and not str(arguments.write).isprintable():  # it becomes a line of the file
+        parser.error(f"--write={arguments.write}: has letters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
         parser.error("--write: not for gpt2; to fine-tune GPT-2 on this text: docs/finetune.md")
     return arguments
@@ -144,11 +147,14 @@ def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -
     Write a config file for a dataset with this many training tokens. The rule for its numbers is in
     own_config.template. Raises OSError.
     """
-    values = dict(path=command_line(path), out_dir=f"out/{path.stem}", tokens=tokens)
+    out_dir = f"out/{path.stem}"
+    values = dict(path=command_line(path), out_dir=out_dir, tokens=tokens)
+    values |= dict(out_dir_flag=command_line(f"--out_dir={out_dir}"))
     values |= dict(dataset=dataset.as_posix(), tokenizer=tokenizer)
     text = TEMPLATE.read_text("utf-8").format(**values, is_bytes=tokenizer.kind == "byte")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def main(argv: list[str]) -> None:
@@ -169,7 +175,7 @@ def main(argv: list[str]) -> None:
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     plan = Plan(
         folder=out,
-        made_from=made_from(title, files, tokenizer, **settings),
+        made_from=made_from(out, title, files, tokenizer, **settings),
         documents=lambda place: (d for d in documents if d.behind > place),
         tokenizer=tokenizer,
         expected_tokens=size // bytes_per_token + len(documents),

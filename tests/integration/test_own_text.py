@@ -4,6 +4,7 @@ prepare_text.py writes for it, a sample, and fine-tuning as the pages say.
 """
 
 import re
+import runpy
 import shlex
 import shutil
 from itertools import pairwise
@@ -311,3 +312,20 @@ def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch
     assert train.main([*arguments, *short]) == 0
     before, *_, after = records(Path("out/letters"), "eval")
     assert after["val_loss"] < before["val_loss"]
+
+
+@pytest.mark.parametrize("name", ['a"b', "it's", "a{b}", "$(x) y"])
+def test_a_written_config_may_have_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(LINES * 300)
+    result = run("data/prepare_text.py", "a.txt", f"--write={name}.py")
+    assert result.code == 0, result.err
+    values = runpy.run_path(f"{name}.py")
+    assert values["out_dir"] == f"out/{name}" and values["dataset"] == f"data/{name}"
+
+
+def test_a_name_that_would_break_the_config_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(LINES * 300)
+    result = run("data/prepare_text.py", "a.txt", "--write=a\nb.py")
+    assert result.code == 2 and "--write" in result.err and not Path("data").exists()
