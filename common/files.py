@@ -114,6 +114,12 @@ def try_lock(file: BinaryIO) -> bool:
     return True
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is what git leaves in place of a large one until `git lfs pull`."""
+    with open(path, "rb") as file:
+        return file.read(1024).startswith(b"version https://git-lfs") and not file.read(1)
+
+
 def read_text(path: Path, errors: str = "replace") -> str:
     """
     Read a text file written by a person: UTF-16 if it begins with that byte-order mark, as files

@@ -1,8 +1,9 @@
 """
 Token datasets on the disk: opened, checked, and read as one row of tokens per split.
 
-A dataset is a folder of shards in any of three forms: ours (llm.c's format and a manifest.json), a
-folder of llm.c / modded-nanogpt shards, or nanoGPT's headerless train.bin and val.bin (+ meta.pkl).
+A dataset is a folder of shards in any of four forms: ours (llm.c's format and a manifest.json), a
+folder of llm.c / modded-nanogpt shards, build-nanogpt's .npy shards, or nanoGPT's headerless
+train.bin and val.bin. Without a manifest.json, meta.pkl may say the vocabulary.
 A shard's file name says its split: see split_of.
 """
 
@@ -20,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from common.console import RunError, UserError, count, did_you_mean, raise_if_any, say
-from common.files import read_json, replacing
+from common.files import is_lfs_pointer, read_json, replacing
 from configurator import Config
-from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, pick_tokenizer, read_bpe, read_meta
+from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
@@ -54,6 +55,10 @@ def split_of(name: str) -> str | None:
 def open_shard(path: Path) -> Shard:
     """Read a shard's header, and compare it with the file's size. Raises UserError."""
     size = path.stat().st_size
+    if is_lfs_pointer(path):
+        raise UserError(f"{path}: a git-lfs pointer, not the shard; type git lfs pull there")
+    if path.suffix == ".npy":
+        return open_npy(path, size)
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     magic, version, tokens = header.tolist()
@@ -63,6 +68,25 @@ def open_shard(path: Path) -> Shard:
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
         begins = f"begins with {magic}, {version}, a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
         raise UserError(f"{path}: {begins}; prepare it again")
+    return checked_shard(path, header_bytes, tokens, size)
+
+
+def open_npy(path: Path, size: int) -> Shard:
+    """Read the header of numpy's format, of version 1 as numpy.save writes it. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            header_bytes = file.tell()
+    except ValueError as error:
+        raise UserError(f"{path}: no shard of numpy.save ({error})") from None
+    if len(shape) != 1 or dtype != np.dtype("<u2"):
+        problem = f"{path}: holds {len(shape)}-dimensional {dtype}, a shard one row of uint16"
+        raise UserError(f"{problem}; save it as uint16, if no id is above 65,535")
+    return checked_shard(path, header_bytes, shape[0], size)
+
+
+def checked_shard(path: Path, header_bytes: int, tokens: int, size: int) -> Shard:
     expected = header_bytes + 2 * tokens
     if size != expected:
         hint = f"delete {path.parent} and prepare it again"
@@ -197,7 +221,7 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
         raise UserError(f"{folder}: unfinished; run its preparation again, with the same command")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
-            files = f"{split}_000001.bin or NAME_{split}_000001.bin"
+            files = f"{split}_000001.bin or NAME_{split}_000001.npy"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
     data.fingerprint = check_and_fingerprint(data.listed, [data.train, data.val])
     data.val_fingerprint = check_and_fingerprint(data.listed_val(), [data.val])
@@ -245,7 +269,14 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
-    for name in sorted(listed) or sorted(path.name for path in folder.glob("*.bin")):
+    if vocab > MOST_IDS:
+        problem = f"{folder}: has a vocabulary of {vocab:,}, but its uint16 shards hold ids below"
+        raise UserError(f"{problem} {MOST_IDS:,}; choose a tokenizer with fewer ids")
+    found = [path for path in folder.iterdir() if split_of(path.name)]
+    # numpy's shards only if there are no others: they may be the same tokens
+    names = [path.name for path in found if path.suffix == ".bin"]
+    names = names or [path.name for path in found if path.suffix == ".npy"]
+    for name in sorted(listed or names):
         if split := split_of(name):
             shards[split].append((known or {}).get(name) or open_shard(folder / name))
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
@@ -278,11 +309,25 @@ def check_and_fingerprint(listed: dict[str, dict], splits: list[ShardTokens]) ->
     for split in splits:
         for shard, end in zip(split.shards, split.ends, strict=True):
             length = min(shard.tokens, CHECKED_TOKENS)
+            if not shard.header_bytes:
+                check_width(shard.path, split, end - shard.tokens, length)
             tokens = split.read_windows([end - shard.tokens, end - length], length)
-            if not shard.header_bytes and tokens[0, ::2].any() and not tokens[0, 1::2].any():
-                raise RunError(f"{shard.path}: every second token is 0, as in int32; write uint16")
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
     return fingerprint.hexdigest()
+
+
+def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None:
+    """
+    Raise RunError for numbers of 32 or 64 bits: read as 16 bits, every second one is their upper
+    half, which is small.
+    """
+    tokens = np.empty(length, dtype="<u2")
+    split.read(begin, tokens)
+    if length > 1 and tokens[::2].max() > 4096 * int(tokens[1::2].max()):
+        raise RunError(
+            f"{path}: every second token is near 0, as in int32 or int64; save it as uint16, if no "
+            "id is above 65,535"
+        )
 
 
 def is_made_on_demand(config: Config) -> bool:

@@ -4,6 +4,7 @@ should and should not be, and data that do not come.
 """
 
 import builtins
+import io
 import json
 import os
 import pickle
@@ -172,6 +173,13 @@ def test_reading_shards_does_not_take_memory_as_they_are_read(tmp_path):
 # -----------------------------------------------------------------------------
 # Folders
 
+
+def npy(tokens, dtype="<u2") -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array(tokens, dtype))
+    return file.getvalue()
+
+
 RAW = np.arange(40, dtype="<u2").tobytes()
 LETTERS = {i: chr(65 + i) for i in range(40)}
 GPT2 = (50257, "gpt2")
@@ -204,6 +212,14 @@ FOLDERS = {
             "training_000000.bin": b"?",
         },
         (4 + 8 + 16, 1 + 2, *GPT2),
+    ),
+    "build-nanogpt's": (
+        {"edufineweb_train_000001.npy": npy(range(40)), "edufineweb_val_000000.npy": npy([7] * 30)},
+        (40, 30, *GPT2),
+    ),
+    "numpy's shards beside others, which may be the same": (
+        {"train.bin": RAW, "val.bin": RAW[:60], "train.npy": npy(range(40))},
+        (40, 30, *GPT2),
     ),
     "a name that is not UTF-8": (
         {os.fsdecode(b"\xff_train_1.bin"): shard(range(40)), "val_0.bin": shard(range(30))},
@@ -248,6 +264,22 @@ BAD_FILES = {
     "empty raw file": ("train.bin", b"", "no tokens"),
     "odd bytes": ("train.bin", b"abc", "prepare it again"),
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),
+    "int64 tokens": ("train.bin", np.arange(40, dtype="<i8").tobytes(), "int64"),
+    "uint32 with ids above 65,535": (
+        "train.bin",
+        np.arange(0, 128_256, 900, dtype="<u4").tobytes(),
+        "65,535",
+    ),
+    "ids that have wrapped": ("meta.pkl", pickle.dumps(dict(vocab_size=70_000)), "70,000"),
+    "a vocabulary in manifest.json": ("manifest.json", b'{"vocab": 65537}', "65,537"),
+    "numpy's uint32": ("train_1.npy", npy(range(40), "<u4"), "uint32"),
+    "numpy's int64": ("train_1.npy", npy(range(40), "<i8"), "65,535"),
+    "numpy's other end first": ("train_1.npy", npy(range(40), ">u2"), "uint16"),
+    "numpy's rows": ("train_1.npy", npy([[1, 2]] * 20), "2-dimensional"),
+    "numpy's cut": ("train_1.npy", npy(range(40))[:-2], "40 tokens take"),
+    "numpy's header cut": ("train_1.npy", npy(range(40))[:60], "train_1.npy"),
+    "no numpy": ("train_1.npy", b"?" * 200, "train_1.npy"),
+    "git-lfs pointer": ("train.bin", b"version https://git-lfs.github.com/spec/v1\n", "git lfs"),
     "token beyond vocab": ("train_1.bin", shard([65535] * 40), "vocabulary"),
     "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "meta.pkl"),
 }
@@ -256,11 +288,20 @@ BAD_FILES = {
 @pytest.mark.parametrize("problem", BAD_FILES)
 def test_a_bad_file_is_named_in_one_line(problem, tmp_path):
     name, content, word = BAD_FILES[problem]
-    write_files(tmp_path, {"val_000000.bin": shard(range(30)), name: content})
+    val = {"val_0.npy": npy(range(30))} if name.endswith("npy") else {"val_0.bin": shard(range(30))}
+    write_files(tmp_path, val | {name: content})
     with pytest.raises(UserError) as error:
         open_dataset(str(tmp_path))
     (line,) = error.value.problems
     assert word in line and "\n" not in line
+
+
+def test_numpys_shards_hold_the_tokens_that_numpy_reads(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 3000)
+    files = {"a_train_1.npy": npy(tokens[:2000]), "a_train_2.npy": npy(tokens[2000:])}
+    write_files(tmp_path, files | {"a_val_0.npy": npy(tokens[:50])})
+    data = open_dataset(str(tmp_path))
+    assert data.train.read_windows([1900], 300)[0].tolist() == tokens[1900:2200].tolist()
 
 
 def test_the_fingerprint_follows_the_tokens(tmp_path):
