@@ -136,12 +136,12 @@ def main(argv: list[str]) -> None:
     if not tokenizer:
         texts = (text for _, text, _ in documents(begin))
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=skipped)
-    hint = "give more text, or a lower --val_tokens, such as a twentieth of these tokens"
+    hint = "give more text, or --val_tokens={twentieth}"
     if is_records:  # validation is a whole shard
-        hint = "give more text, or a lower --shard_tokens"
+        hint = "give more text, or --shard_tokens={twentieth}"
     plan = Plan(
         folder=out,
-        made_from=made_from(title, files, tokenizer, **settings),
+        made_from=made_from(out, title, files, tokenizer, **settings),
         documents=documents,
         tokenizer=tokenizer,
         expected_tokens=arguments.tokens + val_tokens,

@@ -36,6 +36,7 @@ from data.tokenizer import Tokenizer
 
 BATCH = 64  # documents that a thread tokenises at once
 READ_AHEAD = 2  # such batches for each thread
+MOST_HASHED = 10**10  # bytes of local sources, which take some ten seconds
 LOCK_SECONDS = 10  # to wait for a preparation that is just ending
 SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.3B tokens, the GPT-2 recipe 10B
@@ -70,24 +71,51 @@ class Plan:
     shard_tokens: int = 100_000_000
     cuts_documents: bool = False  # every shard is full, as llm.c's are; blank text is a document
     least_tokens: int = 1  # in each split
-    hint: str = "give more text"  # ends the error if a split has fewer
+    # ends the error if a split has fewer; {twentieth} becomes a twentieth of all tokens
+    hint: str = "give more text"
     # for a stream: the run that trains meanwhile, and a wait until more training tokens are wanted
     run_id: str = ""
     wait: Callable[[int], None] = lambda tokens: None
 
 
-def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
+def made_from(
+    folder: Path, source: str, files: list[str], tokenizer: Tokenizer, **settings
+) -> dict:
     """
-    What must stay the same for a preparation to continue: the source as the user named it, its
-    files, the tokenizer, and the flags that change what is written.
+    What must stay the same for a preparation of this folder to continue: the source as the user
+    named it, its files, the tokenizer, and the flags that change what is written.
     """
     same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=source)
     same |= dict(tokenizer=tokenizer.kind, vocab=tokenizer.vocab, eot=tokenizer.eot)
     if tokenizer.kind == "bpe":
         same["tokenizer_sha256"] = hashlib.sha256(tokenizer.spec["json"].encode()).hexdigest()
-    local = {name: os.stat(name) for name in files if "://" not in name}
-    stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in local.items()}
-    return same | settings | dict(files=stamps)
+    begun = read_manifest(folder) if (folder / "manifest.json").exists() else {}
+    local = [name for name in files if "://" not in name]
+    return same | settings | dict(files=stamp_files(local, begun.get("files", {})))
+
+
+def stamp_files(names: list[str], noted: dict[str, list]) -> dict[str, list]:
+    """
+    Return size, mtime and sha256 of local files. A file with the noted size and mtime is not read,
+    but returned as noted. Nor are more than MOST_HASHED bytes read; their mtime alone decides.
+    """
+    quick = {name: [(stat := os.stat(name)).st_size, stat.st_mtime_ns] for name in names}
+    is_hashed = sum(size for size, _ in quick.values()) <= MOST_HASHED
+    stamps = {}
+    for name, stamp in quick.items():
+        if noted.get(name, [])[:2] == stamp:
+            stamps[name] = noted[name]
+        elif is_hashed:
+            with open(name, "rb") as file:
+                stamps[name] = [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
+        else:
+            stamps[name] = stamp
+    return stamps
+
+
+def is_same_file(stamp: list, noted: list) -> bool:
+    """Return whether two stamps are of the same bytes. Without both hashes the mtime decides."""
+    return stamp == noted or (len(stamp) == len(noted) == 3 and stamp[2] == noted[2])
 
 
 def prepare(plan: Plan, workers: int) -> dict:
@@ -143,10 +171,13 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     """Raises UserError if the folder was made from other text or flags."""
     asked = dict(plan.made_from)
     manifest = dict(order="prefix") | manifest  # that of earlier versions
-    if not manifest.get("complete", True):
-        # a line may have been mended meanwhile
-        asked["files"] = list(asked["files"])
-        manifest = manifest | dict(files=list(manifest.get("files", {})))
+    noted = manifest.get("files", {})
+    # of an unfinished one a line may have been mended meanwhile
+    is_begun = not manifest.get("complete", True)
+    if list(asked["files"]) == list(noted) and (
+        is_begun or all(map(is_same_file, asked["files"].values(), noted.values()))
+    ):
+        del asked["files"]
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         flags = [
             f"{key} {manifest[key]}, asked for {asked[key]}"
@@ -170,7 +201,7 @@ def begin_or_continue(plan: Plan) -> dict:
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         for name, stamp in plan.made_from["files"].items():
-            if manifest["files"][name] != stamp:  # a line of it has been mended
+            if not is_same_file(stamp, manifest["files"][name]):  # a line of it has been mended
                 changed = "has changed since the preparation began; finished shards stay"
                 hint = f"if rows were added or removed, delete {folder} and begin again"
                 warn(f"{name}: {changed}; {hint}")
@@ -221,7 +252,8 @@ def finish(plan: Plan, manifest: dict) -> None:
     if min(totals.values()) < plan.least_tokens:
         discard(plan.folder, manifest)
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
-        needs = f"each needs at least {plan.least_tokens}; {plan.hint}"
+        hint = plan.hint.format(twentieth=max(sum(totals.values()) // 20, 1))
+        needs = f"each needs at least {plan.least_tokens}; {hint}"
         raise UserError(f"{manifest['source']}: {held}, {needs}")
     if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
         say(f"the source has no more: {plan.train_tokens:,} tokens were asked for")
@@ -247,7 +279,9 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     total = sum(tokens.values())
     documents, size = (sum(shard[key] for shard in shards) for key in ("documents", "bytes"))
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
-    say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
+    files = len(manifest["files"])  # local ones
+    of = f" of {files:,} files" if files > 1 else ""
+    say(f"{folder}: {documents:,} documents{of}, {held} in {len(shards)} shards")
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total / 1e6:,.1f} MB here")
     arguments: list[object] = [config]
     if config is None:

@@ -541,12 +541,53 @@ def test_a_folder_of_other_files_is_refused_before_anything_is_read_by_its_notes
     assert contents(Path("out")) == before
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "noted without hashes"])
+def test_a_source_with_a_new_date_is_the_same_and_one_with_other_bytes_is_not(
+    earlier, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    for line in ("book.txt rows.jsonl", "rows.parquet --val_tokens=2k"):
+        name = line.split()[0]
+        script, *arguments = command(line, Path(f"out_{name}"))
+        prepare(*arguments, script=script)
+        manifest = Path(f"out_{name}/manifest.json")
+        if earlier:  # as version 3519115 wrote it
+            noted = json.loads(manifest.read_text())
+            noted["files"] = {file: stamp[:2] for file, stamp in noted["files"].items()}
+            manifest.write_text(json.dumps(noted))
+        prepare(*arguments, script=script)
+        before = contents(manifest.parent)
+        os.utime(name, ns=(1, 10**18))
+        result = run(script, *arguments)
+        assert result.code == (2 if earlier else 0)
+        before = contents(manifest.parent)
+        content = bytearray(Path(name).read_bytes())
+        content[len(content) // 2] ^= 1
+        Path(name).write_bytes(content)
+        result = run(script, *arguments)
+        assert result.code == 2 and contents(manifest.parent) == before
+
+
+def test_an_unfinished_folder_goes_on_in_silence_if_only_the_date_is_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    script, *arguments = command("book.txt", Path("out"))
+    prepare(*arguments, script=script)
+    before = digests(Path("out"))
+    manifest = manifest_of(Path("out"))
+    Path("out/manifest.json").write_text(json.dumps(manifest | dict(complete=False)))
+    os.utime("book.txt", ns=(1, 10**18))
+    prepare(*arguments, script=script)
+    assert digests(Path("out")) == before
+
+
 def test_validation_that_takes_much_of_a_small_source_is_warned_of(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [f"document {n:04d}" for n in range(1000)])
     flags = [f"--source={source}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"]
     result = run(FINEWEB, *flags)
     assert result.code == 2 and "0 for training" in result.err
-    assert "a lower --val_tokens, such as a twentieth" in result.err
+    assert "--val_tokens=700\n" in result.err  # a twentieth of 14,000
     result = run(FINEWEB, *flags, "--val_tokens=7k")
     held = re.search(r"7,\d{3} of 14,000 tokens are held out .* --val_tokens=(\S+)\n", result.err)
     shutil.rmtree(tmp_path / "out")
